@@ -1,0 +1,47 @@
+"""Nine bits a token: the `.tok` payload of palette shards.
+
+N tokens below 512 become N bytes, the low eight bits of each in raster order, followed by
+ceil(N / 8) bytes with the ninth bits packed, first token in the most significant bit. When N is
+not divisible by 8 the last byte is filled with zero bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+MAX_TOKENS = 512
+
+
+def payload_bytes(num_tokens: int) -> int:
+    """Return the number of bytes that `num_tokens` tokens take."""
+    return num_tokens + (num_tokens + 7) // 8
+
+
+def pack_tokens(tokens: np.ndarray) -> np.ndarray:
+    """Pack tokens `[b, n]`, each in [0, 512), to uint8 `[b, payload_bytes(n)]`.
+
+    Raises:
+        ValueError: a token does not fit in nine bits.
+    """
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= MAX_TOKENS):
+        raise ValueError(f"tokens must lie in [0, {MAX_TOKENS})")
+    tokens = tokens.astype(np.uint16, copy=False)
+    low = (tokens & 0xFF).astype(np.uint8)
+    high = np.packbits((tokens >> 8).astype(np.uint8), axis=1)
+    return np.concatenate([low, high], axis=1)
+
+
+def unpack_tokens(payload: np.ndarray, *, num_tokens: int) -> np.ndarray:
+    """Unpack uint8 `[b, payload_bytes(n)]` to uint16 `[b, n]`, each in [0, 512).
+
+    Raises:
+        ValueError: the rows do not have the length of `num_tokens` tokens.
+    """
+    if payload.shape[1] != payload_bytes(num_tokens):
+        raise ValueError(
+            f"{num_tokens} tokens take {payload_bytes(num_tokens)} bytes, not {payload.shape[1]}"
+        )
+    tokens = payload[:, :num_tokens].astype(np.uint16)
+    high = np.unpackbits(payload[:, num_tokens:], axis=1, count=num_tokens).astype(np.uint16)
+    tokens |= high << 8
+    return tokens

@@ -1,0 +1,206 @@
+"""A shard folder as one indexable data set.
+
+Opening reads the manifest and the indexes only; tars are memory-mapped when first touched. What
+is checked on opening is cheap (sizes, counts, hashes of small files); `verify` reads every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from megavis.config.errors import UserError
+from megavis.data.bits import payload_bytes, unpack_tokens
+from megavis.data.files import sha256_of_file
+from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.shards import ShardIndex, index_path, map_file
+
+# Each map holds a file descriptor, and a process may have as few as 1,024 of them.
+_MAX_OPEN_MAPS = 256
+_WRONG_LENGTH = "wrong length"
+_UNKNOWN_TOKEN = "token beyond the palette"
+
+
+class ShardDataset:
+    """All samples of a shard folder, by index.
+
+    A sample whose bytes cannot be its tokens (wrong length, ids beyond the palette) is replaced
+    by the next good one, counted in `skipped` and named in `skipped_names`. The choice depends on
+    the bytes alone, so every rank makes the same one.
+
+    Attributes:
+        directory: the shard folder.
+        manifest: what the folder says about itself.
+        num_tokens: tokens a sample, n.
+        class_names: names of the classes; a label indexes them.
+        labels: int64 `[N]`, -1 where a sample has none; a replaced sample has its stand-in's.
+        skipped: number of replaced samples by reason; grows while reading.
+
+    Raises:
+        UserError: the folder is unfinished, empty, damaged, or holds another palette.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        self.manifest = Manifest.read(self.directory)
+        self.num_tokens = self.manifest.num_tokens
+        self.class_names = self.manifest.class_names
+        self.skipped: Counter[str] = Counter()
+        self._skipped_names: dict[str, None] = {}
+        if not self.manifest.num_samples:
+            raise UserError(f"{self.directory} holds no sample: every source file was refused")
+        _check_palette(self.directory, self.manifest)
+        indexes = [_open_index(self.directory, shard) for shard in self.manifest.shards]
+        self._keys = [index.keys for index in indexes]
+        self._first = np.cumsum([0] + [len(index) for index in indexes])
+        self._offsets = np.concatenate([np.array(index.offsets, np.int64) for index in indexes])
+        self._stand_in = self._find_stand_ins(indexes)
+        labels = np.concatenate([np.array(index.labels, np.int64) for index in indexes])
+        if labels.min() < -1 or labels.max() >= len(self.class_names):
+            raise UserError(f"{self.directory} holds labels outside its list of classes")
+        self.labels = labels[self._stand_in]
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._stand_in)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=Lock())
+
+    @property
+    def skipped_names(self) -> list[str]:
+        """`shard:key: reason` of each replaced sample met so far."""
+        return list(self._skipped_names)
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens uint16 `[b, n]` and labels int64 `[b]` of samples `indices` `[b]`.
+
+        Raises:
+            IndexError: an index lies outside [0, N).
+            UserError: a shard has vanished, or no sample is good.
+        """
+        indices = self._stand_in[_checked(indices, len(self))]
+        tokens = self._unpack(indices)
+        vocabulary = self.manifest.tokenizer.num_tokens
+        for _ in range(len(self)):
+            bad = np.flatnonzero((tokens >= vocabulary).any(axis=1))
+            if not bad.size:
+                return tokens, self.labels[indices]
+            for row in bad:
+                self._name_skipped(int(indices[row]), _UNKNOWN_TOKEN)
+            # The next index, and of that the stand-in, if its length is wrong in turn.
+            indices[bad] = self._stand_in[(indices[bad] + 1) % len(self)]
+            tokens[bad] = self._unpack(indices[bad])
+        raise UserError(f"{self.directory} holds no sample with ids below {vocabulary}")
+
+    def read_tokens(self, indices: np.ndarray) -> np.ndarray:
+        """Return tokens uint16 `[b, n]` of samples `indices` `[b]`; raises as `read`."""
+        return self.read(indices)[0]
+
+    def name_of(self, index: int) -> str:
+        """Return `shard:key` of one sample."""
+        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        key = self._keys[shard][index - self._first[shard]]
+        return f"{self.manifest.shards[shard].name}:{key}"
+
+    def verify(self) -> list[str]:
+        """Read every byte; return one sentence for each shard whose SHA-256 is not right."""
+        problems = []
+        for shard in self.manifest.shards:
+            if sha256_of_file(self.directory / shard.name) != shard.sha256:
+                problems.append(f"{shard.name} does not have the SHA-256 of the manifest")
+        return problems
+
+    def _unpack(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens uint16 `[b, n]` of samples that all have the right length."""
+        length = payload_bytes(self.num_tokens)
+        payload = np.empty((len(indices), length), np.uint8)
+        shards = np.searchsorted(self._first, indices, side="right") - 1
+        maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
+        places = zip(shards.tolist(), self._offsets[indices].tolist(), strict=True)
+        for row, (shard, start) in enumerate(places):
+            payload[row] = maps[shard][start : start + length]
+        return unpack_tokens(payload, num_tokens=self.num_tokens)
+
+    def _map(self, shard: int) -> np.ndarray:
+        with self._lock:
+            if shard not in self._maps:
+                path = self.directory / self.manifest.shards[shard].name
+                # A plain array over the map: np.memmap's own slicing is four times slower.
+                self._maps[shard] = np.asarray(map_file(path))
+                if len(self._maps) > _MAX_OPEN_MAPS:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(shard)
+            return self._maps[shard]
+
+    def _find_stand_ins(self, indexes: list[ShardIndex]) -> np.ndarray:
+        """For each sample the index to read instead: its own, or the next of right length."""
+        lengths = np.concatenate([np.array(index.lengths, np.int64) for index in indexes])
+        ends = np.repeat([shard.num_bytes for shard in self.manifest.shards], np.diff(self._first))
+        expected = payload_bytes(self.num_tokens)
+        good = (lengths == expected) & (self._offsets >= 0) & (self._offsets + expected <= ends)
+        if not good.any():
+            raise UserError(f"{self.directory} holds no sample of {self.num_tokens} tokens")
+        for index in np.flatnonzero(~good):
+            self._name_skipped(int(index), _WRONG_LENGTH)
+        places = np.flatnonzero(good)
+        after = np.searchsorted(places, np.arange(len(good)))
+        return places[after % len(places)]
+
+    def _name_skipped(self, index: int, reason: str) -> None:
+        name = f"{self.name_of(index)}: {reason}"
+        if name not in self._skipped_names:
+            self.skipped[reason] += 1
+            self._skipped_names[name] = None
+
+
+def _checked(indices: np.ndarray, size: int) -> np.ndarray:
+    indices = np.asarray(indices, dtype=np.int64)
+    if indices.size and (indices.min() < 0 or indices.max() >= size):
+        raise IndexError(f"sample indices must lie in [0, {size})")
+    return indices
+
+
+def _open_index(directory: Path, shard: ShardEntry) -> ShardIndex:
+    tar = directory / shard.name
+    try:
+        num_bytes = tar.stat().st_size
+        content = index_path(tar).read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename} is missing: write the shards again") from None
+    if num_bytes != shard.num_bytes:
+        raise UserError(
+            f"{tar} has {num_bytes} bytes where the manifest says {shard.num_bytes}: "
+            "it was cut or changed; delete it and run the command that wrote it again"
+        )
+    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
+        raise UserError(f"{index_path(tar)} does not have the SHA-256 of the manifest")
+    index = ShardIndex.from_json(content, path=index_path(tar))
+    if len(index) != shard.num_samples:
+        raise UserError(
+            f"{index_path(tar)} lists {len(index)} samples, the manifest {shard.num_samples}"
+        )
+    return index
+
+
+def _check_palette(directory: Path, manifest: Manifest) -> None:
+    path = directory / PALETTE_NAME
+    try:
+        centers = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        raise UserError(f"{path} is missing or damaged: write the shards again") from None
+    digest = hashlib.sha256(centers.astype("<f4").tobytes()).hexdigest()
+    if digest != manifest.tokenizer.sha256:
+        raise UserError(
+            f"{path} is not the palette that made these shards "
+            f"({digest[:12]}..., the manifest says {manifest.tokenizer.sha256[:12]}...)"
+        )

@@ -1,0 +1,56 @@
+"""Files that are complete or absent: written beside, flushed, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_CHUNK_BYTES = 1 << 20
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that appears under `path` only when the block ends well.
+
+    The bytes go to a hidden file in the same folder, are flushed to the disk and renamed; a crash
+    or an exception leaves whatever stood at `path` before. Raises OSError as `open` does.
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path`; readers see the old file or the whole new one."""
+    with atomic_writer(path) as file:
+        file.write(content)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    # The rename itself lives in the folder: without this a power cut can undo it.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""`manifest.json`: what a shard folder holds, how it was made, and the hashes that prove it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+
+MANIFEST_NAME = "manifest.json"
+PALETTE_NAME = "palette.npy"
+FORMAT_VERSION = 1
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TokenizerIdentity(_Strict):
+    """Which tokenizer made the tokens; training refuses shards of another one."""
+
+    kind: Literal["palette"]
+    sha256: Sha256
+    num_tokens: Annotated[int, Field(ge=1, le=512)] = Field(
+        description="size of the vocabulary; every id is below it"
+    )
+
+
+class Preparation(_Strict):
+    """How images became pixels: part of a data set's identity."""
+
+    resize: str = Field(description="filter of the resize")
+    crop: str = Field(description="which part of the image is kept")
+    decoders: dict[str, str] = Field(description="version of each decoding package")
+
+
+class Source(_Strict):
+    """Where the images came from."""
+
+    description: str
+    num_files: Count
+    sha256: Sha256 = Field(description="SHA-256 of the list of source names and sizes")
+
+
+class ShardEntry(_Strict):
+    """One tar file and the hashes of it and its index."""
+
+    name: FileName
+    num_samples: Annotated[int, Field(ge=1)]
+    num_bytes: Annotated[int, Field(ge=1)]
+    sha256: Sha256
+    index_sha256: Sha256
+
+
+class Manifest(_Strict):
+    """The whole of `manifest.json`; written last, so a folder with one is complete."""
+
+    format_version: Literal[1]
+    kind: Literal["palette"]
+    image_size: Annotated[int, Field(ge=1)]
+    num_tokens: Annotated[int, Field(ge=1)] = Field(description="tokens a sample")
+    tokenizer: TokenizerIdentity
+    preparation: Preparation
+    class_names: tuple[str, ...]
+    shards: tuple[ShardEntry, ...]
+    skipped: dict[str, Count] = Field(description="number of refused source files by reason")
+    seed: Count
+    source: Source
+    tool_version: str
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples over all shards."""
+        return sum(shard.num_samples for shard in self.shards)
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json` into `directory`, whole or not at all. Raises OSError."""
+        content = self.model_dump_json(indent=2) + "\n"
+        write_atomically(directory / MANIFEST_NAME, content.encode())
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Manifest:
+        """Read the manifest of a shard folder.
+
+        Raises:
+            UserError: it is missing, is not JSON, or does not have this form.
+        """
+        path = Path(directory) / MANIFEST_NAME
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(
+                f"{path} is missing: this is not a finished shard folder; "
+                "run `python -m data_tools palette shards` (again) to finish it"
+            ) from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            raise UserError(_explain(path, error)) from None
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if where == "format_version":
+        return (
+            f"{path} has format version {first['input']}, and this megavis reads "
+            f"{FORMAT_VERSION}: write the shards again or use the megavis that wrote them"
+        )
+    if first["type"] == "json_invalid":
+        return f"{path} is not valid JSON ({first['msg']}): write the shards again"
+    return f"{path} is not a shard manifest: {where}: {first['msg']}"

@@ -1,0 +1,1 @@
+"""Images to sequences and back. Imports nothing of `megavis.data`."""

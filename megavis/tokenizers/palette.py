@@ -1,0 +1,200 @@
+"""The palette of iGPT: 512 colours, one token a pixel.
+
+A pixel x in 0..255 is compared with centres c in x / 127.5 - 1 space and takes the index of the
+nearest (squared distance, the lowest index where two are equally near); decoding is
+rint(127.5 (c + 1)). This is the released code's rule, to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+from scipy.spatial import cKDTree
+
+from megavis.config.errors import UserError
+
+MAX_COLORS = 512
+# Building the table costs as much as sending 16.7 M pixels through the tree.
+_PIXELS_BEFORE_TABLE = 4_000_000
+# Rounding moves a float64 distance by less than this, and distinct ones differ by more or are
+# settled by brute force.
+_TIE_MARGIN = 1e-9
+
+
+class Palette:
+    """Nearest-colour tokens. Exact: equals a brute-force float64 argmin for all 2^24 colours.
+
+    Args:
+        centers: `[k, 3]` in [-1, 1], red green blue, 1 <= k <= 512; kept as float32.
+
+    Attributes:
+        centers: float32 `[k, 3]`, read-only.
+        sha256: identity: SHA-256 of the little-endian float32 bytes.
+
+    Raises:
+        UserError: the shape, the size or the range is wrong.
+    """
+
+    def __init__(self, centers: np.ndarray) -> None:
+        self.centers = _checked_centers(centers)
+        self.sha256 = hashlib.sha256(self.centers.astype("<f4").tobytes()).hexdigest()
+        self._tree = cKDTree(self.centers.astype(np.float64))
+        self._table: np.ndarray | None = None
+        self._pixels_seen = 0
+
+    def __len__(self) -> int:
+        return len(self.centers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary, k."""
+        return len(self.centers)
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Return the token of each pixel: uint8 `[..., 3]` to uint16 `[...]` in [0, k).
+
+        The first few million pixels go through a k-d tree; after that a table of all colours
+        (32 MiB, about 4 s to build) is worth its cost. Both give the same tokens.
+
+        Raises:
+            ValueError: `images` is not uint8 with three channels last.
+        """
+        if images.dtype != np.uint8 or images.ndim < 1 or images.shape[-1] != 3:
+            raise ValueError(f"expected uint8 [..., 3], not {images.dtype} {list(images.shape)}")
+        pixels = images.reshape(-1, 3)
+        self._pixels_seen += len(pixels)
+        if self._table is None and self._pixels_seen > _PIXELS_BEFORE_TABLE:
+            self.build_table()
+        if self._table is None:
+            return self._nearest(pixels).reshape(images.shape[:-1])
+        wide = pixels.astype(np.int64)
+        codes = (wide[:, 0] << 16) | (wide[:, 1] << 8) | wide[:, 2]
+        return self._table.take(codes).reshape(images.shape[:-1])
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the colour of each token: integers `[...]` in [0, k) to uint8 `[..., 3]`.
+
+        Raises:
+            ValueError: a token lies outside [0, k).
+        """
+        tokens = np.asarray(tokens)
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= len(self)):
+            raise ValueError(f"tokens must lie in [0, {len(self)})")
+        colors = np.rint(127.5 * (self.centers.astype(np.float64) + 1.0))
+        return colors.clip(0, 255).astype(np.uint8)[tokens]
+
+    def build_table(self) -> None:
+        """Build the table of all 2^24 colours now; `encode` does it by itself when it pays."""
+        table = np.empty(1 << 24, np.uint16)
+        green_blue = np.indices((256, 256), dtype=np.uint8).reshape(2, -1).T
+        for red in range(256):
+            pixels = np.insert(green_blue, 0, red, axis=1)
+            table[red << 16 : (red + 1) << 16] = self._nearest(pixels)
+        self._table = table
+
+    def save(self, path: Path | str) -> None:
+        """Write the centres in the released `kmeans_centers.npy` form, whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        with partial.open("wb") as file:
+            np.save(file, self.centers, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Palette:
+        """Read centres from a `.npy` file: float32 `[k, 3]` in [-1, 1]. Nothing is unpickled.
+
+        Raises:
+            UserError: the file is missing, or is not such an array.
+        """
+        try:
+            centers = np.load(path, allow_pickle=False)
+        except FileNotFoundError:
+            raise UserError(f"palette {path} does not exist") from None
+        except (OSError, ValueError, EOFError):
+            raise UserError(f"palette {path} is not a .npy file of numbers") from None
+        if not isinstance(centers, np.ndarray) or centers.dtype != np.float32:
+            raise UserError(f"palette {path} must hold float32 numbers")
+        try:
+            return cls(centers)
+        except UserError as error:
+            raise UserError(f"palette {path}: {error}") from None
+
+    def _nearest(self, pixels: np.ndarray) -> np.ndarray:
+        """Exact tokens uint16 `[n]` of uint8 `[n, 3]`."""
+        points = to_unit(pixels)
+        if len(self) == 1:
+            return np.zeros(len(points), np.uint16)
+        distances, nearest = self._tree.query(points, k=2)
+        tokens = nearest[:, 0].astype(np.uint16)
+        tied = np.flatnonzero(distances[:, 1] - distances[:, 0] < _TIE_MARGIN)
+        for start in range(0, len(tied), 4096):
+            rows = tied[start : start + 4096]
+            tokens[rows] = self._brute_force(points[rows])
+        return tokens
+
+    def _brute_force(self, points: np.ndarray) -> np.ndarray:
+        differences = points[:, None, :] - self.centers.astype(np.float64)[None]
+        return (differences**2).sum(axis=-1).argmin(axis=-1).astype(np.uint16)
+
+
+def to_unit(pixels: np.ndarray) -> np.ndarray:
+    """Return uint8 `[...]` in 0..255 as float64 `[...]` in [-1, 1]: x / 127.5 - 1."""
+    return pixels.astype(np.float64) / 127.5 - 1.0
+
+
+def fit_palette(
+    pixels: np.ndarray, *, num_colors: int = MAX_COLORS, seed: int
+) -> tuple[Palette, float]:
+    """Fit a palette to pixels by mini-batch k-means; the same input gives the same palette.
+
+    Args:
+        pixels: uint8 `[n, 3]`.
+        num_colors: k, at most 512.
+        seed: of the initial centres and the mini-batches.
+
+    Returns:
+        The palette, and the mean over pixels of the squared distance to the nearest centre,
+        summed over the channels, in 0..255 units.
+
+    Raises:
+        UserError: `num_colors` is out of range, or there are fewer distinct colours than that.
+    """
+    # Imported here: scikit-learn takes seconds, and encoding does not need it.
+    from sklearn.cluster import MiniBatchKMeans
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    if not 1 <= num_colors <= MAX_COLORS:
+        raise UserError(f"the number of colours must lie in [1, {MAX_COLORS}], not {num_colors}")
+    num_distinct = len(np.unique(pixels.astype(np.uint32) @ np.array([65536, 256, 1], np.uint32)))
+    if num_distinct < num_colors:
+        raise UserError(
+            f"the images hold {num_distinct} distinct colours, fewer than the {num_colors} asked "
+            f"for: give more images, or ask for at most {num_distinct} colours"
+        )
+    points = to_unit(pixels).astype(np.float32)
+    means = MiniBatchKMeans(num_colors, random_state=seed, batch_size=4096, n_init=1, max_iter=50)
+    # With one thread the sums have one order, and the centres repeat on any machine size.
+    with threadpool_limits(limits=1):
+        means.fit(points)
+    palette = Palette(means.cluster_centers_.astype(np.float32).clip(-1.0, 1.0))
+    nearest = palette.centers[palette.encode(pixels)].astype(np.float64)
+    error = 127.5**2 * ((to_unit(pixels) - nearest) ** 2).sum(axis=-1).mean()
+    return palette, float(error)
+
+
+def _checked_centers(centers: np.ndarray) -> np.ndarray:
+    if centers.ndim != 2 or centers.shape[1] != 3 or not 1 <= len(centers) <= MAX_COLORS:
+        raise UserError(
+            f"a palette has shape [k, 3] with k in [1, {MAX_COLORS}], not {list(centers.shape)}"
+        )
+    if not np.isfinite(centers).all() or np.abs(centers).max() > 1.0:
+        raise UserError("the colours of a palette must lie in [-1, 1]")
+    centers = np.array(centers, dtype=np.float32, order="C")
+    centers.setflags(write=False)
+    return centers

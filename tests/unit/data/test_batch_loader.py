@@ -1,0 +1,225 @@
+"""Batches: independent of the layout, resumable anywhere, honest about what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import BatchLoader, evaluation_batches
+from megavis.data.order import SampleOrder
+
+
+def take(dataset, steps, *, micro, ranks, accumulation, rank=0, start_step=0, seed=7):
+    loader = BatchLoader(
+        dataset,
+        seed=seed,
+        micro_batch_size=micro,
+        data_parallel_rank=rank,
+        data_parallel_size=ranks,
+        accumulation_steps=accumulation,
+        start_step=start_step,
+    )
+    with loader:
+        return list(itertools.islice(loader, steps * accumulation))
+
+
+def test_micro_batches_against_explicit_loops(folder):
+    path, tokens, labels = folder
+    dataset = ShardDataset(path)
+    micro, ranks, accumulation = 3, 2, 4
+    order = SampleOrder(37, seed=7)
+    for rank in range(ranks):
+        batches = take(dataset, 5, micro=micro, ranks=ranks, accumulation=accumulation, rank=rank)
+        for step in range(5):
+            for m in range(accumulation):
+                batch = batches[step * accumulation + m]
+                for i in range(micro):
+                    position = step * 24 + (m * ranks + rank) * micro + i
+                    index = int(order.dataset_index(np.array([position]))[0])
+                    assert batch.sample_index[i] == position
+                    assert batch.inputs[i].tolist() == tokens[index].tolist()
+                    assert batch.labels[i] == labels[index]
+    assert batch.inputs.dtype == batch.labels.dtype == batch.sample_index.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("micro", "ranks", "accumulation"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (2, 6, 1), (4, 1, 3)]
+)
+def test_a_step_holds_the_same_samples_in_every_layout(folder, micro, ranks, accumulation):
+    dataset = ShardDataset(folder[0])
+    seen = {}
+    for rank in range(ranks):
+        size = {"micro": micro, "ranks": ranks, "accumulation": accumulation}
+        for number, batch in enumerate(take(dataset, 4, rank=rank, **size)):
+            for index, row in zip(batch.sample_index.tolist(), batch.inputs, strict=True):
+                assert index // 12 == number // accumulation
+                seen[index] = row.tolist()
+    whole = take(dataset, 4, micro=12, ranks=1, accumulation=1)
+    expected = torch.cat([batch.inputs for batch in whole]).tolist()
+    assert [seen[i] for i in range(48)] == expected
+
+
+def test_resume_in_the_middle_of_an_epoch(folder):
+    dataset = ShardDataset(folder[0])
+    size = {"micro": 3, "ranks": 2, "accumulation": 2, "rank": 1}
+    unbroken = take(dataset, 9, **size)
+    resumed = take(dataset, 4, start_step=5, **size)
+    for one, other in zip(unbroken[10:], resumed, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.sample_index, other.sample_index)
+    far = take(dataset, 1, start_step=10**12, **size)
+    assert far[0].sample_index[0] == 10**12 * 12 + 3
+
+
+def test_read_gives_any_batch(folder):
+    dataset = ShardDataset(folder[0])
+    loader = BatchLoader(
+        dataset,
+        seed=7,
+        micro_batch_size=3,
+        data_parallel_rank=1,
+        data_parallel_size=2,
+        accumulation_steps=2,
+    )
+    batches = take(dataset, 3, micro=3, ranks=2, accumulation=2, rank=1)
+    assert torch.equal(loader.read(2, micro_step=1).inputs, batches[5].inputs)
+    assert len(batches[5].to("cpu")) == 3
+
+
+class Broken:
+    """A data set that fails on the third read."""
+
+    directory = "broken"
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return 10
+
+    def read(self, indices):
+        self.reads += 1
+        if self.reads == 3:
+            raise UserError("shard vanished")
+        return np.zeros((len(indices), 4), np.uint16), np.zeros(len(indices), np.int64)
+
+
+def open_loader(dataset):
+    return BatchLoader(
+        dataset,
+        seed=0,
+        micro_batch_size=2,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        accumulation_steps=1,
+    )
+
+
+def test_errors_of_the_thread_reach_the_consumer():
+    loader = open_loader(Broken())
+    assert [len(next(loader)) for _ in range(2)] == [2, 2]
+    with pytest.raises(UserError, match="vanished"):
+        next(loader)
+    assert list(loader) == []
+
+
+def running():
+    return [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_close_ends_the_thread(folder):
+    dataset = ShardDataset(folder[0])
+    with open_loader(dataset) as loader:
+        next(loader)
+        assert len(running()) == 1
+    assert running() == []
+    loader.close()
+    assert list(loader) == []
+
+
+def test_a_dropped_loader_leaves_no_thread(folder):
+    loader = open_loader(ShardDataset(folder[0]))
+    next(loader)
+    thread = running()[0]
+    del loader
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"micro_batch_size": 0},
+        {"data_parallel_rank": 1},
+        {"accumulation_steps": 0},
+        {"start_step": -1},
+    ],
+)
+def test_bad_sizes(folder, wrong):
+    sizes = {
+        "seed": 0,
+        "micro_batch_size": 1,
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+        "accumulation_steps": 1,
+    }
+    with pytest.raises(ValueError, match="must"):
+        BatchLoader(ShardDataset(folder[0]), **{**sizes, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "limit", "drop_last", "expected"),
+    [
+        (4, 1, None, False, 37),
+        (4, 2, None, False, 36),
+        (8, 3, None, False, 36),
+        (5, 2, 24, False, 24),
+        (5, 2, 24, True, 20),
+        (64, 2, 10, False, 10),
+        (1, 3, 1000, False, 36),
+    ],
+)
+def test_evaluation(folder, batch_size, ranks, limit, drop_last, expected):
+    path, tokens, labels = folder
+    dataset = ShardDataset(path)
+    by_rank = [
+        list(
+            evaluation_batches(
+                dataset,
+                batch_size=batch_size,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                limit=limit,
+                drop_last=drop_last,
+            )
+        )
+        for rank in range(ranks)
+    ]
+    seen = []
+    for together in zip(*by_rank, strict=True):
+        assert len({len(batch) for batch in together}) == 1
+        for batch in together:
+            indices = batch.sample_index.numpy()
+            assert (batch.inputs.numpy() == tokens[indices]).all()
+            assert (batch.labels.numpy() == labels[indices]).all()
+            seen.extend(indices.tolist())
+    assert seen == list(range(expected))
+
+
+def test_evaluation_with_more_ranks_than_samples(folder):
+    with pytest.raises(UserError, match="2 samples"):
+        evaluation_batches(
+            ShardDataset(folder[0]),
+            batch_size=1,
+            data_parallel_rank=0,
+            data_parallel_size=3,
+            limit=2,
+        )

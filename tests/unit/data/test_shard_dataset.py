@@ -1,0 +1,157 @@
+"""Reading a shard folder: right samples, cheap checks on opening, damage that is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from shard_folder import write_folder
+
+from megavis.config.errors import UserError
+from megavis.data import dataset as dataset_module
+from megavis.data.dataset import ShardDataset
+from megavis.data.files import sha256_of_file
+from megavis.data.shards import index_path
+
+
+def test_reads_what_was_written(folder):
+    path, tokens, labels = folder
+    dataset = ShardDataset(path)
+    order = np.random.default_rng(0).permutation(37)
+    assert len(dataset) == 37
+    assert dataset.num_tokens == 16
+    assert dataset.class_names == ("a", "b", "c")
+    assert dataset.read_tokens(order).dtype == np.uint16
+    assert (dataset.read_tokens(order) == tokens[order]).all()
+    assert (dataset.read(order)[1] == labels[order]).all()
+    assert (dataset.labels == labels).all()
+    assert dataset.read_tokens(np.array([], np.int64)).shape == (0, 16)
+    assert dataset.verify() == []
+    assert not dataset.skipped
+    with pytest.raises(IndexError):
+        dataset.read_tokens(np.array([37]))
+
+
+def test_few_open_maps_threads_and_pickle(folder, monkeypatch):
+    path, tokens, _ = folder
+    monkeypatch.setattr(dataset_module, "_MAX_OPEN_MAPS", 2)
+    dataset = pickle.loads(pickle.dumps(ShardDataset(path)))
+    wrong = []
+
+    def read(seed):
+        order = np.random.default_rng(seed).integers(0, 37, (50, 8))
+        wrong.extend(row for row in order if (dataset.read_tokens(row) != tokens[row]).any())
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_shard_cut_in_half(folder):
+    path, _, _ = folder
+    tar = path / "shard-000001.tar"
+    size = tar.stat().st_size
+    os.truncate(tar, size // 2)
+    with pytest.raises(UserError, match=f"shard-000001.tar has {size // 2} bytes .* {size}"):
+        ShardDataset(path)
+
+
+def test_missing_files(folder):
+    path, _, _ = folder
+    (path / "shard-000003.tar").unlink()
+    with pytest.raises(UserError, match=r"shard-000003\.tar is missing"):
+        ShardDataset(path)
+
+
+def test_verify_names_a_flipped_bit(folder):
+    path, _, _ = folder
+    content = bytearray((path / "shard-000002.tar").read_bytes())
+    content[700] ^= 1
+    (path / "shard-000002.tar").write_bytes(content)
+    problems = ShardDataset(path).verify()
+    assert len(problems) == 1
+    assert "shard-000002.tar" in problems[0]
+
+
+def test_another_palette(folder):
+    path, _, _ = folder
+    np.save(path / "palette.npy", np.zeros((512, 3), np.float32))
+    with pytest.raises(UserError, match=r"palette\.npy is not the palette"):
+        ShardDataset(path)
+    (path / "palette.npy").write_bytes(b"")
+    with pytest.raises(UserError, match="damaged"):
+        ShardDataset(path)
+
+
+def test_index_that_was_changed(folder):
+    path, _, _ = folder
+    with index_path(path / "shard-000000.tar").open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(UserError, match=r"shard-000000\.index\.json"):
+        ShardDataset(path)
+
+
+def test_empty_data_set(tmp_path):
+    write_folder(tmp_path, tokens=np.zeros((0, 16), np.uint16), labels=[], class_names=[])
+    with pytest.raises(UserError, match="holds no sample"):
+        ShardDataset(tmp_path)
+
+
+def test_labels_outside_the_classes(tmp_path):
+    write_folder(tmp_path, tokens=np.zeros((2, 16), np.uint16), labels=[0, 1], class_names=["a"])
+    with pytest.raises(UserError, match="labels"):
+        ShardDataset(tmp_path)
+
+
+def edit_index(path, shard, **columns):
+    """Change columns of an index and make the manifest believe it."""
+    file = index_path(path / shard)
+    index = json.loads(file.read_text())
+    for column, values in columns.items():
+        for place, value in values.items():
+            index[column][place] = value
+    file.write_text(json.dumps(index))
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = next(s for s in manifest["shards"] if s["name"] == shard)
+    entry["index_sha256"] = sha256_of_file(file)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_wrong_lengths_are_replaced_and_named(folder):
+    path, tokens, labels = folder
+    edit_index(path, "shard-000001.tar", lengths={3: 17, 4: 0})
+    edit_index(path, "shard-000003.tar", offsets={6: 10**9})  # sample 36, the last
+    dataset = ShardDataset(path)
+    stand_in = np.arange(37)
+    stand_in[[13, 14, 36]] = [15, 15, 0]
+    assert (dataset.read_tokens(np.arange(37)) == tokens[stand_in]).all()
+    assert (dataset.labels == labels[stand_in]).all()
+    assert dataset.skipped == {"wrong length": 3}
+    assert dataset.skipped_names[0] == "shard-000001.tar:000000013: wrong length"
+
+
+def test_tokens_beyond_the_palette_are_replaced_and_named(tmp_path):
+    tokens = np.arange(5)[:, None].repeat(16, 1).astype(np.uint16)
+    tokens[[1, 2, 4], 5] = 300
+    labels = np.arange(5)
+    write_folder(tmp_path, tokens=tokens, labels=labels, vocabulary=200, class_names=list("abcde"))
+    dataset = ShardDataset(tmp_path)
+    for _ in range(2):
+        read, read_labels = dataset.read(np.array([4, 1, 2, 3, 0]))
+        assert read[:, 0].tolist() == [0, 3, 3, 3, 0]
+        assert read_labels.tolist() == [0, 3, 3, 3, 0]
+    assert dataset.skipped == {"token beyond the palette": 3}
+
+
+def test_no_good_sample(tmp_path):
+    tokens = np.full((3, 16), 300, np.uint16)
+    write_folder(tmp_path, tokens=tokens, labels=[-1] * 3, vocabulary=200, class_names=[])
+    with pytest.raises(UserError, match="no sample"):
+        ShardDataset(tmp_path).read_tokens(np.array([1]))

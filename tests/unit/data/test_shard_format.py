@@ -1,0 +1,154 @@
+"""Shards: nine bits a token, plain webdataset tars, bytes that repeat, named errors."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import webdataset
+
+from megavis.config.errors import UserError
+from megavis.data.bits import pack_tokens, payload_bytes, unpack_tokens
+from megavis.data.files import atomic_writer
+from megavis.data.manifest import Manifest
+from megavis.data.shards import Sample, ShardReader, index_path, write_index, write_shard
+
+
+def unpack_slowly(payload, num_tokens):
+    """One token at a time, as the format is described."""
+    tokens = []
+    for i in range(num_tokens):
+        high = payload[num_tokens + i // 8] >> (7 - i % 8) & 1
+        tokens.append(payload[i] + 256 * high)
+    return tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 1024, 2305])
+def test_nine_bits_a_token(num_tokens):
+    tokens = np.random.default_rng(1).integers(0, 512, (5, num_tokens)).astype(np.uint16)
+    tokens[0] = 511
+    packed = pack_tokens(tokens)
+    assert packed.shape == (5, payload_bytes(num_tokens))
+    assert (unpack_tokens(packed, num_tokens=num_tokens) == tokens).all()
+    assert unpack_slowly([int(b) for b in packed[3]], num_tokens) == tokens[3].tolist()
+    if num_tokens % 8 == 0:
+        assert packed.shape[1] * 8 == 9 * num_tokens
+
+
+def test_bits_refuse_what_does_not_fit():
+    with pytest.raises(ValueError, match="512"):
+        pack_tokens(np.full((1, 8), 512))
+    with pytest.raises(ValueError, match="9 bytes"):
+        unpack_tokens(np.zeros((1, 8), np.uint8), num_tokens=8)
+
+
+def test_webdataset_gives_the_same_samples(folder):
+    path, tokens, _ = folder
+    seen = {}
+    for tar in sorted(path.glob("*.tar")):
+        for sample in webdataset.WebDataset(str(tar), shardshuffle=False):
+            payload = np.frombuffer(sample["tok"], np.uint8)
+            seen[sample["__key__"]] = unpack_slowly(payload.tolist(), tokens.shape[1])
+    assert [seen[key] for key in sorted(seen)] == tokens.tolist()
+
+
+def test_index_agrees_with_tarfile_and_bytes_repeat(folder, tmp_path):
+    path, tokens, labels = folder
+    reader = ShardReader(path / "shard-000001.tar")
+    with tarfile.open(reader.path) as tar:
+        members = tar.getmembers()
+    assert [m.offset_data for m in members] == reader.index.offsets
+    assert [m.size for m in members] == reader.index.lengths
+    assert all(m.mtime == m.uid == m.gid == 0 and m.uname == "" for m in members)
+    assert reader.index.labels == labels[10:20].tolist()
+    assert (reader.read(3, num_tokens=16) == tokens[13]).all()
+    again = tmp_path / "again.tar"
+    samples = [Sample(f"{i:09d}", tokens[i], int(labels[i]), f"{i}.png") for i in range(10, 20)]
+    write_shard(again, samples, job="test")
+    assert again.read_bytes() == reader.path.read_bytes()
+
+
+def test_a_failed_shard_leaves_nothing(tmp_path):
+    def broken():
+        yield Sample("0", np.zeros(8, np.uint16), 0, "0.png")
+        raise RuntimeError("disk on fire")
+
+    with pytest.raises(RuntimeError, match="fire"):
+        write_shard(tmp_path / "a.tar", broken(), job="x")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="dots"):
+        write_shard(tmp_path / "a.tar", [Sample("a.b", np.zeros(8), 0, "")], job="x")
+
+
+def test_atomic_writer_keeps_the_old_file(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+
+    def interrupted():
+        with atomic_writer(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"old"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"index_version": 1}', b"\xff"])
+def test_damaged_index(folder, content):
+    path, _, _ = folder
+    index_path(path / "shard-000000.tar").write_bytes(content)
+    with pytest.raises(UserError, match=r"shard-000000\.index\.json"):
+        ShardReader(path / "shard-000000.tar")
+
+
+def test_index_round_trip(folder):
+    path, _, _ = folder
+    tar = path / "shard-000002.tar"
+    before = index_path(tar).read_bytes()
+    write_index(tar, ShardReader(tar).index)
+    assert index_path(tar).read_bytes() == before
+
+
+def change(path, **values):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.update(values)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_manifest_round_trip(folder):
+    path, _, _ = folder
+    manifest = Manifest.read(path)
+    before = (path / "manifest.json").read_bytes()
+    manifest.write(path)
+    assert (path / "manifest.json").read_bytes() == before
+    assert manifest.num_samples == 37
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format_version": 2}, "format version 2"),
+        ({"image_size": "32"}, "image_size"),
+        ({"colour": 1}, "colour"),
+        ({"shards": [{"name": "../x.tar"}]}, "shards.0.name"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_manifest_that_is_not_one(folder, values, message):
+    path, _, _ = folder
+    change(path, **values)
+    with pytest.raises(UserError, match=message):
+        Manifest.read(path)
+
+
+def test_manifest_missing_or_cut(folder, tmp_path):
+    path, _, _ = folder
+    with pytest.raises(UserError, match="is missing"):
+        Manifest.read(tmp_path)
+    content = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="not valid JSON"):
+        Manifest.read(path)
