@@ -1,0 +1,29 @@
+"""megavis: pretraining of generative vision Transformers on any parallel layout.
+
+Importing the package costs nothing: torch, DeepSpeed and Megatron-Core are imported when the
+first function that needs them is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megavis.evaluation.run import Run
+
+__version__ = "0.1.0"
+
+
+def load(run_folder: str, **options: Any) -> Run:
+    """Open a finished or running training run on this process, whatever layout saved it.
+
+    Args:
+        run_folder: `runs/<name>`, as `megavis train` wrote it.
+        **options: `step` (an older checkpoint), `device`, `dtype`.
+
+    Returns:
+        The run, with `.outputs`, `.features`, `.loss`, `.sample` and `.config`.
+    """
+    from megavis.evaluation.run import Run
+
+    return Run.open(run_folder, **options)

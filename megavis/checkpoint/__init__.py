@@ -1,0 +1,1 @@
+"""Whole logical tensors on disk."""

@@ -1,0 +1,139 @@
+"""What must hold between keys of different sections, and between the config and the cluster.
+
+A check yields `(key, sentence)`: which key is wrong and what would be right. The loader turns that
+into a message with file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavis.config.schema import ParallelConfig, RunConfig
+
+Complaint = tuple[str, str]
+
+
+def check_config(config: RunConfig) -> Iterator[Complaint]:
+    """Yield what is wrong whatever the number of processes."""
+    yield from _check_sizes(config)
+    yield from _check_deepspeed(config.parallel, config.training.precision)
+    yield from _check_offload(config.parallel)
+    if config.schedule.warmup_steps > config.training.steps:
+        yield (
+            "schedule.warmup_steps",
+            f"{config.schedule.warmup_steps} is more than training.steps = {config.training.steps}",
+        )
+
+
+def check_world(config: RunConfig, world_size: int) -> Iterator[Complaint]:
+    """Yield what is wrong with this config on `world_size` processes."""
+    parallel, training = config.parallel, config.training
+    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if world_size % model_parallel:
+        yield (
+            "parallel.tensor_model_parallel_size",
+            f"{world_size} processes do not divide into groups of tensor size"
+            f" {parallel.tensor_model_parallel_size} × pipeline size"
+            f" {parallel.pipeline_model_parallel_size}; start a multiple of {model_parallel}",
+        )
+        return
+    data_parallel = world_size // model_parallel
+    if training.batch_size % data_parallel:
+        yield (
+            "training.batch_size",
+            f"{training.batch_size} does not divide by the data-parallel size {data_parallel};"
+            f" {_nearest_multiple(training.batch_size, data_parallel)} would",
+        )
+        return
+    micro = training.micro_batch_size or training.batch_size // data_parallel
+    if training.batch_size % (micro * data_parallel):
+        yield (
+            "training.batch_size",
+            f"{training.batch_size} must be micro_batch_size {micro} × accumulation ×"
+            f" data-parallel size {data_parallel};"
+            f" {_nearest_multiple(training.batch_size, micro * data_parallel)} would be",
+        )
+
+
+def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
+    model, parallel = config.model, config.parallel
+    tensor = parallel.tensor_model_parallel_size
+    if model.hidden_size % model.num_attention_heads:
+        yield (
+            "model.num_attention_heads",
+            f"hidden_size {model.hidden_size} does not divide by {model.num_attention_heads} heads",
+        )
+    if model.num_attention_heads % tensor:
+        yield (
+            "model.num_attention_heads",
+            f"{model.num_attention_heads} heads do not divide by tensor_model_parallel_size"
+            f" {tensor}; use {_divisors(model.num_attention_heads)}",
+        )
+    if model.mlp_size % tensor:
+        yield (
+            "model.ffn_hidden_size",
+            f"{model.mlp_size} does not divide by tensor_model_parallel_size {tensor}",
+        )
+    if parallel.pipeline_model_parallel_size > model.num_layers:
+        yield (
+            "parallel.pipeline_model_parallel_size",
+            f"{model.num_layers} layers cannot fill"
+            f" {parallel.pipeline_model_parallel_size} pipeline stages; use at most"
+            f" {model.num_layers}",
+        )
+    if parallel.sequence_parallel and tensor == 1:
+        yield (
+            "parallel.sequence_parallel",
+            "splits over the tensor group, which has one process; set"
+            " tensor_model_parallel_size to 2 or more, or this to false",
+        )
+
+
+def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Complaint]:
+    pipeline = parallel.pipeline_model_parallel_size > 1
+    if pipeline and parallel.zero_stage > 1:
+        yield (
+            "parallel.zero_stage",
+            f"{parallel.zero_stage} does not work with pipeline parallelism: DeepSpeed's pipeline"
+            " engine takes 0 or 1; the nearest legal choice is 1",
+        )
+    if precision != "float32" and parallel.zero_stage == 0:
+        yield (
+            "parallel.zero_stage",
+            f"0 keeps no float32 master weights and gradients under {precision}; the nearest legal"
+            " choice is 1",
+        )
+    if pipeline and precision == "fp16":
+        yield (
+            "training.precision",
+            "fp16 accumulates pipeline gradients in half precision in DeepSpeed; the nearest legal"
+            " choice is bf16",
+        )
+
+
+def _check_offload(parallel: ParallelConfig) -> Iterator[Complaint]:
+    if parallel.offload_parameters != "none" and parallel.zero_stage != 3:
+        yield (
+            "parallel.offload_parameters",
+            f"needs zero_stage 3, not {parallel.zero_stage}; set it to 3 or this to none",
+        )
+    if parallel.offload_optimizer == "cpu" and parallel.zero_stage == 0:
+        yield "parallel.offload_optimizer", "needs zero_stage 1, 2 or 3; the nearest is 1"
+    if parallel.offload_optimizer == "nvme" and parallel.zero_stage != 3:
+        yield "parallel.offload_optimizer", "nvme needs zero_stage 3; the nearest choice is cpu"
+    if parallel.offload_optimizer != "none" and parallel.pipeline_model_parallel_size > 1:
+        yield (
+            "parallel.offload_optimizer",
+            "does not work with pipeline parallelism in DeepSpeed; the nearest choice is none",
+        )
+    offloads = (parallel.offload_optimizer, parallel.offload_parameters)
+    if "nvme" in offloads and not parallel.nvme_path:
+        yield "parallel.nvme_path", "names the folder for nvme offload and must be given"
+
+
+def _nearest_multiple(value: int, unit: int) -> int:
+    return max(unit, round(value / unit) * unit)
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(i) for i in range(1, min(value, 64) + 1) if value % i == 0)

@@ -1,0 +1,238 @@
+"""From a YAML file and `key=value` words to a checked `RunConfig`.
+
+Every complaint names the file, the line and the key, and says what would be right. All complaints
+of one reading come as one `UserError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megavis.config.checks import Complaint, check_config, check_world
+from megavis.config.errors import UserError
+from megavis.config.schema import ObjectiveConfig, RunConfig
+
+ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with 1e-3 read as a number as YAML 1.2 has it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+@dataclass
+class Source:
+    """Where each key was written, for messages."""
+
+    path: str
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def place(self, key: str) -> str:
+        """Return `file:line` of the key, or of the nearest section around it."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            line = self.lines.get(".".join(parts[:length]))
+            if line == 0:
+                return "command line"
+            if line is not None:
+                return f"{self.path}:{line}"
+        return self.path
+
+    def error(self, complaints: Iterable[Complaint]) -> UserError:
+        """Return one error with a line for each complaint."""
+        return UserError("\n".join(f"{self.place(k)}: {k}: {text}" for k, text in complaints))
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked config and where its keys came from."""
+
+    config: RunConfig
+    source: Source
+
+    def require_world(self, world_size: int) -> None:
+        """Raise `UserError` where the config does not fit `world_size` processes."""
+        complaints = list(check_world(self.config, world_size))
+        if complaints:
+            raise self.source.error(complaints)
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, objectives: ObjectiveTypes
+) -> LoadedConfig:
+    """Read a YAML file, apply `key=value` words, check everything.
+
+    Args:
+        path: the YAML file.
+        overrides: words such as `training.steps=100`; the value is read as YAML.
+        objectives: config class of each paper by name.
+
+    Raises:
+        UserError: with file, line, key and what would be right for every mistake.
+    """
+    source = Source(str(path))
+    tree = _read_tree(Path(path), source)
+    for word in overrides:
+        _apply_override(tree, word, source)
+    config = _validate(tree, source, objectives)
+    complaints = list(check_config(config))
+    if complaints:
+        raise source.error(complaints)
+    return LoadedConfig(config, source)
+
+
+def _validate(tree: dict[str, Any], source: Source, objectives: ObjectiveTypes) -> RunConfig:
+    names = _SchemaNames(objectives, tree)
+    if names.objective is None:
+        known = ", ".join(sorted(objectives))
+        raise source.error([("objective.name", f"must say which paper: one of {known}")])
+    complaints: list[Complaint] = []
+    # The objective comes first, with its paper's class, so that its errors keep their keys.
+    try:
+        tree["objective"] = names.objective.model_validate(tree["objective"])
+    except ValidationError as error:
+        complaints += [names.explain(dict(e), ["objective"]) for e in error.errors()]
+        tree["objective"] = ObjectiveConfig(name="")
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        complaints += [names.explain(dict(e), []) for e in error.errors()]
+    if complaints:
+        raise source.error(complaints)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return the resolved config as YAML that `load_config` reads back to the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_tree(path: Path, source: Source) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text: {error}") from None
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{path}: a config is a mapping of keys, for example 'name: demo'")
+        _note_lines(node, "", source)
+        tree = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", error)
+        raise UserError(f"{path}{line}: not valid YAML: {problem}") from None
+    finally:
+        loader.dispose()
+    return typing.cast(dict[str, Any], tree)
+
+
+def _note_lines(node: yaml.MappingNode, prefix: str, source: Source) -> None:
+    for key_node, value_node in node.value:
+        key = f"{prefix}{key_node.value}"
+        line = key_node.start_mark.line + 1
+        if key in source.lines:
+            raise source.error([(key, f"is given twice, also on line {line}; keep one")])
+        source.lines[key] = line
+        if isinstance(value_node, yaml.MappingNode):
+            _note_lines(value_node, f"{key}.", source)
+
+
+def _apply_override(tree: dict[str, Any], word: str, source: Source) -> None:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise UserError(f"command line: '{word}' is not key=value, for example training.steps=100")
+    *sections, last = key.split(".")
+    place = tree
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise UserError(f"command line: {key}: '{section}' holds a value, not keys")
+    try:
+        place[last] = yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.YAMLError:
+        raise UserError(f"command line: {key}: '{text}' is not a YAML value") from None
+    source.lines[key] = 0
+
+
+class _SchemaNames:
+    """Knows which keys each section has, to name the nearest one for a typo."""
+
+    def __init__(self, objectives: ObjectiveTypes, tree: Mapping[str, Any]) -> None:
+        section = tree.get("objective")
+        name = section.get("name") if isinstance(section, dict) else None
+        self.objective = objectives.get(str(name))
+
+    def explain(self, error: dict[str, Any], prefix: list[str]) -> Complaint:
+        """Turn one pydantic error into the key and a sentence."""
+        location = prefix + [str(part) for part in error["loc"]]
+        key = ".".join(location) or "config"
+        if error["type"] == "extra_forbidden":
+            return key, self._unknown(location)
+        if error["type"] == "missing":
+            return key, "is missing and has no default"
+        text = str(error["msg"]).removeprefix("Value error, ")
+        return key, f"{text[0].lower()}{text[1:]}, not {error.get('input')!r}"
+
+    def _unknown(self, location: list[str]) -> str:
+        known = self._keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        if near:
+            return f"unknown key; did you mean '{near[0]}'?"
+        return f"unknown key; known here: {', '.join(known)}"
+
+    def _keys(self, sections: list[str]) -> list[str]:
+        model: type[BaseModel] = RunConfig
+        for section in sections:
+            inner = self.objective if section == "objective" else _model_of(model, section)
+            if inner is None:
+                return []
+            model = inner
+        return list(model.model_fields)
+
+
+def _model_of(model: type[BaseModel], section: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[section].annotation if section in model.model_fields else None
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def json_schema(objectives: ObjectiveTypes) -> dict[str, Any]:
+    """Return the JSON schema of a config file, for editors."""
+    schema = RunConfig.model_json_schema()
+    papers = []
+    for name, paper in sorted(objectives.items()):
+        section = paper.model_json_schema(ref_template="#/$defs/{model}")
+        schema["$defs"].update(section.pop("$defs", {}))
+        section["properties"]["name"] = {"const": name, "type": "string"}
+        schema["$defs"][paper.__name__] = section
+        papers.append({"$ref": f"#/$defs/{paper.__name__}"})
+    schema["properties"]["objective"] = {"oneOf": papers, "description": "The paper's own keys."}
+    return schema

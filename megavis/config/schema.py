@@ -1,0 +1,178 @@
+"""What a YAML file may say, section by section.
+
+Every key has a type, a range and a meaning; an unknown key is an error. The classes hold data and
+the checks of one section; what must hold between sections is in `checks.py`. The objective's
+section belongs to its paper: `objectives` hands its classes to the loader.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A group of keys: strict types, no unknown keys, immutable once read."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
+
+
+class ObjectiveConfig(Section):
+    """What every paper's section has; each paper's own class adds its keys."""
+
+    name: str
+    """The paper's short name, for example `igpt`."""
+
+
+class ModelConfig(Section):
+    """The Transformer, in Megatron's names."""
+
+    num_layers: Positive
+    """Transformer blocks."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    num_attention_heads: Positive
+    """Attention heads; must divide `hidden_size`."""
+    ffn_hidden_size: Positive | None = None
+    """Width of the MLP; 4 × hidden_size when absent."""
+    normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    """`rms_norm`: a gain and no mean subtraction. `layer_norm`: the usual one, with a bias."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance inside every norm."""
+    activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
+    """`quick_gelu` is x · sigmoid(1.702 x)."""
+    add_bias: bool = False
+    """Biases on the linear layers of the blocks."""
+    hidden_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on what each half of a block adds to the residual stream."""
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP, given or 4 × hidden_size."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class DataConfig(Section):
+    """Where the images come from."""
+
+    train: str
+    """Folder of training shards (made by `python -m data_tools`)."""
+    validation: str | None = None
+    """Folder of held-out shards; without it no validation loss is computed."""
+    image_size: Positive
+    """Side of the square images in pixels; must be that of the shards."""
+
+
+class ParallelConfig(Section):
+    """How the work is laid out over processes; the data-parallel size is what remains."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Processes that share each layer's matrices."""
+    sequence_parallel: bool = False
+    """Split the norms' and residual's activations over the tensor group as well."""
+    pipeline_model_parallel_size: Positive = 1
+    """Processes that hold consecutive blocks."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO: 1 splits optimizer states, 2 gradients too, 3 weights too."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where the optimizer states live."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where ZeRO-3's weights live between uses."""
+    nvme_path: str | None = None
+    """Folder on a fast local disk, for the nvme choices."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`selective` recomputes core attention, `full` whole blocks."""
+
+
+class OptimizerConfig(Section):
+    """Adam, as torch or NVIDIA Apex has it."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    """Adam's decay rates."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's denominator constant."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay on matrices; biases, norms and embeddings have none."""
+    gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
+    """Largest global gradient norm; 0 leaves gradients alone."""
+    implementation: Literal["torch", "apex"] = "torch"
+    """`apex` takes NVIDIA Apex's fused Adam, which must be installed."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate over steps."""
+
+    decay: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up; `cosine` ends at 0 on the last step."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear rise from 0."""
+
+
+class TrainingConfig(Section):
+    """How long, how many at once, how precisely."""
+
+    steps: Positive
+    """Optimizer steps."""
+    batch_size: Positive
+    """Images a step, over all processes."""
+    micro_batch_size: Positive | None = None
+    """Images a process handles at once; batch_size / data-parallel size when absent."""
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    """Compute precision; gradients, master weights and the loss stay in float32."""
+    log_every: Positive = 10
+    """Steps between two lines of metrics."""
+    validate_every: NonNegative = 0
+    """Steps between two validation losses; 0: never."""
+    validation_images: Positive = 256
+    """Held-out images of one validation loss."""
+    sample_every: NonNegative = 0
+    """Steps between two image grids; 0: never."""
+
+
+class CheckpointConfig(Section):
+    """When to save, what to keep."""
+
+    every: NonNegative = 1000
+    """Steps between two checkpoints; the last step is always saved. 0: only the last."""
+    keep_last: Positive = 2
+    """Newest checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run folder."""
+    output: str = "runs"
+    """Folder that holds the run folders."""
+    seed: NonNegative = 0
+    """Decides initial weights, sample order and every random draw."""
+    objective: SerializeAsAny[ObjectiveConfig]
+    """The paper's own keys; `name` says which paper."""
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def folder(self) -> str:
+        """The run folder."""
+        return f"{self.output}/{self.name}"

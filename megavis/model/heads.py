@@ -1,0 +1,57 @@
+"""From the residual stream to predictions, and the losses that are split over processes."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from torch import Tensor, nn
+
+from megavis.model.core import Core
+from megavis.model.init import Fill
+from megavis.model.norms import Norm
+
+
+class VocabularyHead(nn.Module):
+    """The last norm and a projection to logits, split over the tensor group by vocabulary."""
+
+    def __init__(self, core: Core, vocabulary_size: int, fill: Fill) -> None:
+        super().__init__()
+        self.norm = Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)
+        self.linear = ColumnParallelLinear(
+            core.megatron.hidden_size,
+            vocabulary_size,
+            config=core.megatron,
+            init_method=fill,
+            bias=False,
+            tp_group=core.groups.tp,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `[s, b, h]` to this process's logits `[s, b, vocabulary / tensor size]`."""
+        return self.linear(self.norm(hidden))[0]
+
+
+def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
+    """Return -log softmax(logits)[target] in float32.
+
+    Args:
+        logits: this process's part, `[s, b, vocabulary / tensor size]`.
+        targets: int64 ids `[s, b]`, the same on all processes of the tensor group.
+        core: tells the tensor group.
+
+    Returns:
+        nats, `[s, b]`.
+    """
+    if core.groups.tp.size() == 1:
+        wide = logits.float().flatten(0, 1)
+        return F.cross_entropy(wide, targets.flatten(), reduction="none").view_as(targets)
+    return vocab_parallel_cross_entropy(logits.float(), targets)
+
+
+def whole_logits(logits: Tensor, core: Core) -> Tensor:
+    """Join the parts of the tensor group: `[s, b, v / t]` to `[b, s, v]`."""
+    return gather_from_tensor_model_parallel_region(logits, core.groups.tp).transpose(0, 1)

@@ -1,0 +1,31 @@
+"""Megatron's row-parallel linear layer, with the gradient of its bias made whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """A linear layer split by input features, which leaves its bias to the caller.
+
+    Under sequence parallelism the bias is added to a part of the tokens, so its gradient is a
+    partial sum; Megatron's copy region adds the parts up in the backward pass.
+    """
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        # The MLP passes these three itself; attention relies on the defaults.
+        options.setdefault("bias", options["config"].add_bias_linear)
+        options.setdefault("input_is_parallel", True)
+        options.setdefault("skip_bias_add", True)
+        super().__init__(input_size, output_size, **options)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
+        output, bias = super().forward(input_)
+        if bias is not None and self.sequence_parallel:
+            bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
+        return output, bias

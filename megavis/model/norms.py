@@ -1,0 +1,42 @@
+"""Norms that keep their gradients right under sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+
+class Norm(nn.Module):
+    """RMS norm (gain only) or layer norm over the last dimension, computed in float32.
+
+    Under sequence parallelism each process of the tensor group normalises its own tokens, so the
+    gradient of gain and bias is a partial sum. DeepSpeed has no step that adds them up: the
+    parameters pass through Megatron's copy region, whose backward does.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size))
+        self.sums_gradients = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise `[..., hidden_size]`; the result has the input's dtype."""
+        weight, bias = self.weight, self.bias
+        if self.sums_gradients:
+            weight = copy_to_tensor_model_parallel_region(weight)
+            bias = copy_to_tensor_model_parallel_region(bias) if bias is not None else None
+        wide = hidden.float()
+        if bias is None:
+            out = F.rms_norm(wide, weight.shape, weight.float(), self.eps)
+        else:
+            out = F.layer_norm(wide, weight.shape, weight.float(), bias.float(), self.eps)
+        return out.to(hidden.dtype)

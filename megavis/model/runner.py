@@ -1,0 +1,146 @@
+"""Forward passes outside of training, in any layout: validation, sampling, features.
+
+Every process of the job calls the same methods with the same inputs and gets the same results.
+With pipeline stages the hidden states walk from stage to stage; there is nothing to overlap in
+one forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavis.model.core import Block
+from megavis.model.stack import LocalLayers
+from megavis.model.visibility import KeyValueCache, Visibility
+from megavis.parallel.context import ParallelContext
+
+
+class Runner:
+    """Runs the layers that this process holds as part of the whole model."""
+
+    def __init__(self, layers: LocalLayers, context: ParallelContext) -> None:
+        self.layers, self.context = layers, context
+
+    @torch.no_grad()
+    def predictions(
+        self, inputs: tuple[Tensor, ...], *, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Return the head's output, as the objective's `loss` and `outputs` take it.
+
+        Args:
+            inputs: what the first layer takes.
+            cache: keys and values of earlier tokens; the inputs are then only the new ones.
+        """
+        with self._evaluating():
+            predictions = self._walk(inputs, cache)
+        if cache is not None:
+            cache.advance(inputs[0].shape[1])
+        return predictions
+
+    @torch.no_grad()
+    def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean over tokens of every norm's output.
+
+        "Generative Pretraining from Pixels", section 2.4: f^l = mean of n^l over the sequence, l
+        from 0 (the first block's norm) to L (the norm before the head).
+
+        Returns:
+            float32 `[L + 1, b, h]`.
+        """
+        pooled: list[Tensor] = []
+        hooks = [
+            norm.register_forward_hook(lambda _, __, out: pooled.append(self._pool(out)))
+            for norm in self._norms()
+        ]
+        try:
+            with self._evaluating():
+                self._walk(inputs, None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return self._join_stages(torch.stack(pooled))
+
+    def _walk(self, inputs: tuple[Tensor, ...], cache: KeyValueCache | None) -> Tensor:
+        state: Tensor | tuple[Tensor, ...] | None = inputs if self.context.is_first_stage else None
+        for stage in range(self.context.pipeline.size):
+            if stage == self.context.pipeline.rank:
+                assert state is not None
+                state = self._run_local(state, cache)
+            state = self._from_stage(stage, state)
+        assert isinstance(state, Tensor)
+        return state
+
+    def _run_local(
+        self, state: Tensor | tuple[Tensor, ...], cache: KeyValueCache | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        for layer in self.layers.modules:
+            if isinstance(layer, Block) and cache is not None:
+                assert isinstance(state, Tensor)
+                state = layer.attend(state, Visibility(layer.visibility.kind, cache))
+            else:
+                state = layer(state)
+        return state
+
+    def _from_stage(self, stage: int, state: object) -> Tensor:
+        """Give every stage what one stage computed."""
+        pipeline = self.context.pipeline
+        if pipeline.size == 1:
+            assert isinstance(state, Tensor)
+            return state
+        source = dist.get_global_rank(pipeline.group, stage)
+        form = [None]
+        if stage == pipeline.rank:
+            assert isinstance(state, Tensor)
+            form = [(tuple(state.shape), state.dtype)]  # type: ignore[list-item]
+        dist.broadcast_object_list(
+            form, src=source, group=pipeline.group, device=self.context.device
+        )
+        shape, dtype = form[0]  # type: ignore[misc]
+        if stage == pipeline.rank:
+            tensor = state.contiguous()  # type: ignore[attr-defined]
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self.context.device)
+        dist.broadcast(tensor, src=source, group=pipeline.group)
+        return tensor
+
+    def _norms(self) -> list[torch.nn.Module]:
+        """Return the norm in front of each local block, and the head's."""
+        norms = [m.input_layernorm for m in self.layers.modules if isinstance(m, Block)]
+        if self.context.is_last_stage:
+            norms.append(self.layers.modules[-1].norm)
+        return norms
+
+    def _pool(self, normalised: Tensor) -> Tensor:
+        """Average `[s, b, h]` over the tokens of the whole tensor group."""
+        total = normalised.float().sum(0)
+        count = normalised.shape[0]
+        blocks = [m for m in self.layers.modules if isinstance(m, Block)]
+        if blocks and blocks[0].config.sequence_parallel:
+            dist.all_reduce(total, group=self.context.tensor.group)
+            count *= self.context.tensor.size
+        return total / count
+
+    def _join_stages(self, pooled: Tensor) -> Tensor:
+        stages = range(self.context.pipeline.size)
+        return torch.cat([self._from_stage(stage, pooled) for stage in stages])
+
+    def _evaluating(self) -> _Evaluating:
+        return _Evaluating(self.layers)
+
+
+class _Evaluating:
+    """Puts the layers into evaluation mode and back."""
+
+    def __init__(self, layers: LocalLayers) -> None:
+        self._layers = layers
+        self._modes = [module.training for module in layers.modules]
+
+    def __enter__(self) -> None:
+        for module in self._layers.modules:
+            module.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module, mode in zip(self._layers.modules, self._modes, strict=True):
+            module.train(mode)

@@ -1,0 +1,64 @@
+"""The model as one list of layers, which every engine runs.
+
+With one pipeline stage the list is an ordinary module; with several, DeepSpeed's `PipelineModule`
+takes the same list. A layer is seeded by its place, so its weights do not depend on which process
+builds it or on what was built before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megavis.parallel.random import seeded
+
+Loss = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer that is not built yet."""
+
+    name: str
+    """Its part of every parameter's name, for example `blocks.3`."""
+    kind: type[nn.Module]
+    factory: Callable[[], nn.Module]
+    seed: int
+
+    def build(self) -> nn.Module:
+        """Build the layer with the weights that its name and the seed decide."""
+        with seeded(self.seed, "weights", self.name):
+            return self.factory()
+
+
+class Stack(nn.Module):
+    """All layers in one process, and the loss on top."""
+
+    def __init__(self, plans: Sequence[LayerPlan], loss: Loss) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(plan.build() for plan in plans)
+        self.loss = loss
+
+    def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the scalar loss of one micro-batch."""
+        hidden: Tensor | tuple[Tensor, ...] = inputs
+        for layer in self.layers:
+            hidden = layer(hidden)
+        assert isinstance(hidden, Tensor)
+        return self.loss(hidden, targets)
+
+
+@dataclass(frozen=True)
+class LocalLayers:
+    """The layers that this process holds, with their names: one view for every engine."""
+
+    plans: Sequence[LayerPlan]
+    modules: Sequence[nn.Module]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters under the names that they have in every layout."""
+        for plan, module in zip(self.plans, self.modules, strict=True):
+            for name, parameter in module.named_parameters():
+                yield f"{plan.name}.{name}", parameter

@@ -1,0 +1,18 @@
+"""One file a paper, and the list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megavis.config.schema import ObjectiveConfig
+from megavis.objectives.base import Objective
+from megavis.objectives.igpt import IGPT
+
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    "igpt": IGPT,
+}
+
+
+def objective_configs() -> dict[str, type[ObjectiveConfig]]:
+    """Return the config class of each paper by name, as the config loader wants it."""
+    return {name: objective.config_type for name, objective in OBJECTIVES.items()}

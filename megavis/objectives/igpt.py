@@ -1,0 +1,179 @@
+"""iGPT: Generative Pretraining from Pixels (Chen et al., 2020).
+
+An image is a raster sequence of palette ids. The auto-regressive objective (section 2.1) predicts
+each pixel from those before it; the BERT objective zeroes the embeddings of randomly chosen pixels
+and predicts these from the rest.
+
+Where the paper is silent, the released code decides: a learned start vector is shifted in, the
+norm is a gain without mean subtraction, linear layers have no biases, and the token embedding and
+the matrix that gives logits are two matrices, the latter zero at the start (appendix A.1).
+
+Legend: b images, n tokens, h hidden size, v colours of the palette.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from megavis.config.schema import ObjectiveConfig
+from megavis.data.batch import Batch
+from megavis.model.core import Core
+from megavis.model.embeddings import LearnedPositions, to_stream, token_embedding
+from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
+from megavis.model.init import Initialization, normal, zeros
+from megavis.model.visibility import Kind
+from megavis.objectives.base import Objective, Sequence
+from megavis.parallel.random import derive_seed, uniform
+
+
+class IGPTConfig(ObjectiveConfig):
+    """The keys of iGPT."""
+
+    name: Literal["igpt"] = "igpt"
+    mode: Literal["autoregressive", "bert"] = "autoregressive"
+    """L_AR or L_BERT of section 2.1."""
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """BERT: probability that a pixel is masked."""
+    vocabulary_size: Annotated[int, Field(gt=1)] = 512
+    """Colours of the palette (section 3.2)."""
+    order: Literal["raster", "random"] = "raster"
+    """Auto-regressive order of the pixels; `random` is one fixed permutation for the run."""
+
+
+class PixelEmbedding(nn.Module):
+    """Token and position embeddings, with the start vector or the BERT mask."""
+
+    def __init__(self, core: Core, config: IGPTConfig, num_tokens: int) -> None:
+        super().__init__()
+        width = core.megatron.hidden_size
+        self.core = core
+        self.tokens = token_embedding(core, config.vocabulary_size, normal(0.02))
+        self.positions = LearnedPositions(num_tokens, width, normal(0.01))
+        self.start: nn.Parameter | None = None
+        if config.mode == "autoregressive":
+            self.start = nn.Parameter(torch.empty(width))
+            nn.init.normal_(self.start, std=0.02)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Embed.
+
+        Args:
+            inputs: ids int64 `[b, n]`; coordinates int64 `[b, n]` of the pixel that each place
+                predicts; for BERT also the mask, bool `[b, n]`.
+
+        Returns:
+            `[n, b, h]`.
+        """
+        ids, coordinates, *masks = inputs
+        content = self.tokens(ids)
+        if self.start is not None:
+            start = self.start.to(content.dtype).expand(ids.shape[0], 1, -1)
+            content = torch.cat([start, content[:, :-1]], dim=1)
+        for mask in masks:
+            content = content.masked_fill(mask[:, :, None], 0.0)
+        return to_stream(content + self.positions(coordinates), self.core)
+
+
+class IGPT(Objective):
+    """Next-pixel or masked-pixel prediction."""
+
+    config_type = IGPTConfig
+
+    @property
+    def paper(self) -> IGPTConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, IGPTConfig)
+        return self.config.objective
+
+    @property
+    def num_tokens(self) -> int:
+        """Pixels of an image."""
+        return self.config.data.image_size**2
+
+    @property
+    def visibility_kind(self) -> Kind:
+        """Causal, or everything for BERT, which needs no mask in attention (section 2.2)."""
+        return "causal" if self.paper.mode == "autoregressive" else "full"
+
+    def initialization(self) -> Initialization:
+        """Return the released code's choice: attention scaled by width and depth, MLPs 0.02."""
+        width, depth = self.config.model.hidden_size, self.config.model.num_layers
+        return Initialization(
+            query=normal(width**-0.5),
+            key_value=normal(width**-0.5),
+            attention_output=normal((width * depth) ** -0.5),
+            mlp_input=normal(0.02),
+            mlp_output=normal(0.02),
+        )
+
+    def build_embedding(self) -> nn.Module:
+        """Return the pixel embedding."""
+        return PixelEmbedding(self.core, self.paper, self.num_tokens)
+
+    def build_head(self) -> nn.Module:
+        """Return the last norm and the zero-initialised matrix to logits."""
+        return VocabularyHead(self.core, self.paper.vocabulary_size, zeros)
+
+    def permutation(self) -> Tensor:
+        """Return the order π of section 2.1: int64 `[n]`, the pixel at each place."""
+        if self.paper.order == "raster":
+            return torch.arange(self.num_tokens)
+        generator = torch.Generator().manual_seed(derive_seed(self.config.seed, "order") >> 1)
+        return torch.randperm(self.num_tokens, generator=generator)
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Order the pixels and draw BERT's mask."""
+        inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
+        return Sequence(inputs, (inputs[0], *inputs[2:]))
+
+    def inputs_from(
+        self,
+        inputs: Any,
+        *,
+        sample_index: Tensor | None = None,
+        mask: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return ids in the run's order, their coordinates, and the mask for BERT.
+
+        Args:
+            inputs: ids int64 `[b, n]` in raster order.
+            sample_index: int64 `[b]`, decides the mask where none is given.
+            mask: bool `[b, n]` in raster order; true where the pixel is hidden.
+        """
+        order = self.permutation().to(inputs.device)
+        ids = inputs.long()[:, order]
+        coordinates = order.expand_as(ids)
+        if self.paper.mode == "autoregressive":
+            return ids, coordinates
+        if mask is None:
+            index = (
+                torch.zeros(len(ids), dtype=torch.int64) if sample_index is None else sample_index
+            )
+            draws = uniform(
+                index.to(ids.device), ids.shape[1], seed=self.config.seed, purpose="bert-mask"
+            )
+            mask = draws < self.paper.mask_ratio
+        return ids, coordinates, mask[:, order]
+
+    def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return nats a token: over all pixels, or over the masked ones of each image.
+
+        Args:
+            predictions: this process's logits `[n, b, v / tensor size]`.
+            targets: ids `[b, n]`; for BERT also the mask `[b, n]`.
+        """
+        ids, *masks = targets
+        nats = split_cross_entropy(predictions, ids.t().contiguous(), self.core).t()
+        if not masks:
+            return nats.mean()
+        weights = masks[0].float()
+        return ((nats * weights).sum(1) / weights.sum(1).clamp(min=1.0)).mean()
+
+    def outputs(self, predictions: Tensor) -> Tensor:
+        """Return logits `[b, n, v]`, in the run's order of the pixels."""
+        return whole_logits(predictions, self.core)

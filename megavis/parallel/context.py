@@ -1,0 +1,195 @@
+"""Sizes, ranks and groups of this process: the only file that touches Megatron's parallel_state.
+
+Rank order is Megatron's default and DeepSpeed's `PipeModelDataParallelTopology`: tensor fastest,
+then data, then pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megavis.parallel.launch import Launch
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way of dividing the work: a group of processes and this one's place in it."""
+
+    group: Group
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Where this process stands on each axis, and the device it computes on."""
+
+    tensor: Axis
+    pipeline: Axis
+    data: Axis
+    model: Axis
+    """Tensor × pipeline: the processes that hold one copy of the model."""
+    world: Axis
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where the embedding lives."""
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the head and the loss live."""
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that writes logs."""
+        return self.world.rank == 0
+
+    def megatron_groups(self) -> ProcessGroupCollection:
+        """Return the groups in the form that Megatron's modules take as an argument."""
+        return ProcessGroupCollection(
+            tp=self.tensor.group, pp=self.pipeline.group, cp=_group_of_self(), mp=self.model.group
+        )
+
+
+def open_context(
+    launch: Launch,
+    *,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    device: str | None = None,
+    timeout_seconds: float = 600.0,
+) -> ParallelContext:
+    """Join the job's processes and divide them over the axes.
+
+    Args:
+        launch: this process's place.
+        tensor_model_parallel_size: processes that share each layer.
+        pipeline_model_parallel_size: processes that hold consecutive layers.
+        device: `cpu` or `cuda`; CUDA where there is one when absent.
+        timeout_seconds: how long a collective may wait for the slowest process.
+    """
+    import deepspeed
+
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(name, launch.local_rank) if name == "cuda" else torch.device(name)
+    os.environ.update(launch.environment())
+    if name == "cuda":
+        torch.cuda.set_device(place)
+    else:
+        _answer_cpu_to_megatron()
+    dist.init_process_group(
+        "nccl" if name == "cuda" else "gloo",
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    deepspeed.init_distributed(
+        "nccl" if name == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    return ParallelContext(
+        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        data=_axis(parallel_state.get_data_parallel_group()),
+        model=_axis(parallel_state.get_model_parallel_group()),
+        world=_axis(dist.group.WORLD),
+        device=place,
+    )
+
+
+def close_context() -> None:
+    """Leave the job, so that this process can join another one."""
+    import deepspeed.comm.comm as deepspeed_comm
+    from deepspeed.utils import groups
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    # DeepSpeed keeps its groups in module globals and has no call that forgets them.
+    deepspeed_comm.cdb = None
+    for name in ("mpu", "_WORLD_GROUP", "mesh_device"):
+        setattr(groups, name, None)
+
+
+def _axis(group: Any) -> Axis:
+    return Axis(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+def _group_of_self() -> Group:
+    return parallel_state.get_context_parallel_group()
+
+
+def _answer_cpu_to_megatron() -> None:
+    """Let Megatron's collectives allocate their buffers on the CPU.
+
+    They ask `torch.cuda.current_device()` where the buffer of a gather belongs, which raises
+    without CUDA. Answering "cpu" makes the same code run that runs on GPUs.
+    """
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+
+
+class DeepSpeedView:
+    """The groups under the names that `deepspeed.initialize(mpu=...)` asks for.
+
+    Without a pipeline the model-parallel group is the tensor group; with one, DeepSpeed makes its
+    own view from the topology.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._tensor, self._data, self._pipeline = context.tensor, context.data, context.pipeline
+
+    def get_model_parallel_group(self) -> Group:
+        """Return the group that holds one copy of the model."""
+        return self._tensor.group
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the size of that group."""
+        return self._tensor.size
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this process's place in that group."""
+        return self._tensor.rank
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> Group:
+        """Return the group over which gradients are averaged."""
+        return self._data.group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of model copies."""
+        return self._data.size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return which copy this process belongs to."""
+        return self._data.rank
+
+    def get_pipeline_model_parallel_group(self) -> Group:
+        """Return the group of pipeline stages."""
+        return self._pipeline.group
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self._pipeline.size
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """Return this process's stage."""
+        return self._pipeline.rank

@@ -1,0 +1,93 @@
+"""Who am I? Reads the environment that each launcher leaves behind.
+
+`torchrun` and `deepspeed` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; `srun`
+sets SLURM_*; plain `python` sets nothing and is one process.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megavis.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process in the job, and where the processes meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that torch and DeepSpeed read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Return this process's place, from whichever launcher started it.
+
+    Raises:
+        UserError: when a launcher left only some of its variables.
+    """
+    if "RANK" in environment:
+        return _from_torchrun(environment)
+    # Inside an allocation but outside of srun, SLURM_PROCID is absent and this is one process.
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        return _from_slurm(environment)
+    return Launch(0, 1, 0, "127.0.0.1", _free_port())
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> Launch:
+    needed = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in environment]
+    if missing:
+        raise UserError(
+            f"the environment has RANK but not {', '.join(missing)}; start with torchrun,"
+            " deepspeed or srun, which set them all"
+        )
+    return Launch(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        master_address=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
+    )
+
+
+def _from_slurm(environment: Mapping[str, str]) -> Launch:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return Launch(
+        rank=int(environment["SLURM_PROCID"]),
+        world_size=int(environment["SLURM_NTASKS"]),
+        local_rank=int(environment.get("SLURM_LOCALID", "0")),
+        master_address=environment.get("MASTER_ADDR") or first_host(nodes),
+        # Every task computes the same port, and two jobs on a node rarely share one.
+        master_port=int(environment.get("MASTER_PORT") or 20000 + job % 20000),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`."""
+    match = re.match(r"([^\[,]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
+    if not match:
+        raise UserError("SLURM_STEP_NODELIST is empty; start with srun, or set MASTER_ADDR")
+    return match.group(1) + (match.group(2) or "")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

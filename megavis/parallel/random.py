@@ -1,0 +1,68 @@
+"""Random numbers that are a function of seed, sample and purpose, on any device and layout.
+
+A mask or a noise vector drawn here depends on which sample it is for and on nothing else: not on
+the rank, the micro-batch, or what was drawn before. So every layout draws the same numbers, a
+resumed run needs no generator state, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Multipliers of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators"),
+# as signed 64-bit integers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tensor:
+    """Draw `count` numbers in [0, 1) for each sample.
+
+    Args:
+        sample_index: int64 `[b]`, the position of each sample in the endless stream.
+        count: numbers a sample.
+        seed: the run's seed.
+        purpose: what the numbers are for; different purposes are independent.
+
+    Returns:
+        float32 `[b, count]`, multiples of 2^-24.
+    """
+    counter = torch.arange(count, device=sample_index.device, dtype=torch.int64)
+    key = _mix(sample_index.to(torch.int64) * _GAMMA + derive_seed(seed, purpose))
+    bits = _mix(key[:, None] + counter * _GAMMA)
+    return _shift(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def derive_seed(seed: int, *names: object) -> int:
+    """Return a signed 64-bit seed for a named use of the run's seed."""
+    text = "/".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, *names: object) -> Iterator[None]:
+    """Seed torch's global generators inside the block and restore the CPU's after it.
+
+    Megatron and torch initialise weights from the global generator; a seed for each layer makes
+    the weights independent of which process builds which layers.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(derive_seed(seed, *names) & (2**63 - 1))
+        yield
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift(bits, 27)) * _MIX_2
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, places: int) -> Tensor:
+    """Shift right and fill with zeros; torch's own shift keeps the sign."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)

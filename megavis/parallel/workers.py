@@ -1,0 +1,122 @@
+"""Local worker processes that stay alive between jobs.
+
+Importing torch, DeepSpeed and Megatron takes about ten seconds; a pool pays that once. Each job
+runs one function on the first N workers, which meet on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from megavis.parallel.launch import Launch
+
+Job = Callable[..., Any]
+
+
+class WorkerError(RuntimeError):
+    """A job failed; the message holds the worker's rank and traceback."""
+
+
+class WorkerPool:
+    """Worker processes on this machine; a context manager that ends them."""
+
+    def __init__(self, num_workers: int, *, threads: int = 1) -> None:
+        """Start the processes.
+
+        Args:
+            num_workers: processes.
+            threads: OpenMP threads of each.
+        """
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(num_workers):
+            mine, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, threads), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, job: Job, num_processes: int, *args: Any, timeout: float = 600.0) -> list[Any]:
+        """Run `job(launch, *args)` on `num_processes` workers; return the results by rank.
+
+        Raises:
+            WorkerError: when a worker raised, died or did not answer in time; the pool is closed,
+                since the others may be waiting inside a collective.
+        """
+        port = _free_port()
+        for rank in range(num_processes):
+            launch = Launch(rank, num_processes, rank, "127.0.0.1", port)
+            self._pipes[rank].send((job, launch, args))
+        results: dict[int, Any] = {}
+        waiting = {self._pipes[rank]: rank for rank in range(num_processes)}
+        while waiting:
+            ready = wait(list(waiting), timeout=timeout)
+            if not ready:
+                self._fail(f"ranks {sorted(waiting.values())} did not answer in {timeout} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                results[rank] = self._receive(pipe, rank)
+        return [results[rank] for rank in range(num_processes)]
+
+    def _receive(self, pipe: Connection, rank: int) -> Any:
+        try:
+            succeeded, value = pipe.recv()
+        except EOFError:
+            self._fail(f"rank {rank} died")
+        if not succeeded:
+            self._fail(f"rank {rank} raised:\n{value}")
+        return value
+
+    def _fail(self, reason: str) -> None:
+        self.close()
+        raise WorkerError(reason)
+
+    def close(self) -> None:
+        """End all workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, threads: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            job, launch, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, job(launch, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

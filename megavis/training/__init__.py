@@ -1,0 +1,1 @@
+"""Engines, schedule, loop and hooks."""

@@ -1,0 +1,61 @@
+"""megavis's config in DeepSpeed's words: the only file that knows DeepSpeed's JSON names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megavis.config.schema import ParallelConfig, RunConfig
+
+# Smaller tensors stay whole on every process under ZeRO-3: gathering a norm's gain costs more in
+# latency than it saves in memory.
+_PERSISTENCE_THRESHOLD = 10_000
+
+
+def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict[str, Any]:
+    """Return the dictionary that `deepspeed.initialize` takes."""
+    training = config.training
+    micro = micro_batch_size(config, data_parallel_size)
+    return {
+        "train_batch_size": training.batch_size,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": training.batch_size // (micro * data_parallel_size),
+        # ZeRO-0 clips in our own optimizer hook, which also gives the norm.
+        "gradient_clipping": (
+            config.optimizer.gradient_clipping if config.parallel.zero_stage else 0.0
+        ),
+        "bf16": {"enabled": training.precision == "bf16"},
+        "fp16": {"enabled": training.precision == "fp16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": _zero(config.parallel),
+        # DeepSpeed cuts what travels between stages over the tensor group, taking for granted that
+        # all its processes hold the same; under sequence parallelism they hold different tokens.
+        "pipeline": {
+            "pipe_partitioned": not config.parallel.sequence_parallel,
+            "grad_partitioned": not config.parallel.sequence_parallel,
+        },
+        "zero_allow_untested_optimizer": True,
+        # torch's fused Adam runs on CPU tensors too and needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**40,
+        "wall_clock_breakdown": False,
+    }
+
+
+def micro_batch_size(config: RunConfig, data_parallel_size: int) -> int:
+    """Return the images that a process handles at once."""
+    return config.training.micro_batch_size or config.training.batch_size // data_parallel_size
+
+
+def _zero(parallel: ParallelConfig) -> dict[str, Any]:
+    section: dict[str, Any] = {"stage": parallel.zero_stage, "contiguous_gradients": True}
+    if parallel.zero_stage == 3:
+        section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
+    for key, target in (
+        ("offload_optimizer", parallel.offload_optimizer),
+        ("offload_param", parallel.offload_parameters),
+    ):
+        if target != "none":
+            section[key] = {"device": target, "pin_memory": False}
+            if target == "nvme":
+                section[key]["nvme_path"] = parallel.nvme_path
+    return section

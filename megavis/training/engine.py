@@ -1,0 +1,156 @@
+"""One training engine over DeepSpeed's two: the ordinary one and the pipeline one.
+
+Both run the same list of layers. What differs, and only here: who holds which layers, and how a
+step is driven.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from megavis.config.schema import RunConfig
+from megavis.data.batch import Batch
+from megavis.model.stack import LayerPlan, LocalLayers, Stack
+from megavis.objectives.base import Objective
+from megavis.parallel.context import DeepSpeedView, ParallelContext
+from megavis.training.deepspeed_config import deepspeed_config
+from megavis.training.gradients import GradientNorm
+from megavis.training.optimizer import build_optimizer, learning_rate
+
+
+class Engine:
+    """A model in training: steps, evaluation forward passes, and its parameters by name.
+
+    Attributes:
+        layers: the layers that this process holds.
+        deepspeed: DeepSpeed's engine, for checkpoints.
+    """
+
+    def __init__(self, config: RunConfig, objective: Objective, context: ParallelContext) -> None:
+        self.config, self.objective, self.context = config, objective, context
+        self._pipelined = context.pipeline.size > 1
+        plans = objective.layer_plans()
+        settings = deepspeed_config(config, context.data.size)
+        self.accumulation_steps: int = settings["gradient_accumulation_steps"]
+        self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]
+        module = self._pipeline(plans) if self._pipelined else self._stack(plans, settings)
+        self.layers = self._local_layers(plans, module)
+        optimizer = build_optimizer(self.layers.named_parameters(), config.optimizer)
+        self._norm_of_zero_0: GradientNorm | None = None
+        if config.parallel.zero_stage == 0:
+            self._norm_of_zero_0 = GradientNorm(
+                optimizer, context.model.group, config.optimizer.gradient_clipping
+            )
+        self.deepspeed, self.optimizer, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=settings,
+            mpu=None if self._pipelined else DeepSpeedView(context),
+            dist_init_required=False,
+        )
+
+    def _stack(self, plans: list[LayerPlan], settings: dict[str, Any]) -> nn.Module:
+        with self._partitioned_construction(settings):
+            return Stack(plans, self.objective.loss)
+
+    def _partitioned_construction(self, settings: dict[str, Any]) -> Any:
+        """Under ZeRO-3, split each layer over the processes as soon as it is built."""
+        if self.config.parallel.zero_stage != 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.Init(
+            # The group says where weights are split, the view how batch sizes multiply.
+            data_parallel_group=self.context.data.group,
+            mpu=DeepSpeedView(self.context),
+            config_dict_or_path=settings,
+        )
+
+    def _pipeline(self, plans: list[LayerPlan]) -> nn.Module:
+        topology = PipeModelDataParallelTopology(
+            num_pp=self.context.pipeline.size,
+            num_mp=self.context.tensor.size,
+            num_dp=self.context.data.size,
+        )
+        return PipelineModule(
+            [_PlannedLayer(plan) for plan in plans],
+            topology=topology,
+            loss_fn=self.objective.loss,
+            # Blocks are what costs; embedding and head go with the first and the last.
+            partition_method="type:Block",
+        )
+
+    def _local_layers(self, plans: list[LayerPlan], module: Any) -> LocalLayers:
+        if not self._pipelined:
+            return LocalLayers(plans, list(module.layers))
+        start, stop = module._local_start, module._local_stop
+        return LocalLayers(plans[start:stop], module.forward_funcs)
+
+    def train_step(self, batches: Iterator[Batch], step: int) -> Tensor:
+        """Take one optimizer step on the next `accumulation_steps` micro-batches.
+
+        Returns:
+            The mean loss over all images of the step on this data-parallel rank's share, a scalar
+            on the device; reading it waits for the device.
+        """
+        rate = self.rate(step)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = rate
+        self.deepspeed.train()
+        if self._pipelined:
+            return self.deepspeed.train_batch(self._pairs(batches)).detach()
+        total = torch.zeros((), device=self.context.device)
+        for _ in range(self.accumulation_steps):
+            inputs, targets = next(self._pairs(batches))
+            loss = self.deepspeed(inputs, targets)
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            total += loss.detach()
+        return total / self.accumulation_steps
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        return learning_rate(
+            step,
+            peak=self.config.optimizer.learning_rate,
+            total_steps=self.config.training.steps,
+            config=self.config.schedule,
+        )
+
+    def mean_over_data(self, value: Tensor) -> float:
+        """Average a scalar over the data-parallel ranks and read it."""
+        value = value.detach().float().clone()
+        if not self._pipelined:
+            dist.all_reduce(value, group=self.context.data.group)
+            value /= self.context.data.size
+        return float(value)
+
+    def gradient_norm(self) -> float:
+        """Return the global gradient norm of the last step, before clipping."""
+        if self._norm_of_zero_0 is not None:
+            return float(self._norm_of_zero_0.value)
+        return float(self.deepspeed.get_global_grad_norm())
+
+    def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Any, Any]]:
+        while True:
+            batch = next(batches).to(self.context.device)
+            sequence = self.objective.sequence(batch)
+            yield sequence.inputs, sequence.targets
+
+
+class _PlannedLayer(LayerSpec):
+    """A plan in the form that DeepSpeed's pipeline builds lazily."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        super().__init__(plan.kind)
+        self.plan = plan
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.plan.build()
