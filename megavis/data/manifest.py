@@ -12,7 +12,7 @@ from megavis.data.files import write_atomically
 
 MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]

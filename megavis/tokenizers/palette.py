@@ -17,8 +17,7 @@ from scipy.spatial import cKDTree
 from megavis.config.errors import UserError
 
 MAX_COLORS = 512
-# Building the table costs as much as sending 16.7 M pixels through the tree.
-_PIXELS_BEFORE_TABLE = 4_000_000
+_UNKNOWN = np.uint16(0xFFFF)
 # Rounding moves a float64 distance by less than this, and distinct ones differ by more or are
 # settled by brute force.
 _TIE_MARGIN = 1e-9
@@ -43,7 +42,6 @@ class Palette:
         self.sha256 = hashlib.sha256(self.centers.astype("<f4").tobytes()).hexdigest()
         self._tree = cKDTree(self.centers.astype(np.float64))
         self._table: np.ndarray | None = None
-        self._pixels_seen = 0
 
     def __len__(self) -> int:
         return len(self.centers)
@@ -56,23 +54,26 @@ class Palette:
     def encode(self, images: np.ndarray) -> np.ndarray:
         """Return the token of each pixel: uint8 `[..., 3]` to uint16 `[...]` in [0, k).
 
-        The first few million pixels go through a k-d tree; after that a table of all colours
-        (32 MiB, about 4 s to build) is worth its cost. Both give the same tokens.
+        A table of all 2^24 colours (32 MiB) remembers each answer of a k-d tree, so a colour is
+        searched for once and the millions of pixels that repeat it cost a look-up.
 
         Raises:
             ValueError: `images` is not uint8 with three channels last.
         """
         if images.dtype != np.uint8 or images.ndim < 1 or images.shape[-1] != 3:
             raise ValueError(f"expected uint8 [..., 3], not {images.dtype} {list(images.shape)}")
-        pixels = images.reshape(-1, 3)
-        self._pixels_seen += len(pixels)
-        if self._table is None and self._pixels_seen > _PIXELS_BEFORE_TABLE:
-            self.build_table()
         if self._table is None:
-            return self._nearest(pixels).reshape(images.shape[:-1])
-        wide = pixels.astype(np.int64)
+            self._table = np.full(1 << 24, _UNKNOWN)
+        wide = images.reshape(-1, 3).astype(np.int64)
         codes = (wide[:, 0] << 16) | (wide[:, 1] << 8) | wide[:, 2]
-        return self._table.take(codes).reshape(images.shape[:-1])
+        tokens = self._table.take(codes)
+        unknown = tokens == _UNKNOWN
+        if unknown.any():
+            new = np.unique(codes[unknown])
+            colors = np.stack([new >> 16, new >> 8 & 0xFF, new & 0xFF], axis=1).astype(np.uint8)
+            self._table[new] = self._nearest(colors)
+            tokens = self._table.take(codes)
+        return tokens.reshape(images.shape[:-1])
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
         """Return the colour of each token: integers `[...]` in [0, k) to uint8 `[..., 3]`.
@@ -85,15 +86,6 @@ class Palette:
             raise ValueError(f"tokens must lie in [0, {len(self)})")
         colors = np.rint(127.5 * (self.centers.astype(np.float64) + 1.0))
         return colors.clip(0, 255).astype(np.uint8)[tokens]
-
-    def build_table(self) -> None:
-        """Build the table of all 2^24 colours now; `encode` does it by itself when it pays."""
-        table = np.empty(1 << 24, np.uint16)
-        green_blue = np.indices((256, 256), dtype=np.uint8).reshape(2, -1).T
-        for red in range(256):
-            pixels = np.insert(green_blue, 0, red, axis=1)
-            table[red << 16 : (red + 1) << 16] = self._nearest(pixels)
-        self._table = table
 
     def save(self, path: Path | str) -> None:
         """Write the centres in the released `kmeans_centers.npy` form, whole or not at all."""

@@ -26,7 +26,7 @@ def palette():
     return Palette(random.uniform(-1, 1, (512, 3)).astype(np.float32))
 
 
-def test_tree_equals_brute_force(palette):
+def test_tokens_equal_brute_force(palette):
     images = np.random.default_rng(1).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
     tokens = palette.encode(images)
     assert tokens.dtype == np.uint16
@@ -44,14 +44,13 @@ def test_ties_take_the_lowest_index(num_colors):
     assert (Palette(centers).encode(pixels) == brute_force(pixels, centers)).all()
 
 
-def test_table_equals_tree_and_brute_force(palette):
-    random = np.random.default_rng(2)
-    fast = Palette(palette.centers)
-    fast.build_table()
-    images = random.integers(0, 256, (100_000, 3), dtype=np.uint8)
-    assert (fast.encode(images) == palette.encode(images)).all()
-    some = images[:2000]
-    assert (fast.encode(some) == brute_force(some, palette.centers)).all()
+def test_remembered_colours_equal_fresh_ones(palette):
+    images = np.random.default_rng(2).integers(100, 130, (20, 1000, 3), dtype=np.uint8)
+    expected = Palette(palette.centers).encode(images)
+    warm = Palette(palette.centers)
+    assert all((warm.encode(i) == e).all() for i, e in zip(images, expected, strict=True))
+    assert (warm.encode(images) == expected).all()
+    assert (expected[7] == brute_force(images[7], palette.centers)).all()
 
 
 def test_decode(palette):

@@ -1,0 +1,59 @@
+"""`inspect`: a contact sheet of a shard folder, decoded from its tokens."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data_tools.report import say
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.data.manifest import PALETTE_NAME
+from megavis.tokenizers.palette import Palette
+
+_GAP = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `inspect` to its parser."""
+    parser.add_argument("directory", type=Path, help="a shard folder")
+    parser.add_argument("--out", type=Path, required=True, help="the PNG file to write")
+    parser.add_argument("--count", type=int, default=100, help="images on the sheet")
+    parser.add_argument("--scale", type=int, default=2, help="screen pixels a pixel")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the sheet and say what it shows. Raises UserError."""
+    if min(arguments.count, arguments.scale) < 1:
+        raise UserError("--count and --scale must be at least 1")
+    dataset = ShardDataset(arguments.directory)
+    palette = Palette.load(arguments.directory / PALETTE_NAME)
+    count = min(arguments.count, len(dataset))
+    indices = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
+    size = dataset.manifest.image_size
+    images = palette.decode(dataset.read_tokens(indices)).reshape(count, size, size, 3)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out)
+    say(
+        f"{arguments.out}: {count} of {len(dataset)} samples, {size}x{size}, "
+        f"{len(dataset.class_names)} classes"
+    )
+    return 0
+
+
+def tile(images: np.ndarray, *, scale: int) -> np.ndarray:
+    """Lay images uint8 `[n, s, s, 3]` out in a near-square grid on white: uint8 `[h, w, 3]`."""
+    count, size = images.shape[:2]
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    step = size * scale + _GAP
+    sheet = np.full((rows * step + _GAP, columns * step + _GAP, 3), 255, np.uint8)
+    for number, image in enumerate(images):
+        top, left = (place * step + _GAP for place in divmod(number, columns))
+        large = image.repeat(scale, axis=0).repeat(scale, axis=1)
+        sheet[top : top + size * scale, left : left + size * scale] = large
+    return sheet

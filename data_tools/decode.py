@@ -1,0 +1,127 @@
+"""Bytes of an image file to RGB pixels; strict, and with a name for each refusal.
+
+JPEG goes through simplejpeg, which refuses truncated and damaged files where Pillow silently
+accepts flipped bytes. Everything else goes through Pillow. Nobody turns an image by its EXIF tag,
+and colour profiles are ignored, as in the pipelines of the papers.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+MAX_PIXELS = 178_956_970  # Pillow's own limit for what it calls a decompression bomb
+# Only formats that hold photographs: some others of Pillow start external programs.
+_FORMATS = ("PNG", "JPEG", "MPO", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
+_JPEG_START = b"\xff\xd8\xff"
+_PNG_START = b"\x89PNG\r\n\x1a\n"
+_KNOWN_STARTS = (_JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+
+
+class RefusedImageError(Exception):
+    """A file that gives no sample; its text is the reason under which it is counted."""
+
+
+def decoder_versions() -> dict[str, str]:
+    """Return the version of each package that turns bytes into pixels."""
+    versions = {}
+    for package in ("pillow", "simplejpeg"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    return versions
+
+
+def decode_image(content: bytes) -> np.ndarray:
+    """Decode a whole file to RGB, uint8 `[h, w, 3]`.
+
+    Grey, palette and CMYK images become RGB; 16-bit grey is scaled to 8 bits (rounded), 16-bit
+    colour keeps its high bytes; transparency is composited on white; of an animation the first
+    frame counts.
+
+    Raises:
+        RefusedImageError: zero bytes, not an image, truncated, damaged, too large, or of a pixel
+            format without a known range.
+    """
+    if not content:
+        raise RefusedImageError("zero bytes")
+    if content.startswith(_JPEG_START) and find_spec("simplejpeg") is not None:
+        pixels = _decode_jpeg(content)
+        if pixels is not None:
+            return pixels
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # odd metadata; the pixels are what counts
+        return _decode_with_pillow(content)
+
+
+def _decode_jpeg(content: bytes) -> np.ndarray | None:
+    """RGB pixels, or None where only Pillow may know the header (rare chroma samplings)."""
+    import simplejpeg
+
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(content)
+    except ValueError:
+        return None
+    if height * width > MAX_PIXELS:
+        raise RefusedImageError("too large")
+    try:
+        return simplejpeg.decode_jpeg(content, colorspace="RGB", strict=True)
+    except ValueError as error:
+        truncated = "premature end" in str(error).lower()
+        raise RefusedImageError("truncated" if truncated else "damaged") from None
+
+
+def _decode_with_pillow(content: bytes) -> np.ndarray:
+    try:
+        if content.startswith(_PNG_START):
+            # Loading skips the checksums of pixel data; verify() reads them all.
+            Image.open(io.BytesIO(content), formats=_FORMATS).verify()
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise RefusedImageError("too large")
+            image.load()
+            return _to_rgb(image)
+    except RefusedImageError:
+        raise
+    except Image.DecompressionBombError:
+        raise RefusedImageError("too large") from None
+    except UnidentifiedImageError:
+        known = content.startswith(_KNOWN_STARTS)
+        raise RefusedImageError("damaged" if known else "not an image") from None
+    except Exception as error:
+        # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, zlib.error.
+        raise RefusedImageError(_kind_of_damage(content, error)) from None
+
+
+def _kind_of_damage(content: bytes, error: Exception) -> str:
+    text = str(error).lower()
+    cut_png = content.startswith(_PNG_START) and b"IEND" not in content[-16:]
+    return "truncated" if cut_png or "truncated" in text or "eof" in text else "damaged"
+
+
+def _to_rgb(image: Image.Image) -> np.ndarray:
+    """Pixels uint8 `[h, w, 3]` of a loaded Pillow image of any mode."""
+    if image.mode.startswith("I"):
+        return _sixteen_bit_to_rgb(image)
+    if image.mode == "F":
+        raise RefusedImageError("unsupported pixel format")
+    if image.has_transparency_data:
+        layers = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, layers)
+    return np.asarray(image.convert("RGB"))
+
+
+def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:
+    # Pillow's own conversion of these modes clips at 255 and would give a white image.
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise RefusedImageError("unsupported pixel format")
+    grey = ((values + 128) // 257).astype(np.uint8)
+    return np.repeat(grey[:, :, None], 3, axis=2)

@@ -1,0 +1,79 @@
+"""`palette fit`: 512 colours that stand for all the colours of an image folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.decode import RefusedImageError
+from data_tools.report import Progress, say
+from data_tools.sources import ImageFolder, list_images, load_square
+from megavis.config.errors import UserError
+from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
+
+# Neighbouring pixels say little about each other's colour cluster; more images beat more pixels.
+_MIN_PIXELS_AN_IMAGE = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `palette fit` to its parser."""
+    parser.add_argument("image_folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="the .npy file to write")
+    parser.add_argument("--num-colors", type=int, default=MAX_COLORS)
+    parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
+    parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fit and write a palette, say its error. Raises UserError."""
+    if arguments.pixels < 1 or arguments.size < 1 or arguments.seed < 0:
+        raise UserError("--pixels and --size must be at least 1, and --seed at least 0")
+    folder = list_images(arguments.image_folder)
+    pixels = sample_pixels(
+        folder, num_pixels=arguments.pixels, size=arguments.size, seed=arguments.seed
+    )
+    palette, error = fit_palette(pixels, num_colors=arguments.num_colors, seed=arguments.seed)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    palette.save(arguments.out)
+    say(_summary(palette, error, len(pixels), arguments.out))
+    return 0
+
+
+def sample_pixels(folder: ImageFolder, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
+    """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
+
+    Images come in random order and give equally many pixels, at least 64 each, so that a large
+    folder is not read whole. Files that give no image are passed over.
+
+    Raises:
+        UserError: no file gives an image.
+    """
+    random = np.random.default_rng(seed)
+    each = max(-(-num_pixels // len(folder.files)), _MIN_PIXELS_AN_IMAGE)
+    each = min(each, size * size)
+    wanted = min(num_pixels, each * len(folder.files))
+    samples: list[np.ndarray] = []
+    with Progress("reading images", total=-(-wanted // each)) as progress:
+        for place in random.permutation(len(folder.files)):
+            if len(samples) * each >= wanted:
+                break
+            try:
+                image = load_square(folder.root, folder.files[place], size=size)
+            except RefusedImageError:
+                continue
+            chosen = random.choice(size * size, each, replace=False)
+            samples.append(image.reshape(-1, 3)[chosen])
+            progress.advance()
+    if not samples:
+        raise UserError(f"{folder.root} holds no image that can be read")
+    return np.concatenate(samples)[:num_pixels]
+
+
+def _summary(palette: Palette, error: float, num_pixels: int, out: Path) -> str:
+    return (
+        f"{out}: {len(palette)} colours from {num_pixels} pixels, mean squared error "
+        f"{error:.1f} (summed over red, green, blue in 0..255), SHA-256 {palette.sha256}"
+    )

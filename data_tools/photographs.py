@@ -1,0 +1,200 @@
+"""`photographs`: the demo's images, cut from photographs that two Python packages ship.
+
+Each photograph is split into a training and a validation region with a margin between them, so no
+pixel is in both; every crop comes from inside one region. Class = photograph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data_tools.report import Progress, say
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+
+RECORD_NAME = "photographs.json"
+_VALIDATION_SHARE = 0.35
+_MARGIN = 16
+
+
+@dataclass(frozen=True)
+class Photograph:
+    """One photograph of an installed package.
+
+    Attributes:
+        name: its class.
+        package, path: where the file lies.
+        validation: the edge (left, right, bottom) at which its validation region lies, chosen so
+            that both regions show the subject.
+    """
+
+    name: str
+    package: str
+    path: str
+    validation: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of a photograph, in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+def photographs() -> list[Photograph]:
+    """Return the photographs that the demo uses, in the order of their names."""
+    skimage, sklearn = ("skimage", "data"), ("sklearn", "datasets/images")
+    table = [
+        ("astronaut", skimage, "astronaut.png", "right"),
+        ("brick", skimage, "brick.png", "right"),
+        ("chelsea", skimage, "chelsea.png", "right"),
+        ("china", sklearn, "china.jpg", "left"),
+        ("coffee", skimage, "coffee.png", "right"),
+        ("flower", sklearn, "flower.jpg", "left"),
+        ("hubble", skimage, "hubble_deep_field.jpg", "right"),
+        ("motorcycle", skimage, "motorcycle_left.png", "right"),
+        ("retina", skimage, "retina.jpg", "bottom"),
+        ("rocket", skimage, "rocket.jpg", "right"),
+    ]
+    return [
+        Photograph(name, package, f"{folder}/{file}", edge)
+        for name, (package, folder), file, edge in table
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `photographs` to its parser."""
+    parser.add_argument("out", type=Path, help="the folder to write; train/ and validation/ in it")
+    parser.add_argument("--size", type=int, default=64, help="side of a crop in pixels")
+    parser.add_argument("--crops", type=int, default=4000, help="training crops")
+    parser.add_argument("--validation-crops", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the crops; a folder that already holds these very crops is kept. Raises UserError."""
+    if min(arguments.size, arguments.crops, arguments.validation_crops) < 1 or arguments.seed < 0:
+        raise UserError("--size, --crops, --validation-crops must be at least 1, --seed at least 0")
+    out: Path = arguments.out
+    record = {key: getattr(arguments, key) for key in ("size", "crops", "validation_crops", "seed")}
+    record["photographs"] = [photograph.name for photograph in photographs()]
+    if out.exists() and any(out.iterdir()):
+        _check_same(out, record)
+        say(f"{out}: the crops are there already")
+        return 0
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    counts = {"train": arguments.crops, "validation": arguments.validation_crops}
+    with Progress("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
+        for number, photograph in enumerate(photographs()):
+            image = load_photograph(photograph)
+            for split, total in counts.items():
+                count = share(total, number=number, parts=len(photographs()))
+                seed = [arguments.seed, number, int(split == "train")]
+                crops = cut_crops(
+                    image, photograph, split=split, count=count, size=arguments.size, seed=seed
+                )
+                _save(crops, partial / split / photograph.name)
+                progress.advance(count)
+    write_atomically(partial / RECORD_NAME, json.dumps(record, indent=2).encode() + b"\n")
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+    classes = len(photographs())
+    say(
+        f"{out}: {counts['train']} training and {counts['validation']} validation crops "
+        f"of {arguments.size}x{arguments.size} from {classes} photographs"
+    )
+    return 0
+
+
+def load_photograph(photograph: Photograph) -> Image.Image:
+    """Open a photograph as RGB. Raises UserError where its package does not ship it."""
+    spec = find_spec(photograph.package)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(place) / photograph.path
+        if path.is_file():
+            return Image.open(path).convert("RGB")
+    raise UserError(
+        f"the photograph {photograph.path} of {photograph.package} is not installed: "
+        "run `pip install 'megavis[demo]'`"
+    )
+
+
+def share(total: int, *, number: int, parts: int) -> int:
+    """Return how many of `total` crops part `number` gives; the shares differ by one at most."""
+    return total // parts + (number < total % parts)
+
+
+def region(image: Image.Image, *, edge: str, split: str) -> Region:
+    """Return the region of a split: 35 % at `edge` for validation, the rest less a margin."""
+    width, height = image.size
+    if edge == "bottom":
+        cut = round(height * _VALIDATION_SHARE)
+        if split == "validation":
+            return Region(0, height - cut, width, cut)
+        return Region(0, 0, width, height - cut - _MARGIN)
+    cut = round(width * _VALIDATION_SHARE)
+    kept = width - cut - _MARGIN
+    if split == "validation":
+        return Region(0 if edge == "left" else width - cut, 0, cut, height)
+    return Region(width - kept if edge == "left" else 0, 0, kept, height)
+
+
+def cut_crops(
+    image: Image.Image,
+    photograph: Photograph,
+    *,
+    split: str,
+    count: int,
+    size: int,
+    seed: list[int],
+) -> Iterator[Image.Image]:
+    """Yield random square crops of one split, resized to `size`.
+
+    The side is log-uniform from a quarter of the photograph's height to the region's shorter
+    side; half of the training crops are mirrored.
+    """
+    random = np.random.default_rng(seed)
+    inside = region(image, edge=photograph.validation, split=split)
+    largest = min(inside.width, inside.height)
+    smallest = min(image.height // 4, largest)
+    for _ in range(count):
+        side = round(math.exp(random.uniform(math.log(smallest), math.log(largest))))
+        left = inside.left + int(random.integers(0, inside.width - side + 1))
+        top = inside.top + int(random.integers(0, inside.height - side + 1))
+        # Crop first: a resize with a box would filter across the region's border.
+        crop = image.crop((left, top, left + side, top + side))
+        crop = crop.resize((size, size), Image.Resampling.BICUBIC)
+        if split == "train" and random.random() < 0.5:
+            crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        yield crop
+
+
+def _save(crops: Iterator[Image.Image], folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for number, crop in enumerate(crops):
+        crop.save(folder / f"{number:05d}.png", compress_level=1)
+
+
+def _check_same(out: Path, record: dict[str, object]) -> None:
+    path = out / RECORD_NAME
+    try:
+        same = json.loads(path.read_bytes()) == record
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        raise UserError(f"{out} is not empty and holds other files: choose another folder")

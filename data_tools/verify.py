@@ -1,0 +1,87 @@
+"""`verify`: read every byte of a shard folder and name what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.report import Progress, say
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.data.files import sha256_of_file
+from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.shards import TOKEN_SUFFIX, ShardReader, index_path
+from megavis.tokenizers.palette import Palette
+
+_BATCH = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `verify` to its parser."""
+    parser.add_argument("directory", type=Path, help="a shard folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say what is wrong and return 1, or 0 where nothing is. Raises UserError without manifest."""
+    directory: Path = arguments.directory
+    problems = find_problems(directory)
+    for problem in problems:
+        say(f"wrong: {problem}")
+    manifest = Manifest.read(directory)
+    if not problems:
+        shards = len(manifest.shards)
+        say(f"{directory}: {manifest.num_samples} samples in {shards} shards, all good")
+    return 1 if problems else 0
+
+
+def find_problems(directory: Path) -> list[str]:
+    """Return one sentence for each thing that is wrong with a shard folder.
+
+    Raises:
+        UserError: there is no manifest to compare with.
+    """
+    manifest = Manifest.read(directory)
+    problems = []
+    with Progress("verifying", total=manifest.num_samples, unit="samples") as progress:
+        for shard in manifest.shards:
+            try:
+                problems += shard_problems(directory, shard)
+            except (UserError, OSError, tarfile.TarError) as error:
+                problems.append(f"{shard.name}: {error}")
+            progress.advance(shard.num_samples)
+    return problems or sample_problems(directory)
+
+
+def shard_problems(directory: Path, shard: ShardEntry) -> list[str]:
+    """Compare one tar and its index with the manifest and with each other."""
+    path = directory / shard.name
+    num_bytes = path.stat().st_size
+    if num_bytes != shard.num_bytes:
+        return [f"{shard.name} has {num_bytes} bytes where the manifest says {shard.num_bytes}"]
+    if sha256_of_file(path) != shard.sha256:
+        return [f"{shard.name} does not have the SHA-256 of the manifest"]
+    if sha256_of_file(index_path(path)) != shard.index_sha256:
+        return [f"{index_path(path).name} does not have the SHA-256 of the manifest"]
+    index = ShardReader(path).index
+    with tarfile.open(path) as tar:
+        members = [(member.name, member.offset_data, member.size) for member in tar]
+    names = [f"{key}.{TOKEN_SUFFIX}" for key in index.keys]
+    if members != list(zip(names, index.offsets, index.lengths, strict=True)):
+        return [f"{index_path(path).name} does not list the members of {shard.name}"]
+    return []
+
+
+def sample_problems(directory: Path) -> list[str]:
+    """Decode every sample of a folder whose shards are whole."""
+    try:
+        dataset = ShardDataset(directory)
+        palette = Palette.load(directory / PALETTE_NAME)
+        for start in range(0, len(dataset), _BATCH):
+            indices = np.arange(start, min(start + _BATCH, len(dataset)))
+            palette.decode(dataset.read_tokens(indices))
+    except (UserError, ValueError) as error:
+        return [str(error)]
+    return dataset.skipped_names
