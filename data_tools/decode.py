@@ -78,17 +78,16 @@ def _decode_jpeg(content: bytes) -> np.ndarray | None:
 
 
 def _decode_with_pillow(content: bytes) -> np.ndarray:
+    Image.init()  # registers the formats; does nothing the second time
+    formats = [name for name in _FORMATS if name in Image.OPEN]
     try:
         if content.startswith(_PNG_START):
             # Loading skips the checksums of pixel data; verify() reads them all.
-            Image.open(io.BytesIO(content), formats=_FORMATS).verify()
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise RefusedImageError("too large")
-            image.load()
-            return _to_rgb(image)
-    except RefusedImageError:
-        raise
+            Image.open(io.BytesIO(content), formats=formats).verify()
+        image = Image.open(io.BytesIO(content), formats=formats)
+        if image.width * image.height > MAX_PIXELS:
+            raise Image.DecompressionBombError
+        image.load()
     except Image.DecompressionBombError:
         raise RefusedImageError("too large") from None
     except UnidentifiedImageError:
@@ -97,6 +96,10 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
     except Exception as error:
         # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, zlib.error.
         raise RefusedImageError(_kind_of_damage(content, error)) from None
+    try:
+        return _to_rgb(image)
+    except ValueError:  # Pillow knows no way from this mode to RGB
+        raise RefusedImageError("unsupported pixel format") from None
 
 
 def _kind_of_damage(content: bytes, error: Exception) -> str:

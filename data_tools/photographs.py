@@ -58,7 +58,7 @@ def photographs() -> list[Photograph]:
     """Return the photographs that the demo uses, in the order of their names."""
     skimage, sklearn = ("skimage", "data"), ("sklearn", "datasets/images")
     table = [
-        ("astronaut", skimage, "astronaut.png", "right"),
+        ("astronaut", skimage, "astronaut.png", "bottom"),
         ("brick", skimage, "brick.png", "right"),
         ("chelsea", skimage, "chelsea.png", "right"),
         ("china", sklearn, "china.jpg", "left"),

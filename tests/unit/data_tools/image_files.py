@@ -1,0 +1,77 @@
+"""Image files of every sort, good and bad, made with Pillow from real JPEGs."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import foolbox
+import numpy as np
+from PIL import Image
+
+
+def real_jpegs():
+    """Paths of the real JPEGs that foolbox ships."""
+    return sorted((Path(foolbox.__file__).parent / "data").glob("imagenet_*.jpg"))
+
+
+def real_picture():
+    """One of them as a 96x64 Pillow image."""
+    return Image.open(real_jpegs()[0]).convert("RGB").resize((96, 64))
+
+
+def encoded(image, kind, **options):
+    """Bytes of an image file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def sixteen_bit_rgb_png(values):
+    """A PNG of 16 bits a channel, which Pillow cannot write: uint16 `[h, w, 3]`."""
+
+    def chunk(kind, content):
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    height, width = values.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+
+
+def bad_files():
+    """Name -> (bytes, reason under which it must be counted)."""
+    picture = real_picture()
+    jpeg, png = encoded(picture, "JPEG", quality=90), encoded(picture, "PNG")
+    gif = encoded(picture, "GIF")
+    tiff = encoded(picture, "TIFF")
+    webp = encoded(picture, "WEBP")
+    flipped_png = bytearray(png)
+    flipped_png[len(png) // 2] ^= 0xFF
+    floats = encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF")
+    return {
+        "zero.jpg": (b"", "zero bytes"),
+        "text.jpg": (b"this is no image, whatever its name says", "not an image"),
+        "zeros.png": (bytes(1000), "not an image"),
+        "half.jpg": (jpeg[: len(jpeg) // 2], "truncated"),
+        "last.jpg": (jpeg[:-40], "truncated"),
+        "start.jpg": (jpeg[:100], None),
+        "hole.jpg": (jpeg[:900] + b"\xff\x00\x12" + jpeg[1000:], "damaged"),
+        "half.png": (png[: len(png) // 2], "truncated"),
+        "no_end.png": (png[:-12], "truncated"),
+        "flipped.png": (bytes(flipped_png), "damaged"),
+        "half.gif": (gif[: len(gif) // 2], "truncated"),
+        "half.tif": (tiff[: len(tiff) // 2], None),
+        "half.webp": (webp[: len(webp) // 2], None),
+        "start.png": (png[:20], None),
+        "float.tif": (floats, "unsupported pixel format"),
+        "thin.png": (encoded(Image.new("RGB", (650, 10)), "PNG"), "aspect ratio above 64"),
+    }

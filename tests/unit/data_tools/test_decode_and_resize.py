@@ -1,0 +1,135 @@
+"""Every kind of image becomes the right pixels, or is refused under a name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from image_files import bad_files, encoded, real_jpegs, real_picture, sixteen_bit_rgb_png
+from PIL import Image
+
+from data_tools import decode
+from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.resize import resize_and_crop
+
+
+def test_real_jpegs_equal_pillow():
+    for path in real_jpegs()[:6]:
+        expected = np.asarray(Image.open(path).convert("RGB"))
+        assert (decode_image(path.read_bytes()) == expected).all()
+
+
+@pytest.mark.parametrize("without_simplejpeg", [False, True])
+def test_jpeg_of_every_colour_space(without_simplejpeg, monkeypatch):
+    if without_simplejpeg:
+        monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    picture = real_picture()
+    for options in ({}, {"progressive": True}, {"subsampling": 0}):
+        content = encoded(picture, "JPEG", quality=95, **options)
+        pixels = decode_image(content)
+        assert pixels.shape == (64, 96, 3)
+        assert np.abs(pixels.astype(int) - np.asarray(picture)).mean() < 4
+    grey = decode_image(encoded(picture.convert("L"), "JPEG", quality=95))
+    assert (grey[..., 0] == grey[..., 2]).all()
+    assert np.abs(grey[..., 0].astype(int) - np.asarray(picture.convert("L"))).mean() < 2
+    cmyk = decode_image(encoded(picture.convert("CMYK"), "JPEG", quality=95))
+    assert np.abs(cmyk.astype(int) - np.asarray(picture)).mean() < 4
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+def test_lossless_formats(kind):
+    picture = real_picture()
+    assert (decode_image(encoded(picture, kind)) == np.asarray(picture)).all()
+
+
+def test_grey_and_palette_images():
+    picture = real_picture()
+    for mode in ("L", "1"):
+        expected = np.asarray(picture.convert(mode).convert("RGB"))
+        assert (decode_image(encoded(picture.convert(mode), "PNG")) == expected).all()
+    with_palette = picture.convert("P", palette=Image.Palette.ADAPTIVE)
+    expected = np.asarray(with_palette.convert("RGB"))
+    assert (decode_image(encoded(with_palette, "PNG")) == expected).all()
+
+
+def test_alpha_is_composited_on_white():
+    random = np.random.default_rng(0)
+    values = random.integers(0, 256, (9, 7, 4), dtype=np.uint8)
+    share = values[..., 3:] / 255
+    expected = values[..., :3] * share + 255 * (1 - share)
+    pixels = decode_image(encoded(Image.fromarray(values), "PNG"))
+    assert np.abs(pixels - expected).max() <= 1
+    grey = decode_image(encoded(Image.fromarray(values[..., 2:], "LA"), "PNG"))
+    assert np.abs(grey - (values[..., 2:3] * share + 255 * (1 - share))).max() <= 1
+
+
+def test_transparent_palette_colour_becomes_white():
+    image = Image.new("P", (4, 4), 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 1), 1)
+    pixels = decode_image(encoded(image, "PNG", transparency=0))
+    assert pixels[0, 0].tolist() == [255, 255, 255]
+    assert pixels[1, 1].tolist() == [200, 100, 50]
+
+
+def test_sixteen_bits_are_scaled():
+    values = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
+    for kind in ("PNG", "TIFF"):
+        pixels = decode_image(encoded(Image.fromarray(values), kind))
+        assert (pixels[..., 1] == np.rint(values / 257)).all()
+    color = np.stack([values, values[::-1], values.T], axis=-1)
+    pixels = decode_image(sixteen_bit_rgb_png(color))
+    assert np.abs(pixels - color / 257).max() <= 1
+
+
+def test_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (8, 8), color) for color in ((250, 0, 0), (0, 250, 0))]
+    for kind in ("GIF", "PNG", "WEBP"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+        assert decode_image(content)[3, 3].tolist() == [250, 0, 0]
+
+
+@pytest.mark.parametrize("name", bad_files())
+def test_bad_files_are_refused_by_name(name):
+    content, reason = bad_files()[name]
+    with pytest.raises(RefusedImageError) as caught:
+        resize_and_crop(decode_image(content), size=8)
+    if reason is not None:
+        assert str(caught.value) == reason
+    assert str(caught.value) in {
+        "zero bytes",
+        "not an image",
+        "truncated",
+        "damaged",
+        "unsupported pixel format",
+        "aspect ratio above 64",
+    }
+
+
+def test_too_many_pixels(monkeypatch):
+    monkeypatch.setattr(decode, "MAX_PIXELS", 1000)
+    for kind in ("JPEG", "PNG"):
+        with pytest.raises(RefusedImageError, match="too large"):
+            decode_image(encoded(real_picture(), kind))
+
+
+def test_no_program_is_started_for_postscript():
+    with pytest.raises(RefusedImageError, match="not an image"):
+        decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
+
+
+@pytest.mark.parametrize(("width", "height"), [(96, 64), (64, 96), (64, 64), (20, 33), (500, 375)])
+@pytest.mark.parametrize("size", [32, 48])
+def test_resize_equals_pillow(width, height, size):
+    picture = Image.open(real_jpegs()[1]).convert("RGB").resize((width, height))
+    shorter = min(width, height)
+    resized = picture.resize(
+        (round(width * size / shorter), round(height * size / shorter)), Image.Resampling.BICUBIC
+    )
+    top, left = (resized.height - size) // 2, (resized.width - size) // 2
+    expected = np.asarray(resized)[top : top + size, left : left + size]
+    assert (resize_and_crop(np.asarray(picture), size=size) == expected).all()
+
+
+def test_versions_are_named():
+    assert set(decoder_versions()) == {"pillow", "simplejpeg"}

@@ -1,0 +1,316 @@
+"""`palette fit`, `palette shards`, `verify`, `inspect`: from image folders, good and bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import webdataset
+from image_files import bad_files, encoded, real_jpegs, real_picture
+from PIL import Image
+
+from data_tools import palette_shards
+from data_tools.__main__ import build_parser, main
+from megavis.data.dataset import ShardDataset
+from megavis.data.manifest import Manifest
+from megavis.tokenizers.palette import Palette
+
+
+def shards(images, palette, out, *options):
+    return main(
+        ["palette", "shards", str(images), "--palette", str(palette), "--out", str(out)]
+        + ["--size", "16", "--samples-per-shard", "8", *options]
+    )
+
+
+@pytest.fixture(scope="module")
+def palette_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("palette") / "palette.npy"
+    centers = np.random.default_rng(0).uniform(-1, 1, (512, 3)).astype(np.float32)
+    Palette(centers).save(path)
+    return path
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Fourteen JPEGs in two classes, one nested, one unlabelled PNG, and all the bad files."""
+    root = tmp_path / "images"
+    (root / "cats" / "deep").mkdir(parents=True)
+    (root / "dogs").mkdir()
+    for number, path in enumerate(real_jpegs()[:14]):
+        folder = ("cats", "cats/deep", "dogs")[number % 3]
+        small = Image.open(path).convert("RGB").resize((60, 40 + number))
+        (root / folder / f"a.b {number}.JPEG").write_bytes(encoded(small, "JPEG"))
+    (root / "plain.png").write_bytes(encoded(real_picture(), "PNG"))
+    (root / ".hidden").write_bytes(b"left out")
+    for name, (content, _) in bad_files().items():
+        (root / "dogs" / name).write_bytes(content)
+    return root
+
+
+def tree(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_shards_hold_the_tokens_of_pillow(images, palette_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    dataset = ShardDataset(out)
+    palette = Palette.load(out / "palette.npy")
+    assert len(dataset) == 15
+    assert dataset.class_names == ("cats", "dogs")
+    sources = {}
+    for index in sorted(out.glob("*.index.json")):
+        content = json.loads(index.read_text())
+        sources.update(zip(content["keys"], content["sources"], strict=True))
+    seen = {}
+    for tar in sorted(out.glob("*.tar")):
+        for sample in webdataset.WebDataset(str(tar), shardshuffle=False):
+            seen[sample["__key__"]] = sample["tok"]
+    assert sorted(seen) == sorted(sources)
+    for number in range(15):
+        key = dataset.name_of(number).split(":")[1]
+        name = sources[key]
+        picture = Image.open(images / name).convert("RGB")
+        scale = 16 / min(picture.size)
+        size = (round(picture.width * scale), round(picture.height * scale))
+        resized = np.asarray(picture.resize(size, Image.Resampling.BICUBIC))
+        top, left = (size[1] - 16) // 2, (size[0] - 16) // 2
+        square = resized[top : top + 16, left : left + 16]
+        unit = square.reshape(-1, 1, 3) / 127.5 - 1
+        expected = ((unit - palette.centers.astype(np.float64)) ** 2).sum(-1).argmin(-1)
+        assert dataset.read_tokens(np.array([number]))[0].tolist() == expected.tolist()
+        label = {"cats": 0, "dogs": 1}.get(name.split("/")[0], -1)
+        assert dataset.labels[number] == label
+    assert "15 samples" in capsys.readouterr().out
+
+
+def test_bad_files_are_counted_and_named(images, palette_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["num_samples"] == 15
+    assert report["num_files"] == 15 + len(bad_files())
+    for name, (_, reason) in bad_files().items():
+        named = [r for r, names in report["skipped"].items() if f"dogs/{name}" in names]
+        assert named == [reason] if reason is not None else len(named) == 1
+    counts = {reason: len(names) for reason, names in report["skipped"].items()}
+    assert Manifest.read(out).skipped == counts
+    assert "skipped, zero bytes: 1 (the first: dogs/zero.jpg)" in capsys.readouterr().out
+
+
+def test_any_number_of_workers_gives_the_same_bytes(images, palette_file, tmp_path):
+    assert shards(images, palette_file, tmp_path / "one") == 0
+    assert shards(images, palette_file, tmp_path / "two", "--workers", "2") == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    assert len(list((tmp_path / "one").glob("*.tar"))) == 4
+    assert shards(images, palette_file, tmp_path / "three", "--seed", "1") == 0
+    assert tree(tmp_path / "one") != tree(tmp_path / "three")
+
+
+def test_a_rerun_does_only_what_is_missing(images, palette_file, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    before = tree(out)
+    tars = sorted(out.glob("*.tar"))
+    tars[0].unlink()
+    os.truncate(tars[1], 1000)
+    tars[2].with_name("shard-000002.index.json").unlink()
+    (out / "manifest.json").unlink()
+    (out / ".shard-000001.tar.partial-123").write_bytes(b"killed")
+    redone = []
+    make_shard = palette_shards.make_shard
+    monkeypatch.setattr(
+        palette_shards,
+        "make_shard",
+        lambda unit, **options: redone.append(unit.path.name) or make_shard(unit, **options),
+    )
+    assert shards(images, palette_file, out) == 0
+    assert redone == [f"shard-00000{number}.tar" for number in range(3)]
+    assert tree(out) == before
+
+
+def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
+    """An exception after the first shard stands for a kill; the tree must end as unbroken."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert shards(images, palette_file, whole) == 0
+    load_square = palette_shards.load_square
+    calls = []
+
+    def dies(root, file, *, size):
+        calls.append(file)
+        if len(calls) == 13:
+            raise KeyboardInterrupt
+        return load_square(root, file, size=size)
+
+    monkeypatch.setattr(palette_shards, "load_square", dies)
+    assert shards(images, palette_file, broken) == 130
+    assert not (broken / "manifest.json").exists()
+    assert (broken / "shard-000000.tar").exists()
+    monkeypatch.undo()
+    assert shards(images, palette_file, broken) == 0
+    assert tree(broken) == tree(whole)
+
+
+def test_disk_full_is_one_line(images, palette_file, tmp_path, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device", "shard-000000.tar")
+
+    monkeypatch.setattr(palette_shards, "write_shard", full)
+    assert shards(images, palette_file, tmp_path / "out") == 1
+    assert capsys.readouterr().err == "error: No space left on device: shard-000000.tar\n"
+
+
+def test_other_work_is_not_overwritten(images, palette_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    before = tree(out)
+    assert shards(images, palette_file, out, "--seed", "5") == 2
+    (images / "new.png").write_bytes(encoded(real_picture(), "PNG"))
+    assert shards(images, palette_file, out) == 2
+    other = tmp_path / "other.npy"
+    Palette(np.zeros((4, 3), np.float32)).save(other)
+    assert shards(images, other, out) == 2
+    assert tree(out) == before
+    errors = capsys.readouterr().err
+    assert errors.count("error: ") == errors.count("\n") == 3
+
+
+def test_shared_class_numbers(images, palette_file, tmp_path, capsys):
+    out, small = tmp_path / "out", tmp_path / "small"
+    assert shards(images, palette_file, out) == 0
+    shutil.copytree(images / "dogs", small / "dogs")
+    second = tmp_path / "second"
+    assert shards(small, palette_file, second, "--classes-from", str(out)) == 0
+    assert ShardDataset(second).class_names == ("cats", "dogs")
+    assert set(ShardDataset(second).labels.tolist()) == {1}
+    (small / "dogs").rename(small / "wolves")
+    assert shards(small, palette_file, tmp_path / "third", "--classes-from", str(out)) == 2
+    assert "'wolves'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["absent", "empty", "all bad", "inside", "no palette", "size"])
+def test_mistakes_are_one_line(case, images, palette_file, tmp_path, capsys):
+    root, out, options = images, tmp_path / "out", ()
+    if case == "absent":
+        root = tmp_path / "nowhere"
+    elif case == "empty":
+        root = tmp_path / "nothing"
+        (root / "class").mkdir(parents=True)
+    elif case == "all bad":
+        root = tmp_path / "bad"
+        root.mkdir()
+        (root / "a.jpg").write_bytes(b"")
+    elif case == "inside":
+        out = images / "out"
+    elif case == "no palette":
+        palette_file = tmp_path / "none.npy"
+    else:
+        options = ("--size", "0")
+    assert shards(root, palette_file, out, *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not (out / "manifest.json").exists()
+
+
+def test_links_that_go_in_circles(images, palette_file, tmp_path):
+    (images / "cats" / "again").symlink_to(images)
+    (images / "dogs" / "broken").symlink_to(tmp_path / "gone")
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    assert Manifest.read(out).skipped["unreadable file"] == 1
+    assert Manifest.read(out).num_samples == 15
+
+
+def test_fit_then_shards_then_inspect(images, tmp_path, capsys):
+    palette = tmp_path / "made" / "palette.npy"
+    fit = ["palette", "fit", str(images), "--out", str(palette), "--pixels", "5000"]
+    assert main([*fit, "--num-colors", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "palette.npy: 64 colours from" in said
+    first = palette.read_bytes()
+    assert main([*fit, "--num-colors", "64"]) == 0
+    assert palette.read_bytes() == first
+    assert Palette.load(palette).num_tokens == 64
+    out = tmp_path / "out"
+    assert shards(images, palette, out) == 0
+    assert main(["verify", str(out)]) == 0
+    sheet = tmp_path / "sheet.png"
+    assert main(["inspect", str(out), "--out", str(sheet), "--count", "9", "--scale", "1"]) == 0
+    dataset = ShardDataset(out)
+    index = np.linspace(0, 14, 9).round().astype(int)[4]
+    tokens = dataset.read_tokens(np.array([index]))[0]
+    expected = Palette.load(palette).decode(tokens).reshape(16, 16, 3)
+    pixels = np.asarray(Image.open(sheet))
+    assert (pixels[20:36, 20:36] == expected).all()
+
+
+def test_fit_with_too_few_colours(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (40, 40), (1, 2, 3)).save(tmp_path / "a" / "flat.png")
+    assert main(["palette", "fit", str(tmp_path / "a"), "--out", str(tmp_path / "p.npy")]) == 2
+    assert "1 distinct colours" in capsys.readouterr().err
+
+
+def damage(out, case):
+    tar = out / "shard-000001.tar"
+    if case == "flipped bit":
+        content = bytearray(tar.read_bytes())
+        content[600] ^= 4
+        tar.write_bytes(content)
+    elif case == "cut":
+        os.truncate(tar, tar.stat().st_size // 2)
+    elif case == "missing":
+        tar.unlink()
+    elif case == "index":
+        (out / "shard-000001.index.json").write_bytes(b"{}")
+    elif case == "palette":
+        Palette(np.zeros((512, 3), np.float32)).save(out / "palette.npy")
+
+
+@pytest.mark.parametrize("case", ["flipped bit", "cut", "missing", "index", "palette"])
+def test_verify_names_what_is_wrong(case, images, palette_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert shards(images, palette_file, out) == 0
+    damage(out, case)
+    capsys.readouterr()
+    assert main(["verify", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("wrong: ")
+    assert ("palette.npy" if case == "palette" else "shard-000001") in said
+
+
+def test_verify_without_manifest(tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "manifest.json is missing" in capsys.readouterr().err
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    for words in (
+        ["photographs"],
+        ["palette", "fit"],
+        ["palette", "shards"],
+        ["verify"],
+        ["inspect"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            build_parser().parse_args([*words, "--help"])
+        assert caught.value.code == 0
+        assert f"example: python -m data_tools {' '.join(words)}" in capsys.readouterr().out
+
+
+def test_as_a_module_from_the_shell(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "data_tools", "verify", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

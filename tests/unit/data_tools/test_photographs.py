@@ -1,0 +1,73 @@
+"""The demo's crops: repeatable, balanced, and disjoint between training and validation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_tools.__main__ import main
+from data_tools.photographs import cut_crops, load_photograph, photographs, region, share
+
+
+def test_regions_are_disjoint():
+    for photograph in photographs():
+        image = load_photograph(photograph)
+        owner = np.zeros((image.height, image.width), int)
+        for value, split in ((1, "train"), (2, "validation")):
+            inside = region(image, edge=photograph.validation, split=split)
+            part = owner[
+                inside.top : inside.top + inside.height, inside.left : inside.left + inside.width
+            ]
+            assert part.shape == (inside.height, inside.width)
+            assert (part == 0).all()
+            part[:] = value
+        assert 0.5 < (owner == 1).mean() < 0.65
+        assert 0.3 < (owner == 2).mean() < 0.4
+
+
+@pytest.mark.parametrize("edge", ["left", "right", "bottom"])
+def test_no_pixel_of_one_split_reaches_the_other(edge):
+    """Paint the other region red: no crop may show any of it."""
+    photograph = next(p for p in photographs() if p.validation == edge)
+    for split, other in (("train", "validation"), ("validation", "train")):
+        image = Image.new("RGB", (300, 200), (0, 0, 0))
+        inside = region(image, edge=edge, split=other)
+        image.paste(
+            (255, 0, 0),
+            (inside.left, inside.top, inside.left + inside.width, 200)
+            if edge != "bottom"
+            else (0, inside.top, 300, inside.top + inside.height),
+        )
+        crops = cut_crops(image, photograph, split=split, count=60, size=16, seed=[1])
+        assert all(not np.asarray(crop).any() for crop in crops)
+
+
+def test_shares():
+    counts = [share(25, number=number, parts=10) for number in range(10)]
+    assert sum(counts) == 25
+    assert max(counts) - min(counts) == 1
+
+
+def read(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+def test_the_command(tmp_path, capsys):
+    options = ["--size", "24", "--crops", "25", "--validation-crops", "12"]
+    assert main(["photographs", str(tmp_path / "a"), *options]) == 0
+    files = read(tmp_path / "a")
+    assert sum(name.startswith("train/") for name in files) == 25
+    assert sum(name.startswith("validation/") for name in files) == 12
+    assert Image.open(tmp_path / "a" / "train" / "china" / "00000.png").size == (24, 24)
+    for split in ("train", "validation"):
+        names = sorted(path.name for path in (tmp_path / "a" / split).iterdir())
+        assert names == [photograph.name for photograph in photographs()]
+    assert main(["photographs", str(tmp_path / "b"), *options]) == 0
+    assert read(tmp_path / "b") == files
+    capsys.readouterr()
+    assert main(["photographs", str(tmp_path / "a"), *options]) == 0
+    assert "already" in capsys.readouterr().out
+    assert main(["photographs", str(tmp_path / "a"), *options, "--seed", "1"]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert read(tmp_path / "a") == files
