@@ -1,0 +1,52 @@
+# `make test` and `make demo` need a Linux machine with Python 3.11 or 3.12 and nothing of ours.
+# Another interpreter: `make test PYTHON=python3.11 VENV=.venv-3.11`.
+
+# Asked rather than looked up: a name on the PATH may be a version manager's stub that cannot run,
+# and some distributions ship Python without the modules that make an environment.
+USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+PYTHON ?= $(firstword $(foreach name,python3.12 python3.11 python3,\
+	$(shell $(name) -c '$(USABLE)' >/dev/null 2>&1 && echo $(name))))
+VENV ?= .venv
+STAMP := $(VENV)/.installed
+BIN := $(abspath $(VENV))/bin
+# What is run may look for ninja, torchrun or megavis by name.
+RUN := PATH="$(BIN):$$PATH"
+
+.PHONY: help install lint test demo clean
+
+help:
+	@echo "make demo     train a small iGPT on photographs and show what it completes (CPU)"
+	@echo "make test     format, lint, types, import direction, all tests"
+	@echo "make lint     the same without the tests"
+	@echo "make install  only the environment, in $(VENV)"
+	@echo "make clean    remove the environment and the caches"
+
+install: $(STAMP)
+
+# The stamp is written last: an interrupted install is done again.
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 that can make environments was" \
+		"found; install one, or say PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -c '$(USABLE)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12 with venv and" \
+		"ensurepip; say PYTHON=/path/to/another" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(RUN) $(BIN)/pytest
+
+demo: $(STAMP)
+	$(RUN) bash launch/demo.sh
+
+# pyvenv.cfg tells an environment from a folder that was named by mistake.
+clean:
+	@test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
+	rm -rf .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
