@@ -1,1 +1,1 @@
-"""Whole logical tensors on disk."""
+"""Checkpoints as whole logical tensors: saved by any layout, read by any other."""

@@ -29,7 +29,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -47,8 +47,8 @@ def sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
-    # The rename itself lives in the folder: without this a power cut can undo it.
+def flush_folder(folder: Path) -> None:
+    """Flush a folder's entries: a rename lives there, and a power cut could undo it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

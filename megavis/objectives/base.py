@@ -7,6 +7,7 @@ blocks, and scores what the head gives.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
 from megavis.model.core import Block, Core
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
@@ -52,6 +54,20 @@ class Objective(ABC):
     @abstractmethod
     def visibility_kind(self) -> Kind:
         """Which token sees which."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Places of the sequence."""
+
+    @property
+    @abstractmethod
+    def num_outputs(self) -> int:
+        """Numbers that the head gives for each place, over all processes."""
+
+    @abstractmethod
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Yield what is wrong with shards of this kind for this config, a sentence each."""
 
     @abstractmethod
     def initialization(self) -> Initialization:

@@ -13,6 +13,7 @@ Legend: b images, n tokens, h hidden size, v colours of the palette.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from megavis.config.schema import ObjectiveConfig
 from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
 from megavis.model.core import Core
 from megavis.model.embeddings import LearnedPositions, to_stream, token_embedding
 from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
@@ -93,6 +95,26 @@ class IGPT(Objective):
     def num_tokens(self) -> int:
         """Pixels of an image."""
         return self.config.data.image_size**2
+
+    @property
+    def num_outputs(self) -> int:
+        """One logit a colour."""
+        return self.paper.vocabulary_size
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want palette shards of the config's size, with no more colours than logits."""
+        if manifest.kind != "palette":
+            yield f"holds {manifest.kind} shards; igpt wants palette shards"
+        if manifest.image_size != self.config.data.image_size:
+            yield (
+                f"holds images of {manifest.image_size}² pixels; data.image_size is"
+                f" {self.config.data.image_size}"
+            )
+        if manifest.tokenizer.num_tokens > self.paper.vocabulary_size:
+            yield (
+                f"has a palette of {manifest.tokenizer.num_tokens} colours;"
+                f" objective.vocabulary_size is {self.paper.vocabulary_size}"
+            )
 
     @property
     def visibility_kind(self) -> Kind:

@@ -22,6 +22,7 @@ from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
 from megavis.objectives.base import Objective
 from megavis.parallel.context import DeepSpeedView, ParallelContext
+from megavis.parallel.random import derive_seed
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import build_optimizer, learning_rate
@@ -104,6 +105,7 @@ class Engine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = rate
         self.deepspeed.train()
+        self._seed_dropout(step)
         if self._pipelined:
             return self.deepspeed.train_batch(self._pairs(batches)).detach()
         total = torch.zeros((), device=self.context.device)
@@ -114,6 +116,19 @@ class Engine:
             self.deepspeed.step()
             total += loss.detach()
         return total / self.accumulation_steps
+
+    def _seed_dropout(self, step: int) -> None:
+        """Seed torch by step, so that a resumed run needs no generator state.
+
+        Processes of a tensor group drop the same units where they hold the same tokens.
+        """
+        if self.config.model.hidden_dropout == 0.0:
+            return
+        context = self.context
+        place = [context.data.rank, context.pipeline.rank]
+        if self.config.parallel.sequence_parallel:
+            place.append(context.tensor.rank)
+        torch.manual_seed(derive_seed(self.config.seed, "dropout", step, *place) & (2**63 - 1))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -137,6 +152,17 @@ class Engine:
         if self._norm_of_zero_0 is not None:
             return float(self._norm_of_zero_0.value)
         return float(self.deepspeed.get_global_grad_norm())
+
+    def loss_scale(self) -> float | None:
+        """Return the current fp16 loss scale; None in other precisions."""
+        if self.config.training.precision != "fp16":
+            return None
+        return float(self.deepspeed.optimizer.cur_scale)
+
+    def restore_loss_scale(self, scale: float | None) -> None:
+        """Continue with the loss scale of a checkpoint."""
+        if scale is not None and self.config.training.precision == "fp16":
+            self.deepspeed.optimizer.loss_scaler.cur_scale = scale
 
     def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Any, Any]]:
         while True:

@@ -1,0 +1,72 @@
+"""The `checkpoints/` folder of a run: names, `latest`, atomic appearance, pruning."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megavis.config.errors import UserError
+from megavis.data.files import flush_folder, write_atomically
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lives."""
+    return run_folder / "checkpoints" / f"step-{step:08d}"
+
+
+def partial_folder(run_folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is written before it appears."""
+    return run_folder / "checkpoints" / f".step-{step:08d}.partial"
+
+
+def latest_checkpoint(run_folder: Path) -> Path | None:
+    """Return the checkpoint that `latest` names; None where the run has none yet.
+
+    Raises:
+        UserError: when `latest` names a folder that is not there.
+    """
+    pointer = run_folder / "checkpoints" / "latest"
+    if not pointer.exists():
+        return None
+    folder = pointer.parent / pointer.read_text().strip()
+    if not folder.is_dir():
+        existing = ", ".join(str(step) for step in saved_steps(run_folder)) or "none"
+        raise UserError(f"{pointer}: names {folder.name}, which is missing; steps here: {existing}")
+    return folder
+
+
+def saved_steps(run_folder: Path) -> list[int]:
+    """Return the steps of all checkpoints, oldest first."""
+    folder = run_folder / "checkpoints"
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match.group(1)) for name in names if (match := _STEP.fullmatch(name)))
+
+
+def publish(run_folder: Path, step: int) -> Path:
+    """Make a completely written checkpoint appear, and `latest` name it, in this order."""
+    target = step_folder(run_folder, step)
+    if target.exists():
+        # Left by a run that was killed before `latest` named it, and has come here again.
+        shutil.rmtree(target)
+    os.rename(partial_folder(run_folder, step), target)
+    flush_folder(target.parent)
+    write_atomically(target.parent / "latest", f"{target.name}\n".encode())
+    return target
+
+
+def prune(run_folder: Path, *, keep_last: int, keep_every: int) -> None:
+    """Delete all but the newest `keep_last` checkpoints and every `keep_every`-th step's."""
+    latest = latest_checkpoint(run_folder)
+    for step in saved_steps(run_folder)[:-keep_last]:
+        folder = step_folder(run_folder, step)
+        if (keep_every and step % keep_every == 0) or folder == latest:
+            continue
+        # Renamed first: a checkpoint is there completely or not at all, also while it goes.
+        doomed = partial_folder(run_folder, step)
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)

@@ -1,0 +1,87 @@
+"""What a checkpoint folder holds, as its `manifest.json` says.
+
+A logical tensor has one name and one shape in every layout. It is stored as slices along at most
+one dimension, each written by one process of the layout that saved it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megavis.config.errors import UserError
+
+MANIFEST = "manifest.json"
+
+Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Slice(_Part):
+    """A contiguous piece of a logical tensor."""
+
+    file: str
+    key: str
+    start: int
+    length: int
+
+
+class LogicalTensor(_Part):
+    """A parameter or one of its optimizer states, in float32."""
+
+    shape: tuple[int, ...]
+    dimension: int | None
+    """Along which the slices lie; None for one whole slice."""
+    slices: tuple[Slice, ...]
+
+
+class StoredFile(_Part):
+    """A file's size in bytes and SHA-256."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(_Part):
+    """The whole checkpoint."""
+
+    version: Literal[1] = 1
+    step: int
+    """Optimizer steps taken."""
+    samples_seen: int
+    """Images consumed; with the seed this is the whole data position."""
+    optimizer_step: int
+    """Adam's own count, which is lower than `step` where fp16 skipped steps."""
+    loss_scale: float | None = None
+    """Current fp16 loss scale."""
+    seed: int
+    tokenizer: str | None
+    """SHA-256 of the palette or VAE that made the training data."""
+    layout: dict[str, int]
+    """The layout that saved it, for people; reading does not need it."""
+    files: dict[str, StoredFile]
+    tensors: dict[str, LogicalTensor]
+    """By `<kind>/<parameter name>`."""
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        UserError: when it is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing, so this is no complete checkpoint") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: damaged at {place or 'the top'}: {first['msg']}") from None

@@ -1,0 +1,33 @@
+"""The `megavis` command: one subcommand a file in `commands/`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megavis.config.errors import UserError
+
+_COMMANDS = ("train",)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code, 2 for a user's mistake."""
+    parser = argparse.ArgumentParser(
+        prog="megavis", description="Pretrain generative vision Transformers on any layout."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in _COMMANDS:
+        importlib.import_module(f"megavis.commands.{name}").add_parser(subparsers)
+    parsed = parser.parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Side jobs of the training loop: each looks at the state after a step and does its one thing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import evaluation_batches
+from megavis.model.flops import peak_flops
+from megavis.model.runner import Runner
+from megavis.training.engine import Engine
+
+
+@dataclass
+class StepState:
+    """What hooks see after a step; `record` becomes the step's line of metrics."""
+
+    step: int
+    """Optimizer steps taken so far."""
+    last_step: int
+    loss: Tensor | None
+    """On the device; reading it waits for the device. None before the first step."""
+    engine: Engine
+    record: dict[str, float] = field(default_factory=dict)
+    images: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def is_due(self, every: int) -> bool:
+        """True every so many steps and at the end; never where `every` is 0."""
+        return bool(every) and (self.step % every == 0 or self.step == self.last_step)
+
+
+class Hook(Protocol):
+    """A side job; called on every process after every step, and once before the first."""
+
+    def __call__(self, state: StepState) -> None:
+        """Look at the state; may add to its record."""
+
+
+class LogMetrics:
+    """Loss, learning rate, gradient norm and throughput, every N steps."""
+
+    def __init__(
+        self, every: int, *, first_step: int, flops_per_image: float, tokens_per_image: int
+    ) -> None:
+        self.every, self.flops, self.tokens = every, flops_per_image, tokens_per_image
+        self._since = (first_step, time.perf_counter())
+
+    def __call__(self, state: StepState) -> None:
+        """Record the step's numbers where they are due."""
+        if state.loss is None or not state.is_due(self.every):
+            return
+        engine = state.engine
+        state.record["loss"] = engine.mean_over_data(state.loss)
+        state.record["lr"] = engine.rate(state.step - 1)
+        state.record["grad_norm"] = engine.gradient_norm()
+        state.record["samples_seen"] = state.step * engine.config.training.batch_size
+        state.record.update(self._throughput(state))
+
+    def _throughput(self, state: StepState) -> dict[str, float]:
+        now = time.perf_counter()
+        first_step, begin = self._since
+        self._since = (state.step, now)
+        images = (state.step - first_step) * state.engine.config.training.batch_size
+        rate = images / (now - begin)
+        speeds = {"samples_per_s": rate, "tokens_per_s": rate * self.tokens}
+        context = state.engine.context
+        if context.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(context.device))
+            if peak:
+                speeds["mfu"] = rate * self.flops / (peak * context.world.size)
+        return speeds
+
+
+class Validate:
+    """Mean loss on held-out images, every N steps and before the first."""
+
+    def __init__(self, dataset: ShardDataset, every: int, num_images: int) -> None:
+        self.dataset, self.every, self.num_images = dataset, every, num_images
+
+    def __call__(self, state: StepState) -> None:
+        """Record `validation_loss` where it is due."""
+        if state.is_due(self.every):
+            state.record["validation_loss"] = self.loss(state.engine)
+
+    def loss(self, engine: Engine) -> float:
+        """Return the mean loss over the held-out images; every process calls this."""
+        runner = Runner(engine.layers, engine.context)
+        batches = evaluation_batches(
+            self.dataset,
+            batch_size=engine.micro_batch_size,
+            data_parallel_rank=engine.context.data.rank,
+            data_parallel_size=engine.context.data.size,
+            limit=min(self.num_images, len(self.dataset)),
+        )
+        total = torch.zeros(2, device=engine.context.device, dtype=torch.float64)
+        for batch in batches:
+            sequence = engine.objective.sequence(batch.to(engine.context.device))
+            predictions = runner.predictions(sequence.inputs)
+            with torch.no_grad():
+                loss = engine.objective.loss(predictions, sequence.targets)
+            total += torch.stack([loss.double() * len(batch), total.new_tensor(len(batch))])
+        torch.distributed.all_reduce(total, group=engine.context.data.group)
+        return float(total[0] / total[1])
+
+
+class SampleImages:
+    """A grid of samples, every N steps."""
+
+    def __init__(self, every: int, draw: Callable[[Engine, int], np.ndarray | None]) -> None:
+        """Set up.
+
+        Args:
+            every: steps between two grids.
+            draw: makes uint8 pixels `[h, w, 3]` from the engine and the step; called on every
+                process, what the main one returns is shown.
+        """
+        self.every, self.draw = every, draw
+
+    def __call__(self, state: StepState) -> None:
+        """Draw where it is due, but not before the first step."""
+        if state.loss is not None and state.is_due(self.every):
+            pixels = self.draw(state.engine, state.step)
+            if pixels is not None:
+                state.images["samples"] = pixels
+
+
+class SaveCheckpoint:
+    """A checkpoint every N steps and at the end."""
+
+    def __init__(self, every: int, save: Callable[[int], Any]) -> None:
+        self.every, self.save = every, save
+
+    def __call__(self, state: StepState) -> None:
+        """Save where it is due."""
+        if state.loss is not None and (state.is_due(self.every) or state.step == state.last_step):
+            self.save(state.step)
+
+
+class CollectGarbage:
+    """Python's collector at fixed steps instead of whenever.
+
+    Left alone it stops each process at another time, and all others wait for it.
+    """
+
+    def __init__(self, every: int = 200) -> None:
+        self.every = every
+        gc.disable()
+
+    def __call__(self, state: StepState) -> None:
+        """Collect where it is due; at the end, give control back to Python."""
+        if state.is_due(self.every):
+            gc.collect()
+        if state.step == state.last_step:
+            gc.enable()
+
+
+class ShowProgress:
+    """A progress bar on a terminal, plain lines in a log; on the main process alone."""
+
+    def __init__(self, first_step: int, last_step: int) -> None:
+        self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+        if not sys.stderr.isatty():
+            self._bar.disable = True
+
+    def __call__(self, state: StepState) -> None:
+        """Advance the bar; write the step's numbers where there are any."""
+        if state.loss is not None:
+            self._bar.update(1)
+        shown = ("loss", "validation_loss", "lr", "grad_norm", "samples_per_s")
+        text = "  ".join(f"{k} {state.record[k]:.4g}" for k in shown if k in state.record)
+        if text:
+            tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)
+        if state.step == state.last_step:
+            self._bar.close()

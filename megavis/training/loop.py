@@ -1,0 +1,51 @@
+"""The training loop: one screen, the same for every paper and every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavis.data.batch import Batch
+from megavis.training.engine import Engine
+from megavis.training.hooks import Hook, StepState
+from megavis.training.metrics import MetricsWriter
+
+
+def train(
+    engine: Engine,
+    batches: Iterator[Batch],
+    *,
+    first_step: int,
+    last_step: int,
+    hooks: Sequence[Hook],
+    metrics: MetricsWriter | None,
+    save: Hook,
+) -> None:
+    """Train from `first_step` to `last_step`.
+
+    Args:
+        engine: the model in training.
+        batches: endless micro-batches, beginning with those of the step after `first_step`.
+        first_step: steps already taken.
+        last_step: where to stop.
+        hooks: side jobs, called in this order on every process; before the first step of all too.
+        metrics: where the main process writes; None on the others.
+        save: called last, so that a checkpoint never knows a step whose metrics are missing.
+    """
+    if first_step == 0:
+        _after_step(StepState(0, last_step, None, engine), hooks, metrics)
+    for step in range(first_step, last_step):
+        loss = engine.train_step(batches, step)
+        state = StepState(step + 1, last_step, loss, engine)
+        _after_step(state, hooks, metrics)
+        save(state)
+
+
+def _after_step(state: StepState, hooks: Sequence[Hook], metrics: MetricsWriter | None) -> None:
+    for hook in hooks:
+        hook(state)
+    if metrics is None:
+        return
+    if state.record:
+        metrics.write(state.step, state.record)
+    for name, pixels in state.images.items():
+        metrics.image(state.step, name, pixels)

@@ -1,0 +1,227 @@
+"""A training run from config to finished: opens the data, resumes, and starts the loop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavis.checkpoint.folder import latest_checkpoint, prune
+from megavis.checkpoint.load import load_training_state
+from megavis.checkpoint.manifest import Manifest as CheckpointManifest
+from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.save import Progress, save_checkpoint
+from megavis.checkpoint.state import ParameterStates
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig, dump_config, load_config
+from megavis.config.schema import RunConfig
+from megavis.data.dataset import ShardDataset
+from megavis.data.files import write_atomically
+from megavis.data.loader import BatchLoader
+from megavis.data.manifest import PALETTE_NAME
+from megavis.model.flops import training_flops
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.objectives.base import Objective
+from megavis.parallel.context import ParallelContext, close_context, open_context
+from megavis.parallel.launch import read_launch
+from megavis.training.engine import Engine
+from megavis.training.hooks import (
+    CollectGarbage,
+    Hook,
+    LogMetrics,
+    SampleImages,
+    SaveCheckpoint,
+    ShowProgress,
+    Validate,
+)
+from megavis.training.loop import train
+from megavis.training.metrics import MetricsWriter
+
+
+@dataclass
+class TrainingRun:
+    """Everything that a run needs, opened and checked."""
+
+    config: RunConfig
+    context: ParallelContext
+    objective: Objective
+    train_data: ShardDataset
+    validation_data: ShardDataset | None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.folder)
+
+    @classmethod
+    def open(cls, loaded: LoadedConfig, context: ParallelContext) -> TrainingRun:
+        """Open the data and refuse what does not fit.
+
+        Raises:
+            UserError: with the key and its line, when data and config do not go together.
+        """
+        config = loaded.config
+        objective = OBJECTIVES[config.objective.name](config, context)
+        train_data = _open_data(loaded, "data.train", config.data.train, objective)
+        validation_data = None
+        if config.data.validation is not None:
+            path = config.data.validation
+            validation_data = _open_data(loaded, "data.validation", path, objective)
+            if validation_data.manifest.tokenizer.sha256 != train_data.manifest.tokenizer.sha256:
+                text = f"{path} was made with another palette than {config.data.train}"
+                raise loaded.source.error([("data.validation", text)])
+        return cls(config, context, objective, train_data, validation_data)
+
+    def train(self, extra_hooks: Sequence[Hook] = ()) -> None:
+        """Train to the last step, from the newest checkpoint if there is one."""
+        config, context = self.config, self.context
+        checkpoint = self._checkpoint_to_resume()
+        self._prepare_folder()
+        engine = Engine(config, self.objective, context)
+        states = ParameterStates(engine.deepspeed, config.parallel.zero_stage)
+        first_step = 0
+        if checkpoint is not None:
+            manifest = load_training_state(
+                checkpoint, layers=engine.layers, states=states, context=context
+            )
+            engine.restore_loss_scale(manifest.loss_scale)
+            first_step = manifest.step
+        metrics = MetricsWriter(self.folder, first_step=first_step) if context.is_main else None
+        loader = BatchLoader(
+            self.train_data,
+            seed=config.seed,
+            micro_batch_size=engine.micro_batch_size,
+            data_parallel_rank=context.data.rank,
+            data_parallel_size=context.data.size,
+            accumulation_steps=engine.accumulation_steps,
+            start_step=first_step,
+        )
+        with loader:
+            train(
+                engine,
+                loader,
+                first_step=first_step,
+                last_step=config.training.steps,
+                hooks=self._hooks(first_step, extra_hooks),
+                metrics=metrics,
+                save=SaveCheckpoint(
+                    config.checkpoint.every, lambda step: self._save(step, engine, states)
+                ),
+            )
+        if metrics is not None:
+            metrics.close()
+
+    def _hooks(self, first_step: int, extra: Sequence[Hook]) -> list[Hook]:
+        settings, paper = self.config.training, self.objective
+        flops = training_flops(
+            self.config.model,
+            num_tokens=paper.num_tokens,
+            num_outputs=paper.num_outputs,
+            visibility=paper.visibility_kind,
+        )
+        hooks: list[Hook] = [
+            LogMetrics(
+                settings.log_every,
+                first_step=first_step,
+                flops_per_image=flops,
+                tokens_per_image=paper.num_tokens,
+            )
+        ]
+        if self.validation_data is not None and settings.validate_every:
+            hooks.append(
+                Validate(self.validation_data, settings.validate_every, settings.validation_images)
+            )
+        hooks += [*extra, CollectGarbage()]
+        if self.context.is_main:
+            hooks.append(ShowProgress(first_step, settings.steps))
+        return hooks
+
+    def _save(self, step: int, engine: Engine, states: ParameterStates) -> None:
+        progress = Progress(
+            step=step,
+            samples_seen=step * self.config.training.batch_size,
+            seed=self.config.seed,
+            tokenizer=self.train_data.manifest.tokenizer.sha256,
+            loss_scale=engine.loss_scale(),
+        )
+        save_checkpoint(
+            self.folder, progress, layers=engine.layers, states=states, context=self.context
+        )
+        if self.context.is_main:
+            keep = self.config.checkpoint
+            prune(self.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        checkpoint = latest_checkpoint(self.folder)
+        if checkpoint is not None:
+            self._check_same_run(read_manifest(checkpoint), checkpoint)
+        return checkpoint
+
+    def _check_same_run(self, manifest: CheckpointManifest, checkpoint: Path) -> None:
+        """Refuse to go on with what would make the run another one."""
+        palette = self.train_data.manifest.tokenizer.sha256
+        if manifest.tokenizer != palette:
+            raise UserError(
+                f"{self.config.data.train}: its palette {palette[:12]} is not the one of"
+                f" {checkpoint}, {str(manifest.tokenizer)[:12]}; train on the shards that the run"
+                " was begun with, or choose another name"
+            )
+        path = self.folder / "config.yaml"
+        before = load_config(path, objectives=objective_configs()).config
+        for key in ("seed", "objective", "model"):
+            if getattr(before, key) != getattr(self.config, key):
+                raise UserError(
+                    f"{path}: this run was begun with another '{key}'; choose another name, or"
+                    f" make '{key}' what it was"
+                )
+        if before.training.batch_size != self.config.training.batch_size:
+            raise UserError(
+                f"{path}: this run was begun with training.batch_size"
+                f" {before.training.batch_size}, which its sample order counts in; keep it"
+            )
+
+    def _prepare_folder(self) -> None:
+        if not self.context.is_main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
+        palette = Path(self.config.data.train) / PALETTE_NAME
+        if palette.exists():
+            shutil.copyfile(palette, self.folder / PALETTE_NAME)
+
+
+def _open_data(loaded: LoadedConfig, key: str, path: str, objective: Objective) -> ShardDataset:
+    try:
+        dataset = ShardDataset(path)
+    except UserError as error:
+        raise loaded.source.error([(key, str(error))]) from None
+    complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]
+    if complaints:
+        raise loaded.source.error(complaints)
+    return dataset
+
+
+def run_training(loaded: LoadedConfig, *, device: str | None, draw: SampleImages | None) -> None:
+    """Join the job that the launcher started and train.
+
+    Args:
+        loaded: the checked config.
+        device: `cpu` or `cuda`; what the machine has when None.
+        draw: the hook that draws image grids, if wanted.
+    """
+    launch = read_launch(os.environ)
+    loaded.require_world(launch.world_size)
+    parallel = loaded.config.parallel
+    context = open_context(
+        launch,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        device=device,
+    )
+    try:
+        run = TrainingRun.open(loaded, context)
+        run.train([draw] if draw is not None else [])
+    finally:
+        close_context()
