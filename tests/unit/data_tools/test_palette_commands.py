@@ -14,7 +14,7 @@ import webdataset
 from image_files import bad_files, encoded, real_jpegs, real_picture
 from PIL import Image
 
-from data_tools import palette_shards
+from data_tools import units
 from data_tools.__main__ import build_parser, main
 from megavis.data.dataset import ShardDataset
 from megavis.data.manifest import Manifest
@@ -124,9 +124,9 @@ def test_a_rerun_does_only_what_is_missing(images, palette_file, tmp_path, monke
     (out / "manifest.json").unlink()
     (out / ".shard-000001.tar.partial-123").write_bytes(b"killed")
     redone = []
-    make_shard = palette_shards.make_shard
+    make_shard = units.make_shard
     monkeypatch.setattr(
-        palette_shards,
+        units,
         "make_shard",
         lambda unit, **options: redone.append(unit.path.name) or make_shard(unit, **options),
     )
@@ -139,7 +139,7 @@ def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
     """An exception after the first shard stands for a kill; the tree must end as unbroken."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert shards(images, palette_file, whole) == 0
-    load_square = palette_shards.load_square
+    load_square = units.load_square
     calls = []
 
     def dies(root, file, *, size):
@@ -148,7 +148,7 @@ def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return load_square(root, file, size=size)
 
-    monkeypatch.setattr(palette_shards, "load_square", dies)
+    monkeypatch.setattr(units, "load_square", dies)
     assert shards(images, palette_file, broken) == 130
     assert not (broken / "manifest.json").exists()
     assert (broken / "shard-000000.tar").exists()
@@ -161,7 +161,7 @@ def test_disk_full_is_one_line(images, palette_file, tmp_path, monkeypatch, caps
     def full(*arguments, **options):
         raise OSError(28, "No space left on device", "shard-000000.tar")
 
-    monkeypatch.setattr(palette_shards, "write_shard", full)
+    monkeypatch.setattr(units, "write_shard", full)
     assert shards(images, palette_file, tmp_path / "out") == 1
     assert capsys.readouterr().err == "error: No space left on device: shard-000000.tar\n"
 
