@@ -183,13 +183,13 @@ def evaluation_batches(
         UserError: there are too few samples to give every rank one.
     """
     _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
-    count = len(dataset) if limit is None else min(limit, len(dataset))
+    available = len(dataset) if limit is None else min(limit, len(dataset))
     unit = batch_size * data_parallel_size if drop_last else data_parallel_size
-    count -= count % unit
+    count = available - available % unit
     if count < 1:
         raise UserError(
-            f"{dataset.directory} gives {min(limit or len(dataset), len(dataset))} samples to "
-            f"evaluate, and at least {unit} are needed on {data_parallel_size} data-parallel ranks"
+            f"{dataset.directory} gives {available} samples to evaluate, and at least {unit} are "
+            f"needed on {data_parallel_size} data-parallel ranks"
         )
     return _evaluate(dataset, count, batch_size, data_parallel_rank, data_parallel_size)
 
