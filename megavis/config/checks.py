@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.schema import ParallelConfig, RunConfig
-
-Complaint = tuple[str, str]
+from megavis.config.schema import Complaint, ParallelConfig, RunConfig
 
 
 def check_config(config: RunConfig) -> Iterator[Complaint]:
@@ -18,6 +16,7 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_sizes(config)
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
+    yield from config.objective.check(config)
     if config.schedule.warmup_steps > config.training.steps:
         yield (
             "schedule.warmup_steps",

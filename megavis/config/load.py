@@ -6,34 +6,37 @@ of one reading come as one `UserError`.
 
 from __future__ import annotations
 
-import difflib
 import re
-import types
+import reprlib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from megavis.config.checks import Complaint, check_config, check_world
+from megavis.config.checks import check_config, check_world
 from megavis.config.errors import UserError
-from megavis.config.schema import ObjectiveConfig, RunConfig
-
-ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
+from megavis.config.names import ObjectiveTypes, SchemaNames
+from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, with 1e-3 read as a number as YAML 1.2 has it."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which must quote the words that `_Loader` reads as numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
 
 
 @dataclass
@@ -98,21 +101,22 @@ def load_config(
 
 
 def _validate(tree: dict[str, Any], source: Source, objectives: ObjectiveTypes) -> RunConfig:
-    names = _SchemaNames(objectives, tree)
+    names = SchemaNames(objectives, tree)
     if names.objective is None:
+        given = f", not {reprlib.repr(names.paper)}" if names.paper is not None else ""
         known = ", ".join(sorted(objectives))
-        raise source.error([("objective.name", f"must say which paper: one of {known}")])
+        raise source.error([("objective.name", f"must say which paper: one of {known}{given}")])
     complaints: list[Complaint] = []
     # The objective comes first, with its paper's class, so that its errors keep their keys.
     try:
         tree["objective"] = names.objective.model_validate(tree["objective"])
     except ValidationError as error:
-        complaints += [names.explain(dict(e), ["objective"]) for e in error.errors()]
+        complaints += names.explain(error.errors(), ["objective"])
         tree["objective"] = ObjectiveConfig(name="")
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        complaints += [names.explain(dict(e), []) for e in error.errors()]
+        complaints += names.explain(error.errors())
     if complaints:
         raise source.error(complaints)
     return config
@@ -120,7 +124,8 @@ def _validate(tree: dict[str, Any], source: Source, objectives: ObjectiveTypes) 
 
 def dump_config(config: RunConfig) -> str:
     """Return the resolved config as YAML that `load_config` reads back to the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    tree = config.model_dump(mode="json")
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read_tree(path: Path, source: Source) -> dict[str, Any]:
@@ -130,21 +135,36 @@ def _read_tree(path: Path, source: Source) -> dict[str, Any]:
         raise UserError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        tree = _parse(text, source)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{line}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid YAML: keys lie too deep, or in themselves") from None
+    if tree is None:
+        raise UserError(f"{path}: a config is a mapping of keys, for example 'name: demo'")
+    return tree
+
+
+def _parse(text: str, source: Source) -> dict[str, Any] | None:
+    """Return the tree, or None where the text is not a mapping; note the line of each key."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path}: a config is a mapping of keys, for example 'name: demo'")
+            return None
         _note_lines(node, "", source)
-        tree = loader.construct_document(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", error)
-        raise UserError(f"{path}{line}: not valid YAML: {problem}") from None
+        return typing.cast(dict[str, Any], loader.construct_document(node))
+    except UserError:
+        raise
+    except ValueError as error:
+        # PyYAML takes 2024-13-45 for a date and lets the calendar's own exception through.
+        raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
-    return typing.cast(dict[str, Any], tree)
 
 
 def _note_lines(node: yaml.MappingNode, prefix: str, source: Source) -> None:
@@ -164,75 +184,34 @@ def _apply_override(tree: dict[str, Any], word: str, source: Source) -> None:
         raise UserError(f"command line: '{word}' is not key=value, for example training.steps=100")
     *sections, last = key.split(".")
     place = tree
-    for section in sections:
-        place = place.setdefault(section, {})
+    for depth, section in enumerate(sections, start=1):
+        if place.get(section) is None:
+            place[section] = {}
+            source.lines.setdefault(".".join(sections[:depth]), 0)
+        place = place[section]
         if not isinstance(place, dict):
             raise UserError(f"command line: {key}: '{section}' holds a value, not keys")
     try:
         place[last] = yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"command line: {key}: '{text}' is not a YAML value") from None
+    for inner in [line for line in source.lines if line.startswith(f"{key}.")]:
+        del source.lines[inner]  # the word replaced the whole section
     source.lines[key] = 0
-
-
-class _SchemaNames:
-    """Knows which keys each section has, to name the nearest one for a typo."""
-
-    def __init__(self, objectives: ObjectiveTypes, tree: Mapping[str, Any]) -> None:
-        section = tree.get("objective")
-        name = section.get("name") if isinstance(section, dict) else None
-        self.objective = objectives.get(str(name))
-
-    def explain(self, error: dict[str, Any], prefix: list[str]) -> Complaint:
-        """Turn one pydantic error into the key and a sentence."""
-        location = prefix + [str(part) for part in error["loc"]]
-        key = ".".join(location) or "config"
-        if error["type"] == "extra_forbidden":
-            return key, self._unknown(location)
-        if error["type"] == "missing":
-            return key, "is missing and has no default"
-        text = str(error["msg"]).removeprefix("Value error, ")
-        return key, f"{text[0].lower()}{text[1:]}, not {error.get('input')!r}"
-
-    def _unknown(self, location: list[str]) -> str:
-        known = self._keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        if near:
-            return f"unknown key; did you mean '{near[0]}'?"
-        return f"unknown key; known here: {', '.join(known)}"
-
-    def _keys(self, sections: list[str]) -> list[str]:
-        model: type[BaseModel] = RunConfig
-        for section in sections:
-            inner = self.objective if section == "objective" else _model_of(model, section)
-            if inner is None:
-                return []
-            model = inner
-        return list(model.model_fields)
-
-
-def _model_of(model: type[BaseModel], section: str) -> type[BaseModel] | None:
-    annotation = model.model_fields[section].annotation if section in model.model_fields else None
-    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def json_schema(objectives: ObjectiveTypes) -> dict[str, Any]:
     """Return the JSON schema of a config file, for editors."""
     schema = RunConfig.model_json_schema()
+    # Each paper's own section takes the place of what all of them share.
+    del schema["$defs"][ObjectiveConfig.__name__]
     papers = []
     for name, paper in sorted(objectives.items()):
         section = paper.model_json_schema(ref_template="#/$defs/{model}")
         schema["$defs"].update(section.pop("$defs", {}))
         section["properties"]["name"] = {"const": name, "type": "string"}
+        section["required"] = ["name", *section.get("required", [])]
         schema["$defs"][paper.__name__] = section
         papers.append({"$ref": f"#/$defs/{paper.__name__}"})
     schema["properties"]["objective"] = {"oneOf": papers, "description": "The paper's own keys."}
-    return schema
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

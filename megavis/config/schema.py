@@ -7,19 +7,28 @@ section belongs to its paper: `objectives` hands its classes to the loader.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
+Complaint = tuple[str, str]
+"""Which key is wrong, and a sentence that says what would be right."""
+
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A group of keys: strict types, no unknown keys, immutable once read."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -28,6 +37,10 @@ class ObjectiveConfig(Section):
 
     name: str
     """The paper's short name, for example `igpt`."""
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Yield what is wrong between the paper's keys and the others; nothing by default."""
+        yield from ()
 
 
 class ModelConfig(Section):
@@ -49,7 +62,7 @@ class ModelConfig(Section):
     """`quick_gelu` is x · sigmoid(1.702 x)."""
     add_bias: bool = False
     """Biases on the linear layers of the blocks."""
-    hidden_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    hidden_dropout: Fraction = 0.0
     """Dropout on what each half of a block adds to the residual stream."""
 
     @property
@@ -100,7 +113,7 @@ class OptimizerConfig(Section):
 
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """Adam's decay rates."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's denominator constant."""

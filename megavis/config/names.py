@@ -1,0 +1,94 @@
+"""Which keys there are, and the sentence for a key or a value that is not one of them."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
+
+ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
+
+
+class SchemaNames:
+    """Knows which keys each section has, to name the nearest one for a typo."""
+
+    def __init__(self, objectives: ObjectiveTypes, tree: Mapping[str, Any]) -> None:
+        section = tree.get("objective")
+        self.paper = section.get("name") if isinstance(section, dict) else None
+        self.objective = objectives.get(str(self.paper))
+
+    def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[Complaint]:
+        """Turn pydantic's errors into keys and sentences.
+
+        A required key that is misspelt is unknown and missing at once; only the first is said.
+        """
+        placed = [([*prefix, *map(str, error["loc"])], error) for error in errors]
+        unknown = [place for place, error in placed if error["type"] == "extra_forbidden"]
+        meant = {self._nearest(place) for place in unknown}
+        complaints = [self._explain_one(place, error) for place, error in placed]
+        return [
+            complaint
+            for complaint, (place, error) in zip(complaints, placed, strict=True)
+            if error["type"] != "missing" or ".".join(place) not in meant
+        ]
+
+    def _explain_one(self, location: list[str], error: Mapping[str, Any]) -> Complaint:
+        key = ".".join(location) or "config"
+        if error["type"] == "extra_forbidden":
+            return key, self._unknown(location)
+        if error["type"] == "missing":
+            return key, "is missing and has no default"
+        given = reprlib.repr(error.get("input"))
+        if error["type"] == "model_type":
+            return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
+        text = str(error["msg"]).removeprefix("Value error, ")
+        return key, f"{text[0].lower()}{text[1:]}, not {given}"
+
+    def _unknown(self, location: list[str]) -> str:
+        sections = location[:-1]
+        meant = self._nearest(location)
+        if meant is None:
+            return f"unknown key; known here: {self._listed(sections)}"
+        in_place = meant.removeprefix("".join(f"{section}." for section in sections))
+        return f"unknown key; did you mean '{in_place}'?"
+
+    def _nearest(self, location: list[str]) -> str | None:
+        """Return the whole key that was meant: of the same name elsewhere, or alike here."""
+        *sections, last = location
+        for section in RunConfig.model_fields:
+            if last in self._keys([section]):
+                return f"{section}.{last}"
+        near = difflib.get_close_matches(last, self._keys(sections), n=1, cutoff=0.5)
+        return ".".join([*sections, *near]) if near else None
+
+    def _listed(self, sections: list[str]) -> str:
+        return ", ".join(self._keys(sections))
+
+    def _keys(self, sections: list[str]) -> list[str]:
+        model: type[BaseModel] = RunConfig
+        for section in sections:
+            inner = self.objective if section == "objective" else _model_of(model, section)
+            if inner is None:
+                return []
+            model = inner
+        return list(model.model_fields)
+
+
+def _model_of(model: type[BaseModel], section: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[section].annotation if section in model.model_fields else None
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -1,0 +1,191 @@
+"""What must hold between keys, and between a config and the number of processes."""
+
+import itertools
+
+import pytest
+
+from megavis.config.checks import check_world
+from megavis.config.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["model.num_attention_heads=7"],
+            "command line: model.num_attention_heads: hidden_size 64 does not divide by 7 heads",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=3", "model.ffn_hidden_size=96"],
+            "config.yaml:7: model.num_attention_heads: 8 heads do not divide by"
+            " tensor_model_parallel_size 3; use 1, 2, 4, 8",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=8", "model.ffn_hidden_size=100"],
+            "command line: model.ffn_hidden_size: 100 does not divide by"
+            " tensor_model_parallel_size 8",
+        ),
+        (
+            ["parallel.pipeline_model_parallel_size=5"],
+            "command line: parallel.pipeline_model_parallel_size: 4 layers cannot fill 5 pipeline"
+            " stages; use at most 4",
+        ),
+        (
+            ["parallel.sequence_parallel=true"],
+            "command line: parallel.sequence_parallel: splits over the tensor group, which has"
+            " one process; set tensor_model_parallel_size to 2 or more, or this to false",
+        ),
+        (
+            ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=2"],
+            "command line: parallel.zero_stage: 2 does not work with pipeline parallelism:"
+            " DeepSpeed's pipeline engine takes 0 or 1; the nearest legal choice is 1",
+        ),
+        (
+            ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=3"],
+            "command line: parallel.zero_stage: 3 does not work with pipeline parallelism:"
+            " DeepSpeed's pipeline engine takes 0 or 1; the nearest legal choice is 1",
+        ),
+        (
+            ["training.precision=bf16", "parallel.zero_stage=0"],
+            "command line: parallel.zero_stage: 0 keeps no float32 master weights and gradients"
+            " under bf16; the nearest legal choice is 1",
+        ),
+        (
+            ["training.precision=fp16", "parallel.pipeline_model_parallel_size=2"],
+            "command line: training.precision: fp16 accumulates pipeline gradients in half"
+            " precision in DeepSpeed; the nearest legal choice is bf16",
+        ),
+        (
+            ["parallel.offload_parameters=cpu", "parallel.zero_stage=2"],
+            "command line: parallel.offload_parameters: needs zero_stage 3, not 2; set it to 3 or"
+            " this to none",
+        ),
+        (
+            ["parallel.offload_optimizer=cpu", "parallel.zero_stage=0"],
+            "command line: parallel.offload_optimizer: needs zero_stage 1, 2 or 3; the nearest"
+            " is 1",
+        ),
+        (
+            ["parallel.offload_optimizer=nvme", "parallel.nvme_path=/d", "parallel.zero_stage=2"],
+            "command line: parallel.offload_optimizer: nvme needs zero_stage 3; the nearest choice"
+            " is cpu",
+        ),
+        (
+            ["parallel.offload_optimizer=cpu", "parallel.pipeline_model_parallel_size=2"],
+            "command line: parallel.offload_optimizer: does not work with pipeline parallelism in"
+            " DeepSpeed; the nearest choice is none",
+        ),
+        (
+            ["parallel.offload_optimizer=nvme", "parallel.zero_stage=3"],
+            "command line: parallel.nvme_path: names the folder for nvme offload and must be given",
+        ),
+        (
+            ["schedule.warmup_steps=11"],
+            "command line: schedule.warmup_steps: 11 is more than training.steps = 10",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_one_message(complain, small, words, message):
+    assert complain(small, *words) == message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel.zero_stage=0"],
+        ["parallel.zero_stage=3", "training.precision=fp16"],
+        ["parallel.zero_stage=1", "training.precision=bf16"],
+        ["parallel.pipeline_model_parallel_size=4", "training.precision=bf16"],
+        ["parallel.pipeline_model_parallel_size=3", "parallel.zero_stage=0"],
+        ["parallel.tensor_model_parallel_size=8", "parallel.sequence_parallel=true"],
+        ["parallel.zero_stage=2", "parallel.offload_optimizer=cpu"],
+        [
+            "parallel.zero_stage=3",
+            "parallel.offload_optimizer=nvme",
+            "parallel.offload_parameters=nvme",
+            "parallel.nvme_path=/local",
+        ],
+    ],
+)
+def test_what_goes_together_is_accepted(read, small, words):
+    read(small, *words)
+
+
+def test_every_world_size_is_judged_as_arithmetic_says(read, small):
+    """The property: processes = tensor × pipeline × data, batch = micro × accumulation × data."""
+    accepted = refused = 0
+    for tensor, pipeline, batch, micro in itertools.product(
+        (1, 2, 4), (1, 2, 3), (1, 6, 16, 24), (None, 1, 2, 3)
+    ):
+        words = [
+            f"parallel.tensor_model_parallel_size={tensor}",
+            f"parallel.pipeline_model_parallel_size={pipeline}",
+            f"training.batch_size={batch}",
+            f"training.micro_batch_size={'' if micro is None else micro}",
+        ]
+        config = read(small, *words).config
+        for world in range(1, 25):
+            data = world / (tensor * pipeline)
+            share = batch / data
+            fits = data.is_integer() and share.is_integer() and share % (micro or 1) == 0
+            complaints = list(check_world(config, world))
+            assert bool(complaints) != fits, (tensor, pipeline, batch, micro, world)
+            assert len(complaints) <= 1
+            accepted += fits
+            refused += not fits
+    assert min(accepted, refused) > 300
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (
+            ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
+            6,
+            "command line: parallel.tensor_model_parallel_size: 6 processes do not divide into"
+            " groups of tensor size 2 × pipeline size 2; start a multiple of 4",
+        ),
+        (
+            [],
+            3,
+            "config.yaml:15: training.batch_size: 16 does not divide by the data-parallel size 3;"
+            " 15 would",
+        ),
+        (
+            ["training.micro_batch_size=3"],
+            2,
+            "config.yaml:15: training.batch_size: 16 must be micro_batch_size 3 × accumulation ×"
+            " data-parallel size 2; 18 would be",
+        ),
+        (
+            ["training.batch_size=2"],
+            8,
+            "command line: training.batch_size: 2 does not divide by the data-parallel size 8;"
+            " 8 would",
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit_says_which_would(read, small, tmp_path, words, world, message):
+    loaded = read(small, *words)
+    with pytest.raises(UserError) as caught:
+        loaded.require_world(world)
+    assert str(caught.value).replace(f"{tmp_path}/", "") == message
+
+
+def test_a_paper_may_check_its_own_keys(tmp_path, small):
+    from megavis.config.load import load_config
+    from megavis.config.schema import ObjectiveConfig
+
+    class Paper(ObjectiveConfig):
+        colours: int = 7
+
+        def check(self, config):
+            if self.colours % config.parallel.tensor_model_parallel_size:
+                yield "objective.colours", "do not divide by the tensor size"
+
+    path = tmp_path / "paper.yaml"
+    path.write_text(small.replace("name: igpt", "name: paper\n  colours: 5"))
+    word = "parallel.tensor_model_parallel_size=2"
+    with pytest.raises(UserError, match=r"paper\.yaml:4: objective\.colours: do not divide"):
+        load_config(path, [word], objectives={"paper": Paper})
+    load_config(path, objectives={"paper": Paper})

@@ -1,0 +1,252 @@
+"""Each mistake in a file or in a word is one message that names place, key and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.config.load import dump_config, load_config
+from megavis.objectives import objective_configs
+
+
+def test_a_legal_file_is_read_with_its_defaults(read):
+    config = read().config
+    assert config.model.hidden_size == 64
+    assert config.model.mlp_size == 256
+    assert config.model.head_size == 8
+    assert config.parallel.zero_stage == 1
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.objective.name == "igpt"
+    assert config.folder == "runs/small"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "  hidden_size: 64",
+            "  hiden_size: 64",
+            "config.yaml:6: model.hiden_size: unknown key; did you mean 'hidden_size'?",
+        ),
+        (
+            "  name: igpt\n",
+            "  name: igpt\n  mask_ration: 0.2\n",
+            "config.yaml:4: objective.mask_ration: unknown key; did you mean 'mask_ratio'?",
+        ),
+        (
+            "name: small\n",
+            "name: small\nbatch_size: 4\n",
+            "config.yaml:2: batch_size: unknown key; did you mean 'training.batch_size'?",
+        ),
+        (
+            "  steps: 10",
+            "  steps: 10\n  qqq: 1",
+            "config.yaml:15: training.qqq: unknown key; known here: steps, batch_size, ",
+        ),
+        (
+            "name: small\n",
+            "name: small\nparalel:\n  zero_stage: 1\n",
+            "config.yaml:2: paralel: unknown key; did you mean 'parallel'?",
+        ),
+        (
+            "  steps: 10",
+            "  steps: ten",
+            "config.yaml:14: training.steps: input should be a valid integer, not 'ten'",
+        ),
+        (
+            "  steps: 10",
+            "  steps: 1e6",
+            "config.yaml:14: training.steps: input should be a valid integer, not 1000000.0",
+        ),
+        (
+            "  steps: 10",
+            "  steps: true",
+            "config.yaml:14: training.steps: input should be a valid integer, not True",
+        ),
+        (
+            "  steps: 10",
+            "  steps: 0",
+            "config.yaml:14: training.steps: input should be greater than 0, not 0",
+        ),
+        (
+            "  learning_rate: 1e-3",
+            "  learning_rate: .inf",
+            "config.yaml:12: optimizer.learning_rate: input should be a finite number, not inf",
+        ),
+        (
+            "  learning_rate: 1e-3",
+            "  learning_rate: 1e-3\n  betas: [0.9, 1.5]",
+            "config.yaml:13: optimizer.betas.1: input should be less than 1, not 1.5",
+        ),
+        (
+            "  learning_rate: 1e-3",
+            "  learning_rate: 1e-3\n  betas: [0.9]",
+            "config.yaml:13: optimizer.betas.1: is missing and has no default",
+        ),
+        (
+            "  steps: 10",
+            "  steps: 10\n  precision: half",
+            "config.yaml:15: training.precision: input should be 'float32', 'bf16' or 'fp16',"
+            " not 'half'",
+        ),
+        (
+            "name: small\n",
+            "name: ../up\n",
+            "config.yaml:1: name: string should match pattern",
+        ),
+        (
+            "  hidden_size: 64\n",
+            "",
+            "config.yaml:4: model.hidden_size: is missing and has no default",
+        ),
+        (
+            "data:\n  train: shards/train\n  image_size: 8\n",
+            "",
+            "config.yaml: data: is missing and has no default",
+        ),
+        (
+            "name: small\n",
+            "name: small\nparallel:\n",
+            "config.yaml:2: parallel: must hold keys, not None; known here: tensor_model_parallel",
+        ),
+        (
+            "  name: igpt",
+            "  name: dalle",
+            "config.yaml:3: objective.name: must say which paper: one of igpt, not 'dalle'",
+        ),
+        (
+            "  name: igpt",
+            "  mode: bert",
+            "config.yaml:2: objective.name: must say which paper: one of igpt",
+        ),
+        (
+            "objective:\n  name: igpt\n",
+            "",
+            "config.yaml: objective.name: must say which paper: one of igpt",
+        ),
+        (
+            "  steps: 10",
+            "  steps: 10\n  steps: 20",
+            "config.yaml:14: training.steps: is given twice, also on line 15; keep one",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_names_file_line_key_and_remedy(complain, small, old, new, message):
+    text = small.replace(old, new)
+    assert text != small
+    answer = complain(text)
+    assert answer.startswith(message)
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "config.yaml: a config is a mapping of keys, for example 'name: demo'"),
+        ("- a\n- b\n", "config.yaml: a config is a mapping of keys"),
+        ("name: [1\nmodel: 2\n", "config.yaml:2: not valid YAML: "),
+        ("name: a: b\n", "config.yaml:1: not valid YAML: mapping values are not allowed here"),
+        ("name: a\n\tmodel: 1\n", "config.yaml:2: not valid YAML: "),
+        ("name: a\n---\nname: b\n", "config.yaml:2: not valid YAML: but found another document"),
+        ("name: !!python/object:os.system x\n", "config.yaml:1: not valid YAML: "),
+        ("name: 2024-13-45\n", "config.yaml: not valid YAML: month must be in 1..12"),
+        ("name: \x00\n", "config.yaml: not valid YAML: unacceptable character"),
+        ("name: &a {b: *a}\n", "config.yaml: not valid YAML: keys lie too deep, or in themselves"),
+        ("name: " + "{a: " * 2000 + "1" + "}" * 2000, "config.yaml: not valid YAML: keys lie too"),
+        ("? [a, b]\n: 1\n", "config.yaml:1: not valid YAML: found unhashable key"),
+    ],
+)
+def test_what_is_not_a_yaml_mapping_is_one_message(complain, text, message):
+    answer = complain(text)
+    assert answer.startswith(message)
+    assert "\n" not in answer
+
+
+def test_all_complaints_come_at_once(complain, small):
+    text = small.replace("steps: 10", "steps: ten").replace("name: igpt", "name: igpt\n  mod: x")
+    assert complain(text).splitlines() == [
+        "config.yaml:4: objective.mod: unknown key; did you mean 'mode'?",
+        "config.yaml:15: training.steps: input should be a valid integer, not 'ten'",
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path):
+    with pytest.raises(UserError, match=r"absent\.yaml: no such config file"):
+        load_config(tmp_path / "absent.yaml", objectives=objective_configs())
+    with pytest.raises(UserError, match="cannot be read as text"):
+        load_config(tmp_path, objectives=objective_configs())
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(UserError, match="cannot be read as text"):
+        load_config(tmp_path / "latin.yaml", objectives=objective_configs())
+
+
+def test_words_override_the_file(read, small):
+    config = read(
+        small,
+        "training.steps=7",
+        "optimizer.learning_rate=3e-4",
+        "parallel.zero_stage=3",
+        "optimizer.betas=[0.8, 0.9]",
+        "data.validation=held/out",
+        "schedule={decay: constant, warmup_steps: 2}",
+    ).config
+    assert config.training.steps == 7
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.parallel.zero_stage == 3
+    assert config.data.validation == "held/out"
+    assert config.schedule.decay == "constant"
+    assert read(small, "data.validation=x", "data.validation=").config.data.validation is None
+
+
+def test_a_word_fills_a_section_that_the_file_leaves_empty(read, small):
+    assert read(small + "parallel:\n", "parallel.zero_stage=2").config.parallel.zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("training.steps", "command line: 'training.steps' is not key=value, for example"),
+        ("=3", "command line: '=3' is not key=value, for example"),
+        ("training.step=3", "command line: training.step: unknown key; did you mean 'steps'?"),
+        ("paralel.zero_stage=1", "command line: paralel: unknown key; did you mean 'parallel'?"),
+        ("training.steps=many", "command line: training.steps: input should be a valid integer"),
+        ("training.steps=[1", "command line: training.steps: '[1' is not a YAML value"),
+        ("name=2024-13-45", "command line: name: '2024-13-45' is not a YAML value"),
+        ("name.of.run=x", "command line: name.of.run: 'name' holds a value, not keys"),
+        ("training={steps: 1, batch_size: x}", "command line: training.batch_size: input should"),
+        ("training={steps: 1}", "command line: training.batch_size: is missing and has no default"),
+        ("model.num_layers=0", "command line: model.num_layers: input should be greater than 0"),
+        ("parallel.zero_stage=4", "command line: parallel.zero_stage: input should be 0, 1, 2 or"),
+    ],
+)
+def test_a_wrong_word_is_one_message(complain, small, word, message):
+    answer = complain(small, word)
+    assert answer.startswith(message)
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("1e-3", 1e-3), ("1E-3", 1e-3), ("1.5e-4", 1.5e-4), ("1e2", 100.0), ("2", 2.0), (".5", 0.5)],
+)
+def test_numbers_are_read_as_people_write_them(read, small, written, value):
+    text = small.replace("1e-3", written)
+    assert read(text).config.optimizer.learning_rate == value
+
+
+@pytest.mark.parametrize("name", ["small", "1e3", "1e-3", "0x10", "12", "2024-01-02", "true", "no"])
+def test_a_dumped_config_reads_back_the_same(read, small, name):
+    config = read(
+        small.replace("name: small", f"name: '{name}'"),
+        "optimizer.learning_rate=1e-5",
+        "objective.mode=bert",
+        "data.train='été 1e-3/train'",
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_parallel=true",
+        "training.micro_batch_size=4",
+    ).config
+    again = read(dump_config(config)).config
+    assert again == config
+    assert type(again.objective) is type(config.objective)
+    assert dump_config(again) == dump_config(config)
