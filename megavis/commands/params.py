@@ -1,0 +1,141 @@
+"""`megavis params`: how many parameters a config has, and where, without allocating them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megavis.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter, and how many layers have one of the same name and shape."""
+
+    name: str
+    """With `*` for the number of the block: `blocks.*.mlp.linear_fc1.weight`."""
+    shape: tuple[int, ...]
+    """Of the whole logical tensor, whatever the tensor-parallel size."""
+    copies: int
+
+    @property
+    def part(self) -> str:
+        """`embedding`, `blocks` or `head`."""
+        return self.name.partition(".")[0]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all copies together."""
+        return math.prod(self.shape) * self.copies
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "params",
+        help="count the parameters of a config",
+        description="Count the parameters of a config by part and by matrix. No weights are"
+        " allocated, so any size is counted in seconds.",
+        epilog="example: megavis params yaml_configs/igpt/xl_64.yaml model.num_layers=48",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count and write a table, or JSON.
+
+    Raises:
+        UserError: the config is wrong.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.config.load import load_config
+        from megavis.objectives import objective_configs
+        from megavis.parallel.context import close_context, open_context
+        from megavis.parallel.launch import read_launch
+
+    config = load_config(args.config, args.overrides, objectives=objective_configs()).config
+    with quietly():
+        context = open_context(read_launch({}), device="cpu")
+        matrices = count_parameters(config, context)
+        close_context()
+    sys.stdout.write(_as_json(config, matrices) if args.json else _as_table(config, matrices))
+    return 0
+
+
+def count_parameters(config: RunConfig, context: Any) -> list[Matrix]:
+    """Build the model's layers on the meta device, one at a time, and list what they hold.
+
+    Args:
+        config: a checked config.
+        context: of a job with tensor size 1, so that shapes are those of whole tensors.
+    """
+    import torch
+
+    from megavis.objectives import OBJECTIVES
+
+    objective = OBJECTIVES[config.objective.name](config, context)
+    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for plan in objective.layer_plans():
+        # Megatron draws its initial weights on the CPU; on the meta device that does nothing.
+        with torch.device("meta"):
+            layer = plan.build()
+        for name, parameter in layer.named_parameters():
+            general = re.sub(r"\.\d+\.", ".*.", f"{plan.name}.{name}", count=1)
+            found[general, tuple(parameter.shape)] += 1
+    return [Matrix(name, shape, copies) for (name, shape), copies in found.items()]
+
+
+def by_part(matrices: list[Matrix]) -> dict[str, int]:
+    """Return the parameters of each part of the model, in the model's order."""
+    parts: Counter[str] = Counter()
+    for matrix in matrices:
+        parts[matrix.part] += matrix.parameters
+    return dict(parts)
+
+
+def _as_json(config: RunConfig, matrices: list[Matrix]) -> str:
+    parts = by_part(matrices)
+    tree = {
+        "name": config.name,
+        "total": sum(parts.values()),
+        "parts": parts,
+        "matrices": [
+            {
+                "name": matrix.name,
+                "shape": list(matrix.shape),
+                "copies": matrix.copies,
+                "parameters": matrix.parameters,
+            }
+            for matrix in matrices
+        ],
+    }
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def _as_table(config: RunConfig, matrices: list[Matrix]) -> str:
+    parts = by_part(matrices)
+    total = sum(parts.values())
+    width = max(len(matrix.name) for matrix in matrices) + 2
+    lines = [f"{config.name}: {total:,} parameters"]
+    for part, count in parts.items():
+        lines.append(f"{part:{width + 23}}{count:>16,}{count / total:>8.2%}")
+        for matrix in matrices:
+            if matrix.part == part:
+                shape = " × ".join(map(str, matrix.shape))
+                copies = f"{matrix.copies} of" if matrix.copies > 1 else ""
+                row = f"  {matrix.name:{width}}{copies:>6} {shape:14}{matrix.parameters:>16,}"
+                lines.append(f"{row}{matrix.parameters / total:>8.2%}")
+    return "\n".join(lines) + "\n"
