@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
     loaded = load_config(args.config, args.overrides, objectives=objective_configs())
 
+    from megavis.parallel.launch import read_launch
     from megavis.training.run import run_training
 
-    run_training(loaded, device=args.device, draw=None)
+    run_training(loaded, read_launch(os.environ), device=args.device)
     return 0

@@ -117,6 +117,8 @@ def open_context(
 def close_context() -> None:
     """Leave the job, so that this process can join another one."""
     import deepspeed.comm.comm as deepspeed_comm
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
     parallel_state.destroy_model_parallel()
@@ -125,6 +127,10 @@ def close_context() -> None:
     deepspeed_comm.cdb = None
     for name in ("mpu", "_WORLD_GROUP", "mesh_device"):
         setattr(groups, name, None)
+    # ZeRO-3 numbers modules and parameters in counters of the process, and asserts that all ranks
+    # have the same numbers; ranks that were in different jobs before would not.
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+    Init.param_id = 0
 
 
 def _axis(group: Any) -> Axis:

@@ -71,7 +71,7 @@ class WorkerPool:
     def _receive(self, pipe: Connection, rank: int) -> Any:
         try:
             succeeded, value = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._fail(f"rank {rank} died")
         if not succeeded:
             self._fail(f"rank {rank} raised:\n{value}")
@@ -108,7 +108,7 @@ def _serve(pipe: Connection, threads: int) -> None:
     while True:
         try:
             job, launch, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             pipe.send((True, job(launch, *args)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ from megavis.model.flops import training_flops
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.objectives.base import Objective
 from megavis.parallel.context import ParallelContext, close_context, open_context
-from megavis.parallel.launch import read_launch
+from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
 from megavis.training.hooks import (
     CollectGarbage,
     Hook,
     LogMetrics,
-    SampleImages,
     SaveCheckpoint,
     ShowProgress,
     Validate,
@@ -203,15 +201,17 @@ def _open_data(loaded: LoadedConfig, key: str, path: str, objective: Objective) 
     return dataset
 
 
-def run_training(loaded: LoadedConfig, *, device: str | None, draw: SampleImages | None) -> None:
+def run_training(
+    loaded: LoadedConfig, launch: Launch, *, device: str | None = None, hooks: Sequence[Hook] = ()
+) -> None:
     """Join the job that the launcher started and train.
 
     Args:
         loaded: the checked config.
+        launch: this process's place in the job.
         device: `cpu` or `cuda`; what the machine has when None.
-        draw: the hook that draws image grids, if wanted.
+        hooks: side jobs besides the usual ones.
     """
-    launch = read_launch(os.environ)
     loaded.require_world(launch.world_size)
     parallel = loaded.config.parallel
     context = open_context(
@@ -221,7 +221,6 @@ def run_training(loaded: LoadedConfig, *, device: str | None, draw: SampleImages
         device=device,
     )
     try:
-        run = TrainingRun.open(loaded, context)
-        run.train([draw] if draw is not None else [])
+        TrainingRun.open(loaded, context).train(hooks)
     finally:
         close_context()

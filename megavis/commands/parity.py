@@ -1,0 +1,106 @@
+"""`megavis parity`: prove that every layout computes what one process computes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.config.schema import ParallelConfig
+    from megavis.training.parity import Comparison
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "parity",
+        help="compare every layout with one process",
+        description="Run every legal layout of N local processes against one process with the same"
+        " data and seed, dropout off, and print how far loss and gradient norm differ. Exit code 1"
+        " when any layout fails.",
+        epilog="example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument(
+        "--layouts",
+        default="all",
+        help="'all' (tensor × pipeline × ZeRO), 'everything' (with sequence parallelism and"
+        " activation checkpointing too), or names such as tp2-pp1-zero3,tp2-pp2-zero1-sp-full",
+    )
+    parser.add_argument("--processes", type=int, default=4, help="local processes (default 4)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table for machines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; returns 1 when any layout fails."""
+    from megavis.config.load import load_config
+    from megavis.objectives import objective_configs
+    from megavis.training.parity import compare_layouts, parity_config
+
+    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    config = parity_config(loaded.config)
+    layouts = _choose(args.layouts, config, args.processes)
+    _print_row("layout", "loss", "grad norm", "tolerance", "")
+    comparisons = compare_layouts(
+        config,
+        layouts,
+        num_processes=args.processes,
+        steps=args.steps,
+        tolerance=args.tolerance,
+        report=_print_comparison,
+    )
+    failed = sum(not comparison.passed for comparison in comparisons)
+    sys.stdout.write(f"{len(comparisons) - failed} passed, {failed} failed\n")
+    if args.json:
+        args.json.write_text(json.dumps([c.as_json() for c in comparisons], indent=2) + "\n")
+    return 1 if failed else 0
+
+
+def _choose(words: str, config: Any, num_processes: int) -> list[ParallelConfig]:
+    from megavis.training.parity import layout_name, legal_layouts
+
+    legal = {layout_name(parallel): parallel for parallel in legal_layouts(config, num_processes)}
+    if words == "everything":
+        return list(legal.values())
+    if words == "all":
+        return [
+            parallel
+            for parallel in legal.values()
+            if not parallel.sequence_parallel and parallel.activation_checkpointing == "none"
+        ]
+    unknown = [name for name in words.split(",") if name not in legal]
+    if unknown:
+        raise UserError(
+            f"--layouts: {', '.join(unknown)} is not legal for this config on {num_processes}"
+            f" processes; legal are {', '.join(legal)}"
+        )
+    return [legal[name] for name in words.split(",")]
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    _print_row(
+        comparison.layout,
+        f"{comparison.loss_difference:.1e}",
+        f"{comparison.gradient_norm_difference:.1e}",
+        f"{comparison.tolerance:.0e}",
+        "pass" if comparison.passed else "FAIL",
+    )
+    if comparison.error:
+        sys.stdout.write(comparison.error + "\n")
+
+
+def _print_row(layout: str, loss: str, norm: str, tolerance: str, verdict: str) -> None:
+    sys.stdout.write(f"{layout:<30} {loss:>10} {norm:>10} {tolerance:>10}  {verdict}\n")
+    sys.stdout.flush()

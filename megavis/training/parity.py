@@ -1,0 +1,167 @@
+"""Does every layout compute what one process computes?
+
+The same config, data and seed run for a few steps in each legal layout of N processes, and loss
+and gradient norm of every step are compared with those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from megavis.config.checks import check_config, check_world
+from megavis.config.load import LoadedConfig, Source
+from megavis.config.schema import ParallelConfig, RunConfig
+from megavis.data.loader import BatchLoader
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import Launch
+from megavis.parallel.workers import WorkerError, WorkerPool
+from megavis.training.engine import Engine
+from megavis.training.run import TrainingRun
+
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layout against one process."""
+
+    layout: str
+    loss_difference: float
+    """Largest relative difference of the loss over the steps and processes."""
+    gradient_norm_difference: float
+    """Likewise of the gradient norm."""
+    tolerance: float
+    error: str = ""
+    """What went wrong where the layout did not run at all."""
+
+    @property
+    def passed(self) -> bool:
+        """True where both differences are within the tolerance."""
+        worst = max(self.loss_difference, self.gradient_norm_difference)
+        return not self.error and worst <= self.tolerance
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison for machines."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def layout_name(parallel: ParallelConfig) -> str:
+    """Return a short name, for example `tp2-pp1-zero3-sp-full`."""
+    name = (
+        f"tp{parallel.tensor_model_parallel_size}"
+        f"-pp{parallel.pipeline_model_parallel_size}-zero{parallel.zero_stage}"
+    )
+    if parallel.sequence_parallel:
+        name += "-sp"
+    if parallel.activation_checkpointing != "none":
+        name += f"-{parallel.activation_checkpointing}"
+    if parallel.offload_optimizer != "none":
+        name += "-offload"
+    return name
+
+
+def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
+    """Yield every layout of so many processes that the config's own checks accept."""
+    sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
+    choices = product(sizes, sizes, (0, 1, 2, 3), (False, True), ("none", "selective", "full"))
+    for tensor, pipeline, zero, sequence, recompute in choices:
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            zero_stage=zero,  # type: ignore[arg-type]
+            sequence_parallel=sequence,
+            activation_checkpointing=recompute,  # type: ignore[arg-type]
+        )
+        candidate = config.model_copy(update={"parallel": parallel})
+        if not [*check_config(candidate), *check_world(candidate, num_processes)]:
+            yield parallel
+
+
+def parity_config(config: RunConfig) -> RunConfig:
+    """Return the config without what may differ by right: dropout."""
+    model = config.model.model_copy(update={"hidden_dropout": 0.0})
+    plain = ParallelConfig(zero_stage=0 if config.training.precision == "float32" else 1)
+    return config.model_copy(update={"model": model, "parallel": plain})
+
+
+def compare_layouts(
+    config: RunConfig,
+    layouts: list[ParallelConfig],
+    *,
+    num_processes: int,
+    steps: int,
+    tolerance: float,
+    report: Callable[[Comparison], None],
+) -> list[Comparison]:
+    """Run each layout on real local processes and compare it with one process.
+
+    Args:
+        config: as `parity_config` gives it.
+        layouts: of `num_processes` processes each.
+        num_processes: local processes.
+        steps: optimizer steps.
+        tolerance: largest relative difference that passes.
+        report: called with each comparison as it is done.
+    """
+    pool = WorkerPool(num_processes)
+    try:
+        reference = pool.run(train_briefly, 1, config, steps)[0]
+        comparisons = []
+        for parallel in layouts:
+            candidate = config.model_copy(update={"parallel": parallel})
+            try:
+                curves = pool.run(train_briefly, num_processes, candidate, steps)
+                result = _compare(layout_name(parallel), curves, reference, tolerance)
+            except WorkerError as error:
+                result = Comparison(
+                    layout_name(parallel), float("inf"), float("inf"), tolerance, str(error)
+                )
+                pool = WorkerPool(num_processes)
+            comparisons.append(result)
+            report(result)
+        return comparisons
+    finally:
+        pool.close()
+
+
+def train_briefly(launch: Launch, config: RunConfig, steps: int) -> Curve:
+    """Train for some steps on this process's part; returns loss and gradient norm of each."""
+    parallel = config.parallel
+    context = open_context(
+        launch,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+    )
+    try:
+        run = TrainingRun.open(LoadedConfig(config, Source("parity")), context)
+        engine = Engine(config, run.objective, context)
+        loader = BatchLoader(
+            run.train_data,
+            seed=config.seed,
+            micro_batch_size=engine.micro_batch_size,
+            data_parallel_rank=context.data.rank,
+            data_parallel_size=context.data.size,
+            accumulation_steps=engine.accumulation_steps,
+        )
+        curve = []
+        with loader:
+            for step in range(steps):
+                loss = engine.mean_over_data(engine.train_step(loader, step))
+                curve.append((loss, engine.gradient_norm()))
+        return curve
+    finally:
+        close_context()
+
+
+def _compare(layout: str, curves: list[Curve], reference: Curve, tolerance: float) -> Comparison:
+    differences = [
+        [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours, one, strict=True)]
+        for curve in curves
+        for ours, one in zip(curve, reference, strict=True)
+    ]
+    loss, norm = (max(column) for column in zip(*differences, strict=True))
+    return Comparison(layout, loss, norm, tolerance)
