@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -107,6 +107,27 @@ class Objective(ABC):
             for i in range(self.config.model.num_layers)
         ]
         return [embedding, *blocks, head]
+
+
+@runtime_checkable
+class TokenByToken(Protocol):
+    """What an objective offers besides, where its sequences can be generated id by id."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of the sequence."""
+
+    def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places [start, stop), given the ids before `stop - 1`."""
+
+    def outputs(self, predictions: Tensor) -> Tensor:
+        """Return logits `[b, places, v]` of the ids at these places."""
+
+    def to_order(self, raster: Tensor) -> Tensor:
+        """Put ids `[b, n]` from raster order into the order of generation."""
+
+    def to_raster(self, ordered: Tensor) -> Tensor:
+        """Put ids `[b, n]` from the order of generation into raster order."""
 
 
 def _block_factory(core: Core, index: int) -> Any:

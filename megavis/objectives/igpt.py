@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from megavis.config.errors import UserError
 from megavis.config.schema import ObjectiveConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
@@ -30,6 +32,9 @@ from megavis.model.init import Initialization, normal, zeros
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
 from megavis.parallel.random import derive_seed, uniform
+
+NOTHING = -1
+"""Stands where an id would be, before the first pixel."""
 
 
 class IGPTConfig(ObjectiveConfig):
@@ -64,17 +69,19 @@ class PixelEmbedding(nn.Module):
         """Embed.
 
         Args:
-            inputs: ids int64 `[b, n]`; coordinates int64 `[b, n]` of the pixel that each place
-                predicts; for BERT also the mask, bool `[b, n]`.
+            inputs: for each place the id that it sees, int64 `[b, n]`: that of the place before,
+                or `NOTHING`, for which the start vector stands; for BERT its own. Then the
+                coordinates, int64 `[b, n]`, of the pixel that each place predicts; for BERT also
+                the mask, bool `[b, n]`.
 
         Returns:
             `[n, b, h]`.
         """
         ids, coordinates, *masks = inputs
-        content = self.tokens(ids)
+        content = self.tokens(ids.clamp(min=0))
         if self.start is not None:
-            start = self.start.to(content.dtype).expand(ids.shape[0], 1, -1)
-            content = torch.cat([start, content[:, :-1]], dim=1)
+            nothing = (ids == NOTHING)[:, :, None]
+            content = torch.where(nothing, self.start.to(content.dtype), content)
         for mask in masks:
             content = content.masked_fill(mask[:, :, None], 0.0)
         return to_stream(content + self.positions(coordinates), self.core)
@@ -150,7 +157,35 @@ class IGPT(Objective):
     def sequence(self, batch: Batch) -> Sequence:
         """Order the pixels and draw BERT's mask."""
         inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
-        return Sequence(inputs, (inputs[0], *inputs[2:]))
+        return Sequence(inputs, (self.to_order(batch.inputs), *inputs[2:]))
+
+    def to_order(self, raster: Tensor) -> Tensor:
+        """Put ids `[b, n]` from raster order into the run's order; returns int64."""
+        return raster.long()[:, self.permutation().to(raster.device)]
+
+    def to_raster(self, ordered: Tensor) -> Tensor:
+        """Put ids `[b, n]` from the run's order into raster order."""
+        return ordered[:, self.permutation().argsort().to(ordered.device)]
+
+    def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places [start, stop) alone, for generation with a cache.
+
+        Args:
+            ids: int64 `[b, m]` in the run's order; those before `stop - 1` are read.
+            start: first place.
+            stop: end of the places.
+
+        Raises:
+            UserError: in BERT mode, which predicts from both sides.
+        """
+        if self.paper.mode != "autoregressive":
+            raise UserError(
+                "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
+                " objective.mode autoregressive"
+            )
+        previous = F.pad(ids, (1, 0), value=NOTHING)[:, start:stop]
+        coordinates = self.permutation()[start:stop].to(ids.device)
+        return previous, coordinates.expand_as(previous)
 
     def inputs_from(
         self,
@@ -160,18 +195,17 @@ class IGPT(Objective):
         mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, ...]:
-        """Return ids in the run's order, their coordinates, and the mask for BERT.
+        """Return what each place sees, its coordinate, and the mask for BERT.
 
         Args:
             inputs: ids int64 `[b, n]` in raster order.
             sample_index: int64 `[b]`, decides the mask where none is given.
             mask: bool `[b, n]` in raster order; true where the pixel is hidden.
         """
-        order = self.permutation().to(inputs.device)
-        ids = inputs.long()[:, order]
-        coordinates = order.expand_as(ids)
+        ids = self.to_order(inputs)
         if self.paper.mode == "autoregressive":
-            return ids, coordinates
+            return self.inputs_at(ids, 0, self.num_tokens)
+        order = self.permutation().to(ids.device)
         if mask is None:
             index = (
                 torch.zeros(len(ids), dtype=torch.int64) if sample_index is None else sample_index
@@ -180,7 +214,7 @@ class IGPT(Objective):
                 index.to(ids.device), ids.shape[1], seed=self.config.seed, purpose="bert-mask"
             )
             mask = draws < self.paper.mask_ratio
-        return ids, coordinates, mask[:, order]
+        return ids, order.expand_as(ids), mask[:, order]
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """Return nats a token: over all pixels, or over the masked ones of each image.

@@ -104,13 +104,26 @@ def open_context(
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         create_gloo_process_groups=False,
     )
+    return _context_on(place)
+
+
+def current_context() -> ParallelContext | None:
+    """Return the context that this process has open; None where it has none."""
+    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
+        return None
+    if dist.get_backend() == "nccl":
+        return _context_on(torch.device("cuda", torch.cuda.current_device()))
+    return _context_on(torch.device("cpu"))
+
+
+def _context_on(device: torch.device) -> ParallelContext:
     return ParallelContext(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
         data=_axis(parallel_state.get_data_parallel_group()),
         model=_axis(parallel_state.get_model_parallel_group()),
         world=_axis(dist.group.WORLD),
-        device=place,
+        device=device,
     )
 
 

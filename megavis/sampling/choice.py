@@ -1,0 +1,83 @@
+"""From logits to one id: temperature, top-k, top-p, and a draw that no layout can change.
+
+Legend: b images, v ids of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an id is chosen: the filters apply in the order of the fields.
+
+    Raises:
+        UserError: when a value is out of its range.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits, 0 or more; at 0 the largest logit wins, whatever the draw."""
+    top_k: int | None = None
+    """Only so many of the likeliest ids can be chosen, 1 or more."""
+    top_p: float | None = None
+    """Only the fewest likeliest ids whose probabilities add up to this, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"the temperature must be 0 or more, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top-k must be 1 or more, not {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top-p must lie in (0, 1], not {self.top_p}")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each id after the filters.
+
+        Args:
+            logits: `[b, v]`. Of equal logits the lower id counts as the likelier one.
+
+        Returns:
+            float64 `[b, v]`, each row adds up to 1. Float64, so that a sum over the vocabulary
+            does not round an id away.
+        """
+        wide = logits.double()
+        if self.temperature > 0:
+            wide = wide / self.temperature
+        ordered, ids = wide.sort(dim=1, descending=True, stable=True)
+        # At temperature 0 the first alone is kept, and its logit does not matter.
+        likely = self._filter(ordered.softmax(dim=1))
+        return torch.zeros_like(likely).scatter_(1, ids, likely)
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Choose an id by inverting the cumulative distribution over the ids.
+
+        Args:
+            logits: `[b, v]`.
+            uniforms: `[b]` in [0, 1), one number an image.
+
+        Returns:
+            int64 `[b]`.
+        """
+        cumulative = self.probabilities(logits).cumsum(dim=1)
+        # Scaled by the sum as it was computed: the threshold stays below it, so an id is found.
+        threshold = uniforms.double()[:, None] * cumulative[:, -1:]
+        return (cumulative <= threshold).sum(dim=1)
+
+    def _filter(self, descending: Tensor) -> Tensor:
+        """Zero what may not be chosen in probabilities `[b, v]`, likeliest first; renormalise."""
+        kept = descending.clone()
+        top_k = 1 if self.temperature == 0 else self.top_k
+        if top_k is not None:
+            kept[:, top_k:] = 0.0
+            kept /= kept.sum(dim=1, keepdim=True)
+        if self.top_p is not None:
+            # An id stays as long as those before it do not reach p; so the first always stays.
+            before = kept.cumsum(dim=1) - kept
+            kept[before >= self.top_p] = 0.0
+        return kept / kept.sum(dim=1, keepdim=True)

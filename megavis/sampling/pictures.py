@@ -1,0 +1,93 @@
+"""From a model and a palette to the two pictures of a run: samples, and completions.
+
+Legend: b images, n pixels of an image.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megavis.model.runner import Runner
+from megavis.objectives.base import Objective, TokenByToken
+from megavis.sampling.batches import given_pixels, sample_ids
+from megavis.sampling.grids import completion_grid, sample_grid
+from megavis.tokenizers.palette import Palette
+
+
+def to_pixels(ids: Tensor, palette: Palette) -> np.ndarray:
+    """Return the colours of square images: ids `[b, n]` in raster order to uint8 `[b, h, w, 3]`.
+
+    Raises:
+        ValueError: n is not a square.
+    """
+    side = round(ids.shape[1] ** 0.5)
+    if side * side != ids.shape[1]:
+        raise ValueError(f"{ids.shape[1]} pixels do not make a square")
+    # A model may have more outputs than the palette colours; it learns never to use them.
+    known = ids.clamp(max=palette.num_tokens - 1)
+    return palette.decode(known.cpu().numpy()).reshape(-1, side, side, 3)
+
+
+def picture_of_samples(
+    runner: Runner, objective: Objective, palette: Palette, *, num_images: int, **options: Any
+) -> np.ndarray:
+    """Draw images and put them into a grid; every process calls this together.
+
+    Args:
+        runner: the model.
+        objective: the paper.
+        palette: colours of the ids.
+        num_images: how many.
+        **options: as `sample_ids` takes them: temperature, top_k, top_p, seed, batch_size.
+
+    Returns:
+        uint8 `[H, W, 3]`.
+    """
+    ids = sample_ids(runner, objective, num_images=num_images, **options)
+    return sample_grid(to_pixels(ids, palette))
+
+
+def picture_of_completions(
+    runner: Runner,
+    objective: Objective,
+    palette: Palette,
+    *,
+    originals: Tensor,
+    num_given: int,
+    num_completions: int = 1,
+    seed: int = 0,
+    **options: Any,
+) -> np.ndarray:
+    """Complete the first part of each image; every process calls this together.
+
+    Args:
+        runner: the model.
+        objective: the paper.
+        palette: colours of the ids.
+        originals: ids int64 `[b, n]` in raster order.
+        num_given: how many pixels, first in the run's order, the model sees.
+        num_completions: completions of each image, each with draws of its own.
+        seed: decides every draw.
+        **options: as `sample_ids` takes them.
+
+    Returns:
+        uint8 `[H, W, 3]`, a row an image: original | what was given | completions.
+    """
+    assert isinstance(objective, TokenByToken)
+    repeated = originals.repeat(num_completions, 1)
+    completed = sample_ids(
+        runner,
+        objective,
+        num_images=len(repeated),
+        originals=repeated,
+        num_given=num_given,
+        seed=seed,
+        **options,
+    )
+    pixels = to_pixels(originals, palette)
+    given = given_pixels(objective, num_given).numpy().reshape(pixels.shape[1:3])
+    columns = [to_pixels(ids, palette) for ids in completed.split(len(originals))]
+    return completion_grid(pixels, given, columns)
