@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megavis.evaluation.run import Run
+    from megavis.notebook import Run
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,6 @@ def load(run_folder: str, **options: Any) -> Run:
     Returns:
         The run, with `.outputs`, `.features`, `.loss`, `.sample` and `.config`.
     """
-    from megavis.evaluation.run import Run
+    from megavis.notebook import Run
 
     return Run.open(run_folder, **options)

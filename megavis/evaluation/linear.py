@@ -1,0 +1,134 @@
+"""A linear classifier on fixed features, its regularisation chosen without the validation set.
+
+iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
+chosen on a held-out part of the training features; then the classifier is fitted again on all of
+them (section 3.1) and meets the validation set once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megavis.config.errors import UserError
+from megavis.evaluation.features import LabelledFeatures
+
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Candidates for the weight of ½‖w‖², relative to the mean cross-entropy."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How training features are divided to choose layer and penalty.
+
+    Attributes:
+        fitted: int64 indices that candidates are fitted on.
+        held_out: int64 indices that they are compared on.
+    """
+
+    fitted: np.ndarray
+    held_out: np.ndarray
+
+
+@dataclass(frozen=True)
+class LayerScore:
+    """One layer's classifier.
+
+    Attributes:
+        layer: l, from 0.
+        penalty: the chosen weight of the L2 penalty.
+        selection_accuracy: share of right answers on the held-out training features, in [0, 1].
+        accuracy: the same on the validation set, after fitting on all training features.
+    """
+
+    layer: int
+    penalty: float
+    selection_accuracy: float
+    accuracy: float
+
+
+def divide(labels: np.ndarray, *, share: float, seed: int) -> Selection:
+    """Hold out `share` of the training features, each class in its proportion.
+
+    Args:
+        labels: int64 `[b]`.
+        share: in (0, 1).
+        seed: of the choice.
+
+    Raises:
+        UserError: when there are fewer than two classes, or too few images of one.
+    """
+    from sklearn.model_selection import train_test_split
+
+    if len(np.unique(labels)) < 2:
+        raise UserError(
+            "the linear probe needs labelled images of at least two classes, and the training"
+            f" shards give {len(np.unique(labels))}"
+        )
+    try:
+        fitted, held_out = train_test_split(
+            np.arange(len(labels)), test_size=share, random_state=seed, stratify=labels
+        )
+    except ValueError as error:
+        raise UserError(f"too few training images for a linear probe: {error}") from None
+    return Selection(fitted, held_out)
+
+
+def score_layers(
+    train: LabelledFeatures,
+    validation: LabelledFeatures,
+    selection: Selection,
+    *,
+    layers: Sequence[int] | None = None,
+) -> list[LayerScore]:
+    """Score each layer's features; raises nothing, a slow convergence only warns in sklearn.
+
+    Args:
+        train: features that classifiers are fitted on.
+        validation: features that only report.
+        selection: division of `train`.
+        layers: which; all when absent.
+    """
+    chosen = range(len(train.layers)) if layers is None else layers
+    return [_score(layer, train, validation, selection) for layer in chosen]
+
+
+def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
+    """Return the score that is best on the held-out training features; the first of equals."""
+    return max(scores, key=lambda score: score.selection_accuracy)
+
+
+def _score(
+    layer: int, train: LabelledFeatures, validation: LabelledFeatures, selection: Selection
+) -> LayerScore:
+    x, y = train.layers[layer], train.labels
+    fitted, held_out = selection.fitted, selection.held_out
+    best, penalty = max(
+        # Of equally good ones the strongest penalty: the largest of the pair.
+        (_accuracy(x[fitted], y[fitted], x[held_out], y[held_out], penalty=p), p)
+        for p in PENALTIES
+    )
+    accuracy = _accuracy(x, y, validation.layers[layer], validation.labels, penalty=penalty)
+    return LayerScore(layer, penalty, best, accuracy)
+
+
+def _accuracy(
+    x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray, *, penalty: float
+) -> float:
+    """Fit on `[b, width]` and `[b]`; return the share of right answers on the test pair."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    # scikit-learn minimises C · (sum of cross-entropies) + ½‖w‖².
+    regression = LogisticRegression(C=1.0 / (penalty * len(x)), max_iter=300)
+    classifier = make_pipeline(StandardScaler(), regression)
+    with warnings.catch_warnings():
+        # A weakly penalised fit of separable features creeps on for ever; it is good enough.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        classifier.fit(x, y)
+    return float(classifier.score(test_x, test_y))

@@ -1,0 +1,258 @@
+"""A run in one's hands: what `megavis.load` returns.
+
+    run = megavis.load("runs/igpt-demo")
+    ids = run.sample(8, originals=photographs, given=0.5, top_p=0.95)
+    plt.imshow(run.images(ids)[0])
+
+Any layout's checkpoint opens on one process; inside a job of several the same calls are made by
+all of them together.
+
+Legend: b images, n tokens of an image, L blocks, h hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.load import load_weights
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
+from megavis.data.batch import Batch
+from megavis.data.manifest import PALETTE_NAME
+from megavis.model.runner import Runner
+from megavis.model.stack import LocalLayers, Stack
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.parallel.context import ParallelContext, current_context, open_context
+from megavis.parallel.launch import read_launch
+from megavis.sampling.batches import sample_ids
+from megavis.sampling.pictures import to_pixels
+from megavis.tokenizers.palette import Palette
+
+
+class Run:
+    """A trained network with its config and its palette.
+
+    Attributes:
+        config: the resolved config of the run.
+        folder: the run folder.
+        step: optimizer steps of the weights; 0 for fresh ones.
+        objective: the paper.
+        context: where this process stands.
+        runner: runs the network.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        folder: Path,
+        checkpoint: Path | None,
+        context: ParallelContext,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Build the network; with fresh weights, as the run began, when `checkpoint` is None."""
+        self.config, self.folder, self.context = config, folder, context
+        self.objective = OBJECTIVES[config.objective.name](config, context)
+        plans = self.objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, self.objective.loss).layers))
+        self.step = 0
+        if checkpoint is not None:
+            self.step = load_weights(checkpoint, layers, context).step
+        for layer in layers.modules:
+            layer.to(device=context.device, dtype=dtype)
+        self._dtype = dtype
+        self.runner = Runner(layers, context)
+
+    @classmethod
+    def open(
+        cls,
+        run_folder: str | Path,
+        *,
+        step: int | None = None,
+        device: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Run:
+        """Open a run folder.
+
+        Args:
+            run_folder: `runs/<name>`, as `megavis train` wrote it.
+            step: which checkpoint; the newest when absent.
+            device: `cpu` or `cuda`; what the machine has when absent.
+            dtype: of the weights.
+
+        Raises:
+            UserError: when the folder holds no run or no such checkpoint, or the job that this
+                process is part of splits layers.
+        """
+        folder = Path(run_folder)
+        if not (folder / "config.yaml").exists():
+            raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+        config = load_config(folder / "config.yaml", objectives=objective_configs()).config
+        checkpoint = _checkpoint(folder, step)
+        return cls(
+            config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=dtype
+        )
+
+    def untrained(self) -> Run:
+        """Return the same network with the weights that it began with."""
+        return Run(
+            self.config,
+            folder=self.folder,
+            checkpoint=None,
+            context=self.context,
+            dtype=self._dtype,
+        )
+
+    @property
+    def palette(self) -> Palette:
+        """The colours of the ids; raises UserError where the run has none."""
+        return Palette.load(self.folder / PALETTE_NAME)
+
+    def outputs(self, inputs: Any, **conditions: Any) -> Tensor:
+        """Return the head's raw outputs for inputs in the paper's own form.
+
+        Args:
+            inputs: for iGPT ids `[b, n]` in raster order, or photographs as `to_ids` takes them.
+            **conditions: for iGPT's BERT mode `mask`, bool `[b, n]`.
+
+        Returns:
+            For iGPT logits `[b, n, v]` in the run's order of the pixels.
+        """
+        sequence_inputs = self.objective.inputs_from(self.to_ids(inputs), **conditions)
+        return self.objective.outputs(self.runner.predictions(sequence_inputs))
+
+    def features(self, inputs: Any, layer: int | None = None, **conditions: Any) -> Tensor:
+        """Return the mean over tokens of each norm's output (iGPT, section 2.4).
+
+        Args:
+            inputs: as `outputs` takes them.
+            layer: l in 0 .. L, negative from the end; all when absent.
+            **conditions: as `outputs` takes them.
+
+        Returns:
+            float32 `[b, h]`, or `[L + 1, b, h]` for all layers.
+        """
+        sequence_inputs = self.objective.inputs_from(self.to_ids(inputs), **conditions)
+        features = self.runner.features(sequence_inputs)
+        if layer is None:
+            return features
+        if not -len(features) <= layer < len(features):
+            raise UserError(f"layer {layer} is not one of 0 to {len(features) - 1}")
+        return features[layer]
+
+    @torch.no_grad()
+    def loss(self, inputs: Any, *, sample_index: Tensor | None = None) -> float:
+        """Return the objective's loss, for iGPT in nats a token.
+
+        Args:
+            inputs: as `outputs` takes them.
+            sample_index: int64 `[b]`, which drives random masks; 0 .. b - 1 when absent.
+        """
+        ids = self.to_ids(inputs)
+        index = torch.arange(len(ids)) if sample_index is None else sample_index
+        labels = torch.full((len(ids),), -1)
+        batch = Batch(ids, labels, index).to(self.context.device)
+        sequence = self.objective.sequence(batch)
+        predictions = self.runner.predictions(sequence.inputs)
+        return float(self.objective.loss(predictions, sequence.targets))
+
+    def sample(
+        self,
+        num_images: int | None = None,
+        *,
+        originals: Any = None,
+        given: float = 0.0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        batch_size: int = 64,
+    ) -> Tensor:
+        """Draw images, or complete the first part of images (iGPT, section 2.1).
+
+        Args:
+            num_images: how many; as many as `originals` when absent.
+            originals: what to complete, as `outputs` takes it.
+            given: share of the pixels, first in the run's order, that is given, in [0, 1].
+            temperature: divides the logits; at 0 the likeliest id wins.
+            top_k: only so many of the likeliest ids can be chosen.
+            top_p: only the fewest likeliest ids whose probabilities add up to this.
+            seed: decides every draw.
+            batch_size: images drawn at once.
+
+        Returns:
+            ids int64 `[b, n]` in raster order; `images` turns them into pixels.
+
+        Raises:
+            UserError: when the paper cannot be sampled so, or a number is out of range.
+        """
+        if not 0 <= given <= 1:
+            raise UserError(f"the given share must lie in [0, 1], not {given}")
+        ids = None if originals is None else self.to_ids(originals)
+        return sample_ids(
+            self.runner,
+            self.objective,
+            num_images=num_images or (1 if ids is None else len(ids)),
+            originals=ids,
+            num_given=round(given * self.objective.num_tokens),
+            batch_size=batch_size,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+
+    def images(self, ids: Tensor) -> np.ndarray:
+        """Return the pixels of ids `[b, n]` in raster order: uint8 `[b, h, w, 3]`."""
+        return to_pixels(ids, self.palette)
+
+    def to_ids(self, inputs: Any) -> Tensor:
+        """Return ids int64 `[b, n]` on the run's device.
+
+        Args:
+            inputs: ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size.
+
+        Raises:
+            UserError: when it is neither.
+        """
+        array = torch.as_tensor(inputs)
+        side = self.config.data.image_size
+        if array.dtype == torch.uint8 and array.shape[1:] == (side, side, 3):
+            codes = self.palette.encode(array.cpu().numpy()).astype(np.int64)
+            array = torch.from_numpy(codes).flatten(1)
+        if array.ndim != 2 or array.shape[1] != side * side or array.is_floating_point():
+            raise UserError(
+                f"the inputs have shape {list(array.shape)} and type {array.dtype}; a run of"
+                f" {side}² pixels takes ids [b, {side * side}], or uint8 [b, {side}, {side}, 3]"
+            )
+        return array.long().to(self.context.device)
+
+
+def _checkpoint(folder: Path, step: int | None) -> Path:
+    if step is None:
+        newest = latest_checkpoint(folder)
+        if newest is None:
+            raise UserError(f"{folder} has no checkpoint yet")
+        return newest
+    if step not in saved_steps(folder):
+        existing = ", ".join(str(saved) for saved in saved_steps(folder)) or "none"
+        raise UserError(f"{folder} has no checkpoint of step {step}; steps here: {existing}")
+    return step_folder(folder, step)
+
+
+def _context(device: str | None) -> ParallelContext:
+    """Reuse the job that this process is in, or make one of one process."""
+    context = current_context()
+    if context is None:
+        # Not os.environ: what a launcher left there would make it wait for other processes.
+        return open_context(read_launch({}), device=device)
+    if context.pipeline.size > 1:
+        raise UserError("a run cannot be opened inside a job with pipeline stages")
+    return context
