@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megavis.config.errors import UserError
 
-_COMMANDS = ("train", "parity")
+_COMMANDS = ("train", "parity", "sample", "probe")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,147 @@
+"""`megavis sample`: draw images from a run, or complete photographs, into a PNG."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavis.data.dataset import ShardDataset
+    from megavis.notebook import Run
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "sample",
+        help="draw images, or complete photographs",
+        description="Draw images from a run, or with --prefix complete held-out photographs: a row"
+        " each, original | what was given | completions. Runs alone, or under torchrun, where the"
+        " processes share the images.",
+        epilog="example: megavis sample runs/igpt-demo --prefix half --top-p 0.95",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--num-images", type=int, default=16, help="default: 16")
+    parser.add_argument(
+        "--prefix",
+        type=prefix_share,
+        default=0.0,
+        metavar="none|half|SHARE",
+        help="share of the pixels, first in the run's order, that is given; default: none",
+    )
+    parser.add_argument("--completions", type=int, default=3, help="of each photograph; default: 3")
+    parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest id")
+    parser.add_argument("--top-k", type=int, help="choose among so many ids")
+    parser.add_argument("--top-p", type=float, help="choose among ids of so much probability")
+    parser.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
+    parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
+    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    parser.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, help="processes that share each layer"
+    )
+    parser.set_defaults(run=run)
+
+
+def prefix_share(text: str) -> float:
+    """Read `none`, `half` or a share in [0, 1)."""
+    named = {"none": 0.0, "half": 0.5}
+    try:
+        share = named[text] if text in named else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not none, half or a share in [0, 1)")
+    return share
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw and write the picture.
+
+    Raises:
+        UserError: the run cannot be opened or sampled.
+    """
+    from megavis.commands.quiet import quietly
+
+    if min(args.num_images, args.completions, args.batch_size) < 1:
+        raise UserError("--num-images, --completions and --batch-size must be at least 1")
+    with quietly():
+        from megavis.notebook import Run
+        from megavis.parallel.context import close_context, open_context
+        from megavis.parallel.launch import read_launch
+        from megavis.sampling.grids import save_png
+
+        context = open_context(
+            read_launch(os.environ),
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            device=args.device,
+        )
+    try:
+        opened = Run.open(args.run_folder, step=args.step)
+        pixels = _picture(opened, args)
+        kind = "completions" if args.prefix else "samples"
+        out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"
+        if context.is_main:
+            save_png(out, pixels)
+            sys.stdout.write(f"{out}\n")
+    finally:
+        close_context()
+    return 0
+
+
+def _picture(opened: Run, args: argparse.Namespace) -> Any:
+    from megavis.sampling.pictures import picture_of_completions, picture_of_samples
+
+    model = (opened.runner, opened.objective, opened.palette)
+    options = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "batch_size": args.batch_size,
+    }
+    if not args.prefix:
+        return picture_of_samples(*model, num_images=args.num_images, **options)
+    return picture_of_completions(
+        *model,
+        originals=_photographs(opened, args),
+        num_given=round(args.prefix * opened.objective.num_tokens),
+        num_completions=args.completions,
+        **options,
+    )
+
+
+def _photographs(opened: Run, args: argparse.Namespace) -> Tensor:
+    """Return ids `[b, n]` of held-out photographs, classes taking turns."""
+    from megavis.data.dataset import ShardDataset
+
+    folder = args.images or opened.config.data.validation
+    if folder is None:
+        raise UserError("the run has no data.validation; name a shard folder with --images")
+    dataset = ShardDataset(folder)
+    if dataset.manifest.tokenizer.sha256 != opened.palette.sha256:
+        raise UserError(f"{folder} was made with another palette than the run")
+    indices = take_turns(dataset, args.num_images)
+    return opened.to_ids(dataset.read_tokens(indices).astype("int64"))
+
+
+def take_turns(dataset: ShardDataset, count: int) -> Any:
+    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
+    import numpy as np
+
+    seen: dict[int, int] = {}
+    turns = []
+    for index, label in enumerate(dataset.labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turns.append((seen[label], label, index))
+    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)
