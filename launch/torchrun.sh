@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Start megavis with torchrun, on one node or on several.
+#
+#   bash launch/torchrun.sh CONFIG [key=value ...]
+#
+# One node needs nothing else. On several nodes run the same line on each, with
+#   NUM_NODES=4 NODE_RANK=0..3 MASTER_ADDR=<name of node 0> [MASTER_PORT=29500]
+# PROCESSES is the number of processes a node; default: its GPUs, or 1 without any.
+set -euo pipefail
+
+if (($# == 0)); then
+  sed -n '2,8s/^# \{0,1\}//p' "$0"
+  exit 2
+fi
+
+if [[ -z ${PROCESSES:-} ]]; then
+  PROCESSES=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+  ((PROCESSES > 0)) || PROCESSES=1
+fi
+num_nodes=${NUM_NODES:-1}
+
+# torchrun sets OMP_NUM_THREADS=1 with a warning where it is absent; one thread a process leaves the
+# data thread its core.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Where a process dies, the others wait in a collective; torch's watchdog ends them after ten minutes
+# (the time limit of megavis's groups), and the launcher ends the job.
+# Say NCCL_DEBUG=INFO to see which network NCCL chose. Where it chose the wrong one:
+#   NCCL_SOCKET_IFNAME=eth0   the interface for the first contact
+#   NCCL_IB_HCA=mlx5          the InfiniBand adapters for the data
+# Not set here: CUDA_DEVICE_MAX_CONNECTIONS. Megatron-Core recommends 1 with sequence parallelism,
+# so that a collective is issued before the matrix product it overlaps with; ZeRO-3, whose gathers
+# overlap with the layer before, is better off without.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+if ((num_nodes == 1)); then
+  # Standalone picks a free port: two jobs on one node do not collide.
+  meeting=(--standalone)
+else
+  : "${NODE_RANK:?say which of the nodes this is, from 0}"
+  : "${MASTER_ADDR:?say the name of node 0}"
+  meeting=(
+    --nnodes "$num_nodes" --node-rank "$NODE_RANK"
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
+  )
+fi
+exec torchrun "${meeting[@]}" --nproc-per-node "$PROCESSES" --module megavis.cli train "$@"
