@@ -1,0 +1,128 @@
+"""The launch scripts: their commands, by stand-ins of the programs that they start."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(LAUNCH.glob("*.sh"))
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A folder for stand-ins, and a function that writes one; each logs its words."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def write(name, body=""):
+        path = folder / name
+        path.write_text(f'#!/bin/bash\nprintf "%s " {name} "$@" >> {tmp_path}/log\n{body}\n')
+        path.chmod(0o755)
+
+    write("nvidia-smi", "echo GPU 0; echo GPU 1; echo GPU 2")
+    return write
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a script with stand-ins first on the PATH and no variables of a scheduler."""
+
+    def run(script, *words, **variables):
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER"))}
+        environment = {**inherited, **variables}
+        environment["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", LAUNCH / script, *words],
+            env=environment,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    return run
+
+
+def logged(tmp_path, program):
+    return (tmp_path / "log").read_text().partition(f"{program} ")[2].strip()
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_scripts_parse_and_pass_shellcheck(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed; the script parses")
+    subprocess.run(["shellcheck", script], check=True)
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh", "slurm.sh"])
+def test_a_script_without_words_says_how_to_use_it(start, script):
+    process = start(script)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert f"launch/{script} CONFIG" in output
+
+
+def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp_path):
+    programs("torchrun")
+    assert start("torchrun.sh", "a.yaml", "training.steps=3").wait(20) == 0
+    assert logged(tmp_path, "torchrun") == (
+        "--standalone --nproc-per-node 3 --module megavis.cli train a.yaml training.steps=3"
+    )
+
+
+def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):
+    programs("torchrun")
+    where = {"NUM_NODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node00", "PROCESSES": "8"}
+    assert start("torchrun.sh", "a.yaml", **where).wait(20) == 0
+    assert logged(tmp_path, "torchrun") == (
+        "--nnodes 4 --node-rank 2 --master-addr node00 --master-port 29500"
+        " --nproc-per-node 8 --module megavis.cli train a.yaml"
+    )
+
+
+def test_torchrun_on_several_nodes_wants_to_know_which(start, programs):
+    programs("torchrun")
+    process = start("torchrun.sh", "a.yaml", NUM_NODES="4")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert "NODE_RANK: say which of the nodes this is" in errors
+
+
+def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):
+    programs("deepspeed")
+    assert start("deepspeed.sh", "a.yaml", PROCESSES="2").wait(20) == 0
+    assert logged(tmp_path, "deepspeed") == (
+        "--num_accelerators 2 --no_local_rank --module megavis.cli train a.yaml"
+    )
+    (tmp_path / "log").unlink()
+    hosts = LAUNCH / "hostfile.example"
+    assert start("deepspeed.sh", "a.yaml", HOSTFILE=str(hosts)).wait(20) == 0
+    assert logged(tmp_path, "deepspeed").startswith(f"--hostfile {hosts} --no_local_rank")
+    assert start("deepspeed.sh", "a.yaml", HOSTFILE="absent").wait(20) == 2
+
+
+def test_slurm_starts_one_srun_and_returns_its_code(start, programs, tmp_path):
+    programs("srun", "exit 7")
+    assert start("slurm.sh", "a.yaml", "name=b", SLURM_JOB_ID="5").wait(20) == 7
+    assert logged(tmp_path, "srun") == (
+        "--kill-on-bad-exit=1 python -m megavis.cli train a.yaml name=b"
+    )
+
+
+def test_slurm_queues_itself_again_when_time_is_nearly_up(start, programs, tmp_path):
+    programs("srun", "sleep 2; exit 3")
+    programs("scontrol")
+    process = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
+    log = tmp_path / "log"
+    while not (log.exists() and "srun" in log.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == 3, "the script waits on for its step"
+    assert logged(tmp_path, "scontrol") == "requeue 5"
