@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -102,6 +103,8 @@ class WorkerPool:
 
 def _serve(pipe: Connection, threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    # What libraries print belongs to the log, not to the table of the command that started us.
+    sys.stdout = sys.stderr
     import torch
 
     torch.set_num_threads(threads)

@@ -1,0 +1,27 @@
+"""Live worker processes, shared by all distributed tests: importing torch takes ten seconds."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megavis.parallel.workers import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def run_job() -> Iterator[Callable[..., list[Any]]]:
+    """Run a job on the first N of four workers; the pool is renewed after a failure."""
+    pools: list[WorkerPool] = []
+
+    def run(job: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
+        if not pools:
+            pools.append(WorkerPool(4))
+        try:
+            return pools[0].run(job, num_processes, *args, timeout=180)
+        except BaseException:
+            pools.pop().close()
+            raise
+
+    yield run
+    for pool in pools:
+        pool.close()

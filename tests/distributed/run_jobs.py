@@ -1,0 +1,34 @@
+"""Jobs for worker processes, and what the tests read from the runs they leave."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from megavis.config.load import load_config
+from megavis.objectives import objective_configs
+from megavis.parallel.launch import Launch
+from megavis.training.run import run_training
+
+
+def train_run(launch: Launch, path: str, overrides: list[str]) -> None:
+    """Train as `megavis train PATH OVERRIDES` does."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    loaded = load_config(path, overrides, objectives=objective_configs())
+    run_training(loaded, launch, device="cpu")
+
+
+def deterministic_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Return the lines of `metrics.jsonl` without the speeds, which differ by right."""
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    speeds = ("samples_per_s", "tokens_per_s", "mfu")
+    return [{k: v for k, v in json.loads(line).items() if k not in speeds} for line in lines]
+
+
+def rewind(source: Path, target: Path, step: int) -> None:
+    """Copy a run as it was when the checkpoint of `step` was its latest."""
+    shutil.copytree(source, target)
+    for folder in (target / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    (target / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")

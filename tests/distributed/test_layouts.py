@@ -1,0 +1,132 @@
+"""Every kind of layout against one process, on real gloo processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavis.config.load import load_config
+from megavis.config.schema import ParallelConfig, RunConfig
+from megavis.objectives import objective_configs
+from megavis.training.parity import legal_layouts, parity_config, train_briefly
+
+STEPS = 20
+TOLERANCE = 1e-5
+
+# Processes, then what differs from one process at ZeRO-0.
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"zero_stage": 3}),
+    (2, {"zero_stage": 1}),
+    (4, {"zero_stage": 2}),
+    (4, {"zero_stage": 3}),
+    (2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+    (2, {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    (2, {"tensor_model_parallel_size": 2, "zero_stage": 0, "sequence_parallel": True}),
+    (4, {"tensor_model_parallel_size": 4, "zero_stage": 1}),
+    (4, {"tensor_model_parallel_size": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
+    (4, {"tensor_model_parallel_size": 2, "zero_stage": 2, "sequence_parallel": True}),
+    (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0}),
+    (4, {"pipeline_model_parallel_size": 2, "activation_checkpointing": "selective"}),
+    (3, {"pipeline_model_parallel_size": 3, "zero_stage": 1}),
+    (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "activation_checkpointing": "full",
+        },
+    ),
+]
+
+
+def make_config(path: Path, *overrides: str) -> RunConfig:
+    return parity_config(load_config(path, overrides, objectives=objective_configs()).config)
+
+
+def with_layout(config: RunConfig, **layout: Any) -> RunConfig:
+    return config.model_copy(update={"parallel": ParallelConfig(**layout)})
+
+
+@pytest.fixture(scope="module")
+def reference(run_job: Any, tiny_config: Path) -> Any:
+    """Curves of one process at ZeRO-0 by objective mode; three processes want a batch of 12."""
+    curves: dict[tuple[str, ...], Any] = {}
+
+    def curve(*overrides: str) -> Any:
+        if overrides not in curves:
+            config = make_config(tiny_config, *overrides)
+            curves[overrides] = run_job(train_briefly, 1, config, STEPS)[0]
+        return curves[overrides]
+
+    return curve
+
+
+def largest_difference(curves: Any, reference: Any) -> float:
+    return max(
+        abs(mine - theirs) / abs(theirs)
+        for curve in curves
+        for ours, one in zip(curve, reference, strict=True)
+        for mine, theirs in zip(ours, one, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda v: str(v)[:90])
+def test_layout_gives_the_curve_of_one_process(
+    run_job: Any, reference: Any, tiny_config: Path, processes: int, layout: dict[str, Any]
+) -> None:
+    config = with_layout(make_config(tiny_config), **layout)
+    curves = run_job(train_briefly, processes, config, STEPS)
+    assert largest_difference(curves, reference()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, {"zero_stage": 3}),
+        (
+            4,
+            {
+                "tensor_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "sequence_parallel": True,
+            },
+        ),
+    ],
+)
+def test_bert_draws_the_same_masks_in_every_layout(
+    run_job: Any, reference: Any, tiny_config: Path, processes: int, layout: dict[str, Any]
+) -> None:
+    config = with_layout(make_config(tiny_config, "objective.mode=bert"), **layout)
+    curves = run_job(train_briefly, processes, config, STEPS)
+    assert largest_difference(curves, reference("objective.mode=bert")) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, {"zero_stage": 1}),
+        (2, {"zero_stage": 3}),
+        (2, {"tensor_model_parallel_size": 2, "zero_stage": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1}),
+    ],
+)
+def test_bf16_follows_float32_within_its_own_error(
+    run_job: Any, reference: Any, tiny_config: Path, processes: int, layout: dict[str, Any]
+) -> None:
+    config = with_layout(make_config(tiny_config, "training.precision=bf16"), **layout)
+    curves = run_job(train_briefly, processes, config, STEPS)
+    losses = [(mine[0], one[0]) for mine, one in zip(curves[0], reference(), strict=True)]
+    # bf16 keeps 8 bits: 2^-8 relative, on a loss that is kept in float32 from the logits on.
+    assert max(abs(mine - one) / one for mine, one in losses) < 2**-8
+    assert any(mine != one for mine, one in losses), "bf16 was not used"
+
+
+def test_legal_layouts_are_those_that_the_checks_accept(tiny_config: Path) -> None:
+    config = make_config(tiny_config)
+    layouts = list(legal_layouts(config, 4))
+    sizes = {(p.tensor_model_parallel_size, p.pipeline_model_parallel_size) for p in layouts}
+    # Four stages are more than three layers.
+    assert sizes == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
+    assert all(p.zero_stage <= 1 for p in layouts if p.pipeline_model_parallel_size > 1)
+    assert all(not p.sequence_parallel for p in layouts if p.tensor_model_parallel_size == 1)
