@@ -1,0 +1,95 @@
+"""The place of a process, from the variables that each launcher sets."""
+
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.parallel.launch import Launch, first_host, read_launch
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "70123",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9],login",
+}
+
+
+def test_plain_python_is_one_process():
+    launch = read_launch({"PATH": "/bin"})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (0, 1, 0)
+    assert launch.master_address == "127.0.0.1"
+    assert 1024 < launch.master_port < 65536
+
+
+def test_torchrun_and_deepspeed_set_the_same_variables():
+    assert read_launch(TORCHRUN) == Launch(5, 8, 1, "node0", 29500)
+
+
+def test_what_is_read_is_what_torch_reads():
+    assert read_launch(TORCHRUN).environment() == TORCHRUN
+
+
+def test_torchrun_wins_inside_a_slurm_allocation():
+    assert read_launch({**SLURM, **TORCHRUN}) == Launch(5, 8, 1, "node0", 29500)
+
+
+def test_srun_gives_rank_size_and_meeting_place():
+    assert read_launch(SLURM) == Launch(5, 8, 1, "gpu03", 20000 + 70123 % 20000)
+
+
+def test_srun_meets_where_the_user_says():
+    launch = read_launch({**SLURM, "MASTER_ADDR": "ib-gpu03", "MASTER_PORT": "4000"})
+    assert (launch.master_address, launch.master_port) == ("ib-gpu03", 4000)
+
+
+def test_the_nodes_of_the_job_serve_where_those_of_the_step_are_absent():
+    nodes = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}
+    assert read_launch({**nodes, "SLURM_JOB_NODELIST": "a1,a2"}).master_address == "a1"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "a[1-2]"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_PROCID": "0"},
+    ],
+    ids=["sbatch without srun", "srun of one task", "no task count"],
+)
+def test_an_allocation_without_several_tasks_is_one_process(environment):
+    assert read_launch(environment).world_size == 1
+
+
+@pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(missing):
+    environment = {k: v for k, v in TORCHRUN.items() if k != missing}
+    with pytest.raises(UserError, match=f"has RANK but not {missing}; start with torchrun"):
+        read_launch(environment)
+
+
+def test_srun_without_nodes_says_what_to_set():
+    environment = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}
+    with pytest.raises(UserError, match="set MASTER_ADDR"):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("gpu[7]", "gpu7"),
+        ("rack-2-gpu[0010-0020]", "rack-2-gpu0010"),
+        ("a.cluster.example,b.cluster.example", "a.cluster.example"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes, host):
+    assert first_host(nodes) == host

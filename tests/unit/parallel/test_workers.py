@@ -1,0 +1,79 @@
+"""The pool of local processes: results by rank, and what a failing worker looks like."""
+
+import os
+import time
+
+import pytest
+
+from megavis.parallel.workers import WorkerError, WorkerPool
+
+
+def describe(launch, *words):
+    return launch.rank, launch.world_size, launch.master_port, os.getpid(), words
+
+
+def fail_on_rank_1(launch):
+    if launch.rank == 1:
+        raise ValueError("no luck")
+    time.sleep(60)
+
+
+def die_on_rank_1(launch):
+    if launch.rank == 1:
+        os._exit(3)
+    time.sleep(60)
+
+
+def sleep_on_rank_0(launch, seconds):
+    if launch.rank == 0:
+        time.sleep(seconds)
+
+
+def give_what_cannot_travel(launch):
+    return lambda: launch
+
+
+def count_threads(launch):
+    import torch
+
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_results_come_by_rank_from_processes_that_stay_alive():
+    with WorkerPool(2) as pool:
+        first = pool.run(describe, 2, "a", 1)
+        second = pool.run(describe, 2)
+        alone = pool.run(describe, 1)
+        assert pool.run(count_threads, 2) == [(1, "1")] * 2
+        with pytest.raises(WorkerError, match=r"rank 0 raised:\n(.*\n)*.*[Pp]ickle"):
+            pool.run(give_what_cannot_travel, 1)
+    assert [r[:2] for r in first] == [(0, 2), (1, 2)]
+    assert first[0][2] == first[1][2], "the workers meet at one port"
+    assert [r[4] for r in first] == [("a", 1)] * 2
+    assert [r[3] for r in first] == [r[3] for r in second]
+    assert alone[0][:2] == (0, 1)
+    assert alone[0][3] == first[0][3]
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (fail_on_rank_1, r"rank 1 raised:\n(.*\n)*ValueError: no luck"),
+        (die_on_rank_1, "rank 1 died"),
+    ],
+)
+def test_one_failing_worker_ends_the_job_of_all(job, message):
+    started = time.monotonic()
+    with WorkerPool(2) as pool:
+        with pytest.raises(WorkerError, match=message):
+            pool.run(job, 2)
+        assert not any(process.is_alive() for process in pool._processes)
+    assert time.monotonic() - started < 50, "rank 0 was not waited for"
+
+
+def test_a_worker_that_does_not_answer_is_named():
+    with WorkerPool(2) as pool:
+        pool.run(describe, 2)  # the workers have imported torch
+        with pytest.raises(WorkerError, match=r"ranks \[0\] did not answer in 1 s"):
+            pool.run(sleep_on_rank_0, 2, 60, timeout=1)
+        assert not any(process.is_alive() for process in pool._processes)
