@@ -1,0 +1,84 @@
+"""Small models and small shard folders, for the tests of what stands above them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+NUM_COLORS = 32
+
+
+@pytest.fixture(scope="module")
+def context():
+    """A job of this process alone, left when the module's tests are done."""
+    from megavis.parallel.context import close_context, open_context
+    from megavis.parallel.launch import read_launch
+
+    yield open_context(read_launch({}), device="cpu")
+    close_context()
+
+
+@pytest.fixture
+def build(context):
+    """Build an iGPT of any size; every matrix random, also that of the head."""
+    from megavis.config.load import load_config
+    from megavis.model.runner import Runner
+    from megavis.model.stack import LocalLayers, Stack
+    from megavis.objectives import OBJECTIVES, objective_configs
+
+    def build(path, *words):
+        path.write_text(SMALL_CONFIG)
+        config = load_config(path, words, objectives=objective_configs()).config
+        objective = OBJECTIVES["igpt"](config, context)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        # Larger than at the start of training, so that what came before matters.
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        return objective, Runner(layers, context)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def shard_folders(tmp_path_factory):
+    """Training and validation shards of 4² pixels: three classes, each of its own colours."""
+    from data_tools.__main__ import main as data_tools
+    from megavis.tokenizers.palette import Palette
+
+    root = tmp_path_factory.mktemp("shards")
+    random = np.random.default_rng(0)
+    Palette(random.uniform(-1, 1, (NUM_COLORS, 3)).astype(np.float32)).save(root / "palette.npy")
+    for split, count in (("train", 40), ("validation", 12)):
+        for label, tint in enumerate(([230, 30, 30], [30, 230, 30], [30, 30, 230])):
+            folder = root / "images" / split / f"class-{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(-30, 31, (4, 4, 3)) + tint
+                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{number}.png")
+        palette = ["--palette", str(root / "palette.npy"), "--size", "4"]
+        data_tools(
+            [
+                "palette",
+                "shards",
+                str(root / "images" / split),
+                "--out",
+                str(root / split),
+                *palette,
+            ]
+        )
+    return root
+
+
+SMALL_CONFIG = f"""\
+name: small
+objective: {{name: igpt, vocabulary_size: {NUM_COLORS}}}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: shards/train, image_size: 4}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""

@@ -1,0 +1,90 @@
+"""Temperature, top-k and top-p against plain loops over lists."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.sampling.choice import Choice
+
+
+def reference(logits, *, temperature=1.0, top_k=None, top_p=None):
+    """Filter one row of logits with nothing but lists; returns a probability for each id."""
+    if temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    likeliest_first = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
+    kept = likeliest_first[:top_k]
+    if top_p is not None:
+        total, reached, nucleus = sum(weights[i] for i in kept), 0.0, []
+        for i in kept:
+            nucleus.append(i)
+            reached += weights[i] / total
+            if reached >= top_p:
+                break
+        kept = nucleus
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 3, 100])
+@pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9])
+def test_probabilities_equal_those_of_the_loops(temperature, top_k, top_p):
+    torch.manual_seed(1)
+    logits = torch.randn(6, 11) * 2
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+    got = Choice(**settings).probabilities(logits)
+
+    expected = [reference(row, **settings) for row in logits.tolist()]
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
+
+
+def test_of_equal_logits_the_lower_ids_are_kept():
+    got = Choice(top_k=2).probabilities(torch.zeros(1, 5))
+    np.testing.assert_allclose(got.numpy(), [[0.5, 0.5, 0, 0, 0]])
+
+
+def test_a_draw_inverts_the_cumulative_distribution():
+    torch.manual_seed(2)
+    logits, uniforms = torch.randn(200, 7), torch.rand(200)
+
+    got = Choice(top_k=4).draw(logits, uniforms)
+
+    for row, uniform, id_ in zip(logits.tolist(), uniforms.tolist(), got.tolist(), strict=True):
+        probabilities = reference(row, top_k=4)
+        below = sum(probabilities[:id_])
+        assert below <= uniform < below + probabilities[id_]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
+def test_the_outermost_draws_never_take_an_id_that_was_filtered_out(uniform):
+    logits = torch.tensor([[-50.0, 1.0, 0.5, 1.0, -50.0]])
+    got = Choice(top_k=3).draw(logits, torch.tensor([uniform]))
+    assert got.item() in (1, 2, 3)
+
+
+def test_a_tiny_temperature_is_greedy():
+    torch.manual_seed(3)
+    logits = torch.randn(50, 9)
+    for temperature in (0.0, 1e-6):
+        got = Choice(temperature=temperature).draw(logits, torch.rand(50))
+        assert got.tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+    ],
+)
+def test_a_value_out_of_range_is_refused(settings):
+    with pytest.raises(UserError, match="must"):
+        Choice(**settings)

@@ -1,0 +1,91 @@
+"""Where each pixel of a grid comes from."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megavis.sampling.grids import completion_grid, hide, image_grid, sample_grid, save_png
+from megavis.sampling.pictures import picture_of_completions, picture_of_samples, to_pixels
+from megavis.tokenizers.palette import Palette
+
+
+def images(count, side=4, seed=0):
+    return np.random.default_rng(seed).integers(0, 255, (count, side, side, 3)).astype(np.uint8)
+
+
+def test_each_pixel_is_a_block_at_its_place():
+    cells = images(6)
+    grid = image_grid([list(cells[:3]), list(cells[3:])], factor=5)
+
+    assert grid.shape == (2 * (20 + 2) + 2, 3 * (20 + 2) + 2, 3)
+    assert (grid[:2] == 255).all()
+    assert (grid[:, 22:24] == 255).all()
+    for number, cell in enumerate(cells):
+        top, left = 2 + number // 3 * 22, 2 + number % 3 * 22
+        for y in range(20):
+            for x in range(20):
+                assert (grid[top + y, left + x] == cell[y // 5, x // 5]).all()
+
+
+def test_small_images_are_enlarged_to_a_visible_size():
+    assert image_grid([[images(1, 16)[0]]]).shape == (132, 132, 3)
+    assert image_grid([[images(1, 300)[0]]]).shape == (304, 304, 3)
+
+
+def test_completions_stand_beside_the_original_and_what_was_given():
+    originals, completed = images(2), images(2, seed=1)
+    given = np.arange(16).reshape(4, 4) < 8
+
+    grid = completion_grid(originals, given, [completed, completed])
+
+    half = originals[1].copy()
+    half[2:] = 127
+    row = [originals[1], half, completed[1], completed[1]]
+    np.testing.assert_array_equal(grid[132:], image_grid([row])[2:])
+    np.testing.assert_array_equal(hide(originals, given)[1], half)
+
+
+def test_left_over_places_are_white():
+    grid = sample_grid(images(3), num_columns=2)
+    assert grid.shape == (262, 262, 3)
+    assert (grid[132:, 132:] == 255).all()
+    assert sample_grid(images(1)).shape == (132, 132, 3)
+
+
+def test_ragged_rows_are_refused():
+    with pytest.raises(ValueError, match="equally many"):
+        image_grid([[images(1)[0]], []])
+
+
+def test_a_png_gives_the_pixels_back(tmp_path):
+    pixels = images(1, 20)[0]
+    save_png(tmp_path / "samples" / "grid.png", pixels)
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "samples/grid.png")), pixels)
+
+
+def test_ids_become_the_colours_of_the_palette():
+    palette = Palette(np.array([[-1, -1, -1], [1, 0, -1]], np.float32))
+    pixels = to_pixels(torch.tensor([[0, 1, 1, 7]]), palette)
+    black, orange = [0, 0, 0], [255, 128, 0]
+    assert pixels.tolist() == [[[black, orange], [orange, orange]]]
+    with pytest.raises(ValueError, match="square"):
+        to_pixels(torch.zeros(1, 3).long(), palette)
+
+
+def test_pictures_of_a_model(build, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml")
+    centers = np.random.default_rng(0).uniform(-1, 1, (32, 3)).astype(np.float32)
+    model = (runner, objective, Palette(centers))
+    assert picture_of_samples(*model, num_images=9).shape == (2 * 130 + 2, 8 * 130 + 2, 3)
+
+    originals = torch.randint(32, (2, 16))
+    picture = picture_of_completions(*model, originals=originals, num_given=8, num_completions=3)
+
+    assert picture.shape == (2 * 130 + 2, 5 * 130 + 2, 3)
+    cells = [picture[2:130, 2 + c * 130 : (c + 1) * 130] for c in range(5)]
+    for cell in cells[1:]:
+        np.testing.assert_array_equal(cell[:64], cells[0][:64])
+    assert (cells[1][64:] == 127).all()
+    # Each completion has draws of its own.
+    assert (cells[2] != cells[3]).any()
