@@ -90,6 +90,7 @@ def open_context(
         torch.cuda.set_device(place)
     else:
         _answer_cpu_to_megatron()
+        _skip_inference_collectives()
     dist.init_process_group(
         "nccl" if name == "cuda" else "gloo",
         rank=launch.rank,
@@ -161,6 +162,17 @@ def _answer_cpu_to_megatron() -> None:
     without CUDA. Answering "cpu" makes the same code run that runs on GPUs.
     """
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+
+
+def _skip_inference_collectives() -> None:
+    """Keep DeepSpeed from compiling a shared-memory all-reduce that only its inference calls.
+
+    It would be built with g++ at every first start, and a process that is killed in the middle
+    leaves a lock file for which every later start waits forever.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class DeepSpeedView:
