@@ -1,0 +1,87 @@
+"""What `megavis doctor` says of this machine, and of packages that only look right."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+from megavis.commands import doctor
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a package that is imported before any that is installed."""
+
+    def write(name, files, version):
+        for path, text in files.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(text)
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for module in [m for m in sys.modules if m.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+
+    yield write
+    for module in [m for m in sys.modules if m.partition(".")[0] in ("apex", "transformer_engine")]:
+        del sys.modules[module]
+
+
+def test_this_machine_can_train_and_says_with_what(command):
+    process = command("doctor", "--json")
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
+    assert answer["can_train"] is True
+    found = {finding["name"]: finding for finding in answer["findings"]}
+    for name in ("Python", "torch", "megatron-core", "deepspeed", "process group"):
+        assert found[name]["found"], found[name]
+        assert found[name]["required"]
+    for finding in answer["findings"]:
+        assert finding["purpose"]
+        assert finding["detail"]
+
+
+def test_the_unrelated_apex_of_pypi_is_told_from_nvidia_s(package):
+    package("apex", {"__init__.py": "", "amp.py": ""}, "0.9.10.dev0")
+    finding = doctor.apex()
+    assert not finding.found
+    assert finding.detail == "the installed 'apex' is another project of that name, not NVIDIA's"
+    assert finding.purpose == "optimizer.implementation: apex"
+
+
+def test_nvidia_apex_is_known_by_its_optimizers(package):
+    package("apex", {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam: ..."}, "0.1")
+    assert doctor.apex().found
+
+
+def test_apex_that_cannot_be_imported_does_not_stop_the_doctor(package):
+    package("apex", {"__init__.py": "raise RuntimeError('built for another torch')"}, "0.1")
+    assert not doctor.apex().found
+
+
+def test_transformer_engine_without_its_torch_half_is_not_enough(package):
+    package("transformer_engine", {"__init__.py": ""}, "2.0")
+    assert not doctor.transformer_engine().found
+
+
+def test_transformer_engine_that_is_broken_says_why(package):
+    files = {"__init__.py": "", "pytorch/__init__.py": "raise OSError('libcublas.so is missing')"}
+    package("transformer_engine", files, "2.0")
+    finding = doctor.transformer_engine()
+    assert not finding.found
+    assert finding.detail == "OSError: libcublas.so is missing"
+
+
+def test_what_is_missing_is_required_or_not(monkeypatch, capsys):
+    missing = doctor.Finding("torch", False, "not installed", "everything", required=True)
+    optional = doctor.Finding("libaio", False, "not installed", "offload to NVMe")
+    monkeypatch.setattr(doctor, "examine", lambda: iter([optional]))
+    args = type("Args", (), {"json": False})
+    assert doctor.run(args) == 0
+    assert "no   libaio  not installed; needed for: offload to NVMe" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "examine", lambda: iter([missing, optional]))
+    assert doctor.run(args) == 1
+    assert "NO   torch" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""Parameter counts: against arithmetic, the headers of the presets, and the paper."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from megavis.commands.params import by_part, count_parameters
+from megavis.config.load import load_config
+from megavis.objectives import objective_configs
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.workers import WorkerPool
+
+PRESETS = Path(__file__).parents[3] / "yaml_configs/igpt"
+# Generative Pretraining from Pixels, section 3.3 and Table 2.
+PUBLISHED = {"s": 76e6, "m": 455e6, "l": 1362e6, "xl": 6801e6}
+NAMES = ["s_32", "m_32", "l_32", "l_48", "xl_64", "s_32_bert", "m_32_bert", "l_32_bert"]
+
+
+def read(name):
+    return load_config(PRESETS / f"{name}.yaml", objectives=objective_configs()).config
+
+
+def count_presets(launch, names):
+    """Count in a process of its own; also return the most memory that it ever had, in bytes."""
+    context = open_context(launch, device="cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    counts = {name: count_parameters(read(name), context) for name in names}
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    close_context()
+    return counts, grown * 1024
+
+
+@pytest.fixture(scope="module")
+def counted():
+    with WorkerPool(1) as pool:
+        return pool.run(count_presets, 1, NAMES)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_has_the_parameters_that_its_header_derives(counted, name):
+    config, parts = read(name), by_part(counted[0][name])
+    width, layers = config.model.hidden_size, config.model.num_layers
+    colours, pixels = config.objective.vocabulary_size, config.data.image_size**2
+    start = width if config.objective.mode == "autoregressive" else 0
+    assert parts == {
+        "embedding": (colours + pixels) * width + start,
+        "blocks": layers * (12 * width**2 + 2 * width),
+        "head": width + colours * width,
+    }
+    header = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+    for count in (sum(parts.values()), *parts.values()):
+        assert f" {count:,}" in header
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_as_large_as_the_paper_says(counted, name):
+    total = sum(matrix.parameters for matrix in counted[0][name])
+    assert total == pytest.approx(PUBLISHED[name.partition("_")[0]], rel=0.01)
+
+
+def test_counting_allocates_no_weights(counted):
+    assert counted[1] < 200e6, "6.8 billion parameters would take 27 GB"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_trains_as_the_paper_says(name):
+    """Table 5, section 3.4: rates, batches, steps; warm-up over 96 % of 1,281,167 images."""
+    rates = dict(zip(NAMES, [0.003, 0.003, 0.001, 0.01, 0.0003, 0.01, 0.003, 0.001], strict=True))
+    config = read(name)
+    xl = name == "xl_64"
+    assert config.optimizer.learning_rate == rates[name]
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.optimizer.weight_decay == 0.0
+    assert config.training.batch_size == (64 if xl else 128)
+    assert config.training.steps == (2_000_000 if xl else 1_000_000)
+    assert config.schedule.warmup_steps == round(0.96 * 1281167 / config.training.batch_size)
+    assert config.schedule.decay == "cosine"
+    assert f"_{config.data.image_size}" in name
+    assert (config.objective.mode == "bert") == name.endswith("_bert")
+    assert config.name == f"igpt_{name}"
+
+
+def test_the_command_writes_json_and_a_table(command):
+    path = PRESETS / "s_32.yaml"
+    process = command("params", path, "model.num_layers=2", "--json")
+    assert process.returncode == 0, process.stderr
+    tree = json.loads(process.stdout)
+    assert tree["total"] == sum(tree["parts"].values())
+    assert tree["total"] == sum(matrix["parameters"] for matrix in tree["matrices"])
+    query = next(m for m in tree["matrices"] if m["name"].endswith("linear_q.weight"))
+    assert query["name"] == "blocks.*.self_attention.linear_q.weight"
+    assert (query["shape"], query["copies"]) == ([512, 512], 2)
+    mistake = command("params", path, "model.num_layer=2")
+    assert mistake.returncode != 0
+    assert mistake.stderr.splitlines()[-1].startswith("error: command line: model.num_layer: ")

@@ -1,0 +1,71 @@
+"""The schema that editors read is that of the code, and the presets point at it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megavis.commands import schema
+from megavis.config.schema import RunConfig
+from megavis.objectives import OBJECTIVES
+
+CONFIGS = Path(__file__).parents[3] / "yaml_configs"
+
+
+def test_the_committed_schema_is_up_to_date():
+    committed = json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8"))
+    assert committed == json.loads(schema.schema_text()), (
+        "run `megavis schema --out yaml_configs/schema.json`"
+    )
+
+
+def test_every_section_forbids_unknown_keys_and_explains_its_own():
+    tree = json.loads(schema.schema_text())
+    sections = [tree, *tree["$defs"].values()]
+    assert set(tree["properties"]) == set(RunConfig.model_fields)
+    assert len(tree["properties"]["objective"]["oneOf"]) == len(OBJECTIVES)
+    for section in sections:
+        assert section["additionalProperties"] is False
+        for name, key in section["properties"].items():
+            told = "description" in key or "$ref" in key or "const" in key
+            assert told, f"{section['title']}.{name} has no description"
+
+
+def test_every_reference_leads_somewhere():
+    text = schema.schema_text()
+    tree = json.loads(text)
+    for part in text.split('"$ref": "#/$defs/')[1:]:
+        assert part.partition('"')[0] in tree["$defs"]
+
+
+def test_a_paper_must_name_itself():
+    tree = json.loads(schema.schema_text())
+    igpt = tree["$defs"]["IGPTConfig"]
+    assert igpt["properties"]["name"] == {"const": "igpt", "type": "string"}
+    assert "name" in igpt["required"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: path.name)
+def test_every_preset_points_editors_at_the_schema(path):
+    pointers = [
+        line.partition("$schema=")[2]
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("# yaml-language-server:")
+    ]
+    assert len(pointers) == 1
+    assert (path.parent / pointers[0]).resolve() == CONFIGS / "schema.json"
+
+
+def test_the_command_writes_a_file_or_says_why_not(tmp_path, capsys):
+    from megavis.config.errors import UserError
+
+    out = tmp_path / "schema.json"
+    args = type("Args", (), {"out": str(out)})
+    assert schema.run(args) == 0
+    assert out.read_text(encoding="utf-8") == schema.schema_text()
+    args.out = None
+    assert schema.run(args) == 0
+    assert json.loads(capsys.readouterr().out)
+    args.out = str(tmp_path / "absent" / "schema.json")
+    with pytest.raises(UserError, match=r"schema\.json cannot be written: No such file"):
+        schema.run(args)
