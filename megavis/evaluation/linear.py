@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,23 @@ def _score(
 def _accuracy(
     x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray, *, penalty: float
 ) -> float:
-    """Fit on `[b, width]` and `[b]`; return the share of right answers on the test pair."""
+    """Return the share of right answers on the test pair."""
+    return float(fit_classifier(x, y, penalty=penalty).score(test_x, test_y))
+
+
+def fit_classifier(x: np.ndarray, y: np.ndarray, *, penalty: float) -> Any:
+    """Fit logistic regression on standardised features by L-BFGS.
+
+    It minimises mean cross-entropy + penalty · ½‖w‖², w of the standardised features, biases free.
+
+    Args:
+        x: features `[b, width]`.
+        y: int64 `[b]`.
+        penalty: more than 0.
+
+    Returns:
+        A scikit-learn pipeline of `StandardScaler` and `LogisticRegression`.
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -130,5 +147,4 @@ def _accuracy(
     with warnings.catch_warnings():
         # A weakly penalised fit of separable features creeps on for ever; it is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        classifier.fit(x, y)
-    return float(classifier.score(test_x, test_y))
+        return classifier.fit(x, y)

@@ -1,0 +1,108 @@
+"""The classifier's optimum, and what its choices may depend on."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.linear import (
+    PENALTIES,
+    LayerScore,
+    best_layer,
+    divide,
+    fit_classifier,
+    score_layers,
+)
+
+
+def blobs(count, *, num_classes=3, width=6, spread=1.0, seed=0):
+    """Gaussian clouds around corners, as features of one layer."""
+    random = np.random.default_rng(seed)
+    labels = np.arange(count) % num_classes
+    points = random.normal(0, spread, (count, width)) + 3 * np.eye(width)[labels]
+    return LabelledFeatures(points[None].astype(np.float32), labels)
+
+
+def objective(weights, biases, x, y, penalty):
+    """Mean cross-entropy + penalty · ½‖w‖², by loops."""
+    total = 0.0
+    for row, label in zip(x, y, strict=True):
+        logits = [
+            sum(w * v for w, v in zip(ws, row, strict=True)) + b
+            for ws, b in zip(weights, biases, strict=True)
+        ]
+        total += math.log(sum(math.exp(z) for z in logits)) - logits[label]
+    return total / len(x) + penalty / 2 * sum(w * w for ws in weights for w in ws)
+
+
+def test_the_fit_is_a_minimum_of_the_penalised_cross_entropy():
+    data = blobs(30, width=3, spread=3.0)
+    x, y, penalty = data.layers[0].astype(float), data.labels, 0.05
+    scaler, regression = fit_classifier(x, y, penalty=penalty)
+    x = (x - x.mean(0)) / x.std(0)
+    np.testing.assert_allclose(scaler.mean_, data.layers[0].mean(0), atol=1e-6)
+
+    best = objective(regression.coef_, regression.intercept_, x, y, penalty)
+    for place in np.ndindex(3, 3):
+        for step in (-0.01, 0.01):
+            moved = regression.coef_.copy()
+            moved[place] += step
+            assert objective(moved, regression.intercept_, x, y, penalty) > best
+    for place in range(3):
+        moved = regression.intercept_ + 0.01 * np.eye(3)[place]
+        assert objective(regression.coef_, moved, x, y, penalty) > best
+
+
+def test_held_out_images_keep_the_proportions_and_are_not_fitted_on():
+    labels = np.repeat([0, 1, 2], [50, 30, 20])
+    selection = divide(labels, share=0.2, seed=1)
+
+    assert sorted([*selection.fitted, *selection.held_out]) == list(range(100))
+    assert np.bincount(labels[selection.held_out]).tolist() == [10, 6, 4]
+    again, other = divide(labels, share=0.2, seed=1), divide(labels, share=0.2, seed=2)
+    assert again.held_out.tolist() == selection.held_out.tolist()
+    assert other.held_out.tolist() != selection.held_out.tolist()
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 0, 0, 1], []])
+def test_too_few_images_or_classes_are_refused(labels):
+    with pytest.raises(UserError, match=r"at least two classes|too few"):
+        divide(np.array(labels, dtype=np.int64), share=0.2, seed=0)
+
+
+def test_the_layer_with_the_information_wins():
+    train, validation = blobs(120), blobs(60, seed=1)
+    noise = np.random.default_rng(2).normal(size=(2, 180, 6)).astype(np.float32)
+    train = replace(train, layers=np.stack([noise[0, :120], train.layers[0], noise[1, :120]]))
+    validation = replace(
+        validation, layers=np.stack([noise[0, 120:], validation.layers[0], noise[1, 120:]])
+    )
+
+    scores = score_layers(train, validation, divide(train.labels, share=0.25, seed=0))
+
+    assert [score.layer for score in scores] == [0, 1, 2]
+    assert best_layer(scores).layer == 1
+    assert scores[1].accuracy > 0.9 > 0.6 > scores[0].accuracy
+    assert {score.penalty for score in scores} <= set(PENALTIES)
+    only = score_layers(train, validation, divide(train.labels, share=0.25, seed=0), layers=[2])
+    assert only == [scores[2]]
+
+
+def test_the_validation_set_decides_nothing():
+    train, validation = blobs(90, spread=3.0), blobs(60, spread=3.0, seed=1)
+    selection = divide(train.labels, share=0.2, seed=0)
+    wrong = replace(validation, labels=(validation.labels + 1) % 3)
+
+    honest = score_layers(train, validation, selection)[0]
+    fooled = score_layers(train, wrong, selection)[0]
+
+    assert replace(fooled, accuracy=honest.accuracy) == honest
+    assert fooled.accuracy < honest.accuracy
+
+
+def test_the_first_of_equally_good_layers_is_best():
+    scores = [LayerScore(layer, 0.1, 0.8, layer / 10) for layer in range(3)]
+    assert best_layer(scores).layer == 0

@@ -1,0 +1,105 @@
+"""Features against a layer-by-layer pass, and the whole probe on colours that tell the class."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.commands.probe import read_layers, table
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.evaluation.features import layer_features, pixel_features
+from megavis.evaluation.probe import ProbeData, probe
+from megavis.tokenizers.palette import Palette
+
+
+@pytest.fixture
+def data(shard_folders):
+    return ProbeData(
+        ShardDataset(shard_folders / "train"),
+        ShardDataset(shard_folders / "validation"),
+        Palette.load(shard_folders / "palette.npy"),
+    )
+
+
+def test_features_are_means_of_what_each_norm_gives(build, tmp_path, data):
+    objective, runner = build(tmp_path / "c.yaml")
+
+    got = layer_features(runner, objective, data.train, limit=10, batch_size=4)
+
+    tokens, labels = data.train.read(np.arange(10))
+    embedding, *blocks, head = runner.layers.modules
+    hidden = embedding(objective.inputs_from(torch.from_numpy(tokens.astype(np.int64))))
+    expected = []
+    for layer in [*blocks, head]:
+        gain = (layer.norm if layer is head else layer.input_layernorm).weight
+        scale = (hidden.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        expected.append((hidden / scale * gain).mean(0))
+        hidden = layer(hidden)
+    np.testing.assert_allclose(got.layers, torch.stack(expected).detach(), rtol=1e-4, atol=1e-5)
+    assert got.labels.tolist() == labels.tolist()
+
+
+def test_pixel_features_are_the_colours_of_the_tokens(data):
+    got = pixel_features(data.train, palette=data.palette, limit=7, batch_size=3)
+    tokens = data.train.read_tokens(np.arange(7))
+    assert got.layers.shape == (1, 7, 48)
+    for image in range(7):
+        for pixel in range(16):
+            colour = data.palette.centers[tokens[image, pixel]]
+            assert (got.layers[0, image, 3 * pixel : 3 * pixel + 3] == colour).all()
+
+
+def test_images_without_a_label_are_left_out(data, monkeypatch):
+    labels = data.train.labels.copy()
+    labels[:5] = -1
+    monkeypatch.setattr(data.train, "labels", labels)
+    got = pixel_features(data.train, palette=data.palette, limit=12)
+    assert got.layers.shape == (1, 7, 48)
+    assert got.labels.tolist() == labels[5:12].tolist()
+
+
+def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
+    objective, runner = build(tmp_path / "c.yaml")
+
+    result = probe(runner, runner, objective, data, step=3, seed=1)
+
+    assert (result.num_fitted, result.num_held_out, result.num_validation) == (96, 24, 36)
+    assert result.num_classes == 3
+    assert result.pixels.accuracy == 1.0
+    assert [score.layer for score in result.trained] == [0, 1, 2]
+    assert result.best.accuracy > 0.8
+    # The same weights by the same procedure: the same numbers.
+    assert result.trained == result.untrained
+
+    result.write(tmp_path / "evaluation" / "probe.json")
+    written = json.loads((tmp_path / "evaluation" / "probe.json").read_text())
+    assert written["trained"][2]["accuracy"] == result.trained[2].accuracy
+    assert written["best_layer"]["layer"] == result.best.layer
+    assert (written["step"], written["seed"]) == (3, 1)
+
+    lines = table(result).splitlines()
+    assert "<- best" in lines[2 + result.best.layer]
+    assert "raw pixels 100.0%" in lines[-1]
+
+
+def test_sets_that_number_their_classes_differently_are_refused(data, monkeypatch):
+    monkeypatch.setattr(data.validation, "class_names", ("class-0", "class-1"))
+    with pytest.raises(UserError, match="classes-from"):
+        ProbeData(data.train, data.validation, data.palette)
+
+
+def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
+    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    got = layer_features(runner, objective, data.train, limit=6, batch_size=6)
+    again = layer_features(runner, objective, data.train, limit=6, batch_size=2)
+    np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_are_read_from_words():
+    assert read_layers("all", 4) is None
+    assert read_layers("0,4", 4) == [0, 4]
+    for wrong in ("5", "-1", "a", ""):
+        with pytest.raises(UserError, match="from 0 to 4"):
+            read_layers(wrong, 4)

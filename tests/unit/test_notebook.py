@@ -1,0 +1,183 @@
+"""A run as `megavis.load` and the commands see it, against what training wrote down."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import megavis
+from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, shard_folders):
+    """The folder of a run of three steps, trained by the command."""
+    root = tmp_path_factory.mktemp("run")
+    (root / "small.yaml").write_text(
+        f"""\
+name: small
+output: {root}
+objective: {{name: igpt, vocabulary_size: 32, order: random}}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8, validate_every: 3, validation_images: 32}}
+checkpoint: {{every: 2}}
+"""
+    )
+    assert main(["train", str(root / "small.yaml"), "--device", "cpu"]) == 0
+    return root / "small"
+
+
+@pytest.fixture
+def run(trained):
+    """The run, opened; the job that `load` began is left afterwards."""
+    from megavis.parallel.context import close_context
+
+    yield megavis.load(trained, device="cpu")
+    close_context()
+
+
+@pytest.fixture
+def validation(shard_folders):
+    """Ids `[32, 16]` of the images that validation losses are of."""
+    tokens = ShardDataset(shard_folders / "validation").read_tokens(np.arange(32))
+    return torch.from_numpy(tokens.astype(np.int64))
+
+
+def logged_losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+
+
+def test_losses_are_those_that_training_logged(run, trained, validation):
+    logged = logged_losses(trained)
+    assert run.step == 3
+    assert run.loss(validation) == pytest.approx(logged[3], rel=1e-5)
+    assert run.untrained().loss(validation) == pytest.approx(logged[0], rel=1e-5)
+    # The matrix that gives logits starts at zero.
+    assert logged[0] == pytest.approx(math.log(32), rel=1e-5)
+
+
+def test_outputs_give_the_loss(run, validation):
+    logits = run.outputs(validation)
+    order = run.objective.permutation()
+    nats = []
+    for image, rows in zip(validation.tolist(), logits.tolist(), strict=True):
+        for place, row in enumerate(rows):
+            total = math.log(sum(math.exp(x) for x in row))
+            nats.append(total - row[image[order[place]]])
+    assert sum(nats) / len(nats) == pytest.approx(run.loss(validation), rel=1e-5)
+
+
+def test_features_by_layer(run, validation):
+    features = run.features(validation)
+    assert features.shape == (3, 32, 16)
+    assert torch.equal(run.features(validation, layer=1), features[1])
+    assert torch.equal(run.features(validation, layer=-1), features[2])
+    with pytest.raises(UserError, match="not one of 0 to 2"):
+        run.features(validation, layer=3)
+
+
+def test_photographs_go_in_and_come_out(run, validation):
+    pixels = run.images(validation)
+    assert pixels.shape == (32, 4, 4, 3)
+    assert pixels.dtype == np.uint8
+    assert torch.equal(run.to_ids(pixels), validation)
+    assert run.loss(pixels) == run.loss(validation)
+    for wrong in (pixels[:, :3], validation[:, :15], validation.float()):
+        with pytest.raises(UserError, match="takes ids"):
+            run.to_ids(wrong)
+
+
+def test_samples_keep_what_was_given(run, validation):
+    completed = run.sample(originals=validation, given=0.5, seed=1)
+    assert completed.shape == validation.shape
+    same = (completed == validation)[:, run.objective.permutation()]
+    assert same[:, :8].all()
+    assert not same[:, 8:].all()
+    assert torch.equal(run.sample(originals=validation, given=0.5, seed=1), completed)
+    assert run.sample(5, temperature=0.0).unique(dim=0).shape == (1, 16)
+    with pytest.raises(UserError, match="given share"):
+        run.sample(originals=validation, given=1.5)
+
+
+def test_an_older_checkpoint_and_another_precision(run, trained, validation):
+    older = megavis.load(trained, step=2)
+    assert older.step == 2
+    # The second run joined the job of the first.
+    assert older.context.world.group is run.context.world.group
+    assert older.loss(validation) != run.loss(validation)
+    half = megavis.load(trained, dtype=torch.bfloat16)
+    assert half.loss(validation) == pytest.approx(run.loss(validation), rel=1e-2)
+    with pytest.raises(UserError, match="no checkpoint of step 7; steps here: 2, 3"):
+        megavis.load(trained, step=7)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, trained):
+    with pytest.raises(UserError, match="not a run folder"):
+        megavis.load(tmp_path)
+    (tmp_path / "config.yaml").write_bytes((trained / "config.yaml").read_bytes())
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        megavis.load(tmp_path)
+
+
+def test_the_sample_command_writes_pictures(trained, capsys, tmp_path):
+    assert main(["sample", str(trained), "--num-images", "3", "--seed", "1"]) == 0
+    path = trained / "samples" / "samples-00000003.png"
+    assert capsys.readouterr().out.splitlines()[-1] == str(path)
+    assert Image.open(path).size == (3 * 130 + 2, 132)
+
+    out = tmp_path / "completed.png"
+    words = ["--prefix", "half", "--num-images", "4", "--completions", "2", "--out", str(out)]
+    assert main(["sample", str(trained), *words, "--top-k", "5"]) == 0
+    assert Image.open(out).size == (4 * 130 + 2, 4 * 130 + 2)
+
+
+def test_photographs_of_all_classes_take_turns(shard_folders):
+    from megavis.commands.sample import take_turns
+
+    dataset = ShardDataset(shard_folders / "validation")
+    indices = take_turns(dataset, 7)
+    assert dataset.labels[indices].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert len(set(indices.tolist())) == 7
+
+
+def test_the_probe_command_writes_its_numbers(trained, capsys):
+    assert main(["probe", str(trained), "--layers", "0,2", "--train-images", "60"]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((trained / "evaluation" / "probe.json").read_text())
+    assert [score["layer"] for score in result["trained"]] == [0, 2]
+    assert result["num_fitted"] + result["num_held_out"] == 60
+    assert f"raw pixels {result['pixels']['accuracy']:.1%}" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sample", "RUN", "--top-p", "2"], "top-p must lie in"),
+        (["sample", "RUN", "--num-images", "0"], "at least 1"),
+        (["sample", "RUN", "--prefix", "half", "--images", "nowhere"], "nowhere"),
+        (["probe", "RUN", "--layers", "9"], "from 0 to 2"),
+        (["probe", "RUN", "--validation", "nowhere"], "nowhere"),
+        (["probe", "nowhere"], "not a run folder"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(trained, capsys, words, message):
+    assert main([str(trained) if word == "RUN" else word for word in words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_prefix_is_a_word_or_a_share(capsys):
+    from megavis.commands.sample import prefix_share
+
+    assert [prefix_share(text) for text in ("none", "half", "0.25")] == [0.0, 0.5, 0.25]
+    with pytest.raises(SystemExit):
+        main(["sample", "runs/x", "--prefix", "most"])
+    assert "'most' is not none, half" in capsys.readouterr().err
