@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megavis.config.errors import UserError
 
-_COMMANDS = ("train", "parity", "sample", "probe")
+_COMMANDS = ("train", "parity", "params", "sample", "probe", "schema", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megavis", description="Pretrain generative vision Transformers on any layout."
     )
+    # deepspeed's launcher puts this in front of everything; the environment says it too.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS:
         importlib.import_module(f"megavis.commands.{name}").add_parser(subparsers)

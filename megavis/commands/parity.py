@@ -45,9 +45,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare; returns 1 when any layout fails."""
-    from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
-    from megavis.training.parity import compare_layouts, parity_config
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.config.load import load_config
+        from megavis.objectives import objective_configs
+        from megavis.training.parity import compare_layouts, parity_config
 
     loaded = load_config(args.config, args.overrides, objectives=objective_configs())
     config = parity_config(loaded.config)

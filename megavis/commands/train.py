@@ -20,20 +20,19 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
-    # deepspeed's launcher adds this to every command line.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train."""
-    from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.config.load import load_config
+        from megavis.objectives import objective_configs
+        from megavis.parallel.launch import read_launch
+        from megavis.training.run import run_training
 
     loaded = load_config(args.config, args.overrides, objectives=objective_configs())
-
-    from megavis.parallel.launch import read_launch
-    from megavis.training.run import run_training
-
     run_training(loaded, read_launch(os.environ), device=args.device)
     return 0

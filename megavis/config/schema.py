@@ -153,6 +153,8 @@ class TrainingConfig(Section):
     """Held-out images of one validation loss."""
     sample_every: NonNegative = 0
     """Steps between two image grids; 0: never."""
+    sample_images: Positive = 8
+    """Images of such a grid."""
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,9 @@ then data, then pipeline.
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -83,6 +85,9 @@ def open_context(
     """
     import deepspeed
 
+    # DeepSpeed tells each of its settings at INFO, some hundred lines a start.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(name, launch.local_rank) if name == "cuda" else torch.device(name)
     os.environ.update(launch.environment())

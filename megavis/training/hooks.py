@@ -49,11 +49,9 @@ class Hook(Protocol):
 class LogMetrics:
     """Loss, learning rate, gradient norm and throughput, every N steps."""
 
-    def __init__(
-        self, every: int, *, first_step: int, flops_per_image: float, tokens_per_image: int
-    ) -> None:
+    def __init__(self, every: int, *, flops_per_image: float, tokens_per_image: int) -> None:
         self.every, self.flops, self.tokens = every, flops_per_image, tokens_per_image
-        self._since = (first_step, time.perf_counter())
+        self._since: tuple[int, float] | None = None
 
     def __call__(self, state: StepState) -> None:
         """Record the step's numbers where they are due."""
@@ -66,12 +64,21 @@ class LogMetrics:
         state.record["samples_seen"] = state.step * engine.config.training.batch_size
         state.record.update(self._throughput(state))
 
+    def restart_clock(self, state: StepState) -> None:
+        """Leave out of the speeds what the other hooks took; called after them.
+
+        The clock first runs after the first step, which warms everything up.
+        """
+        began = state.loss is not None
+        if began and (self._since is None or state.record or state.images):
+            self._since = (state.step, time.perf_counter())
+
     def _throughput(self, state: StepState) -> dict[str, float]:
-        now = time.perf_counter()
+        if self._since is None:
+            return {}
         first_step, begin = self._since
-        self._since = (state.step, now)
         images = (state.step - first_step) * state.engine.config.training.batch_size
-        rate = images / (now - begin)
+        rate = images / (time.perf_counter() - begin)
         speeds = {"samples_per_s": rate, "tokens_per_s": rate * self.tokens}
         context = state.engine.context
         if context.device.type == "cuda":
@@ -113,27 +120,6 @@ class Validate:
         return float(total[0] / total[1])
 
 
-class SampleImages:
-    """A grid of samples, every N steps."""
-
-    def __init__(self, every: int, draw: Callable[[Engine, int], np.ndarray | None]) -> None:
-        """Set up.
-
-        Args:
-            every: steps between two grids.
-            draw: makes uint8 pixels `[h, w, 3]` from the engine and the step; called on every
-                process, what the main one returns is shown.
-        """
-        self.every, self.draw = every, draw
-
-    def __call__(self, state: StepState) -> None:
-        """Draw where it is due, but not before the first step."""
-        if state.loss is not None and state.is_due(self.every):
-            pixels = self.draw(state.engine, state.step)
-            if pixels is not None:
-                state.images["samples"] = pixels
-
-
 class SaveCheckpoint:
     """A checkpoint every N steps and at the end."""
 
@@ -168,9 +154,13 @@ class ShowProgress:
     """A progress bar on a terminal, plain lines in a log; on the main process alone."""
 
     def __init__(self, first_step: int, last_step: int) -> None:
-        self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
-        if not sys.stderr.isatty():
-            self._bar.disable = True
+        self._bar = tqdm(
+            total=last_step,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
 
     def __call__(self, state: StepState) -> None:
         """Advance the bar; write the step's numbers where there are any."""

@@ -36,6 +36,7 @@ from megavis.training.hooks import (
 )
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
+from megavis.training.samples import SampleImages
 
 
 @dataclass
@@ -76,16 +77,16 @@ class TrainingRun:
         """Train to the last step, from the newest checkpoint if there is one."""
         config, context = self.config, self.context
         checkpoint = self._checkpoint_to_resume()
+        first_step = read_manifest(checkpoint).step if checkpoint else 0
+        hooks = self._hooks(first_step, extra_hooks)
         self._prepare_folder()
         engine = Engine(config, self.objective, context)
         states = ParameterStates(engine.deepspeed, config.parallel.zero_stage)
-        first_step = 0
         if checkpoint is not None:
             manifest = load_training_state(
                 checkpoint, layers=engine.layers, states=states, context=context
             )
             engine.restore_loss_scale(manifest.loss_scale)
-            first_step = manifest.step
         metrics = MetricsWriter(self.folder, first_step=first_step) if context.is_main else None
         loader = BatchLoader(
             self.train_data,
@@ -102,7 +103,7 @@ class TrainingRun:
                 loader,
                 first_step=first_step,
                 last_step=config.training.steps,
-                hooks=self._hooks(first_step, extra_hooks),
+                hooks=hooks,
                 metrics=metrics,
                 save=SaveCheckpoint(
                     config.checkpoint.every, lambda step: self._save(step, engine, states)
@@ -119,22 +120,28 @@ class TrainingRun:
             num_outputs=paper.num_outputs,
             visibility=paper.visibility_kind,
         )
-        hooks: list[Hook] = [
-            LogMetrics(
-                settings.log_every,
-                first_step=first_step,
-                flops_per_image=flops,
-                tokens_per_image=paper.num_tokens,
-            )
-        ]
+        log = LogMetrics(
+            settings.log_every, flops_per_image=flops, tokens_per_image=paper.num_tokens
+        )
+        hooks: list[Hook] = [log]
         if self.validation_data is not None and settings.validate_every:
             hooks.append(
                 Validate(self.validation_data, settings.validate_every, settings.validation_images)
             )
+        if settings.sample_every:
+            hooks.append(
+                SampleImages(
+                    self.folder,
+                    self.validation_data,
+                    objective=paper,
+                    every=settings.sample_every,
+                    num_images=settings.sample_images,
+                )
+            )
         hooks += [*extra, CollectGarbage()]
         if self.context.is_main:
             hooks.append(ShowProgress(first_step, settings.steps))
-        return hooks
+        return [*hooks, log.restart_clock]
 
     def _save(self, step: int, engine: Engine, states: ParameterStates) -> None:
         progress = Progress(
