@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megavis.config.errors import UserError
 
-_COMMANDS = ("train", "parity", "params", "sample", "probe", "schema", "doctor")
+_COMMANDS = ("train", "parity", "params", "sample", "probe", "report", "schema", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,110 @@
+"""Samples are the same in every layout, from an engine in training and from a saved run."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megavis.config.load import load_config
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import BatchLoader
+from megavis.model.runner import Runner
+from megavis.notebook import Run
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.parallel.context import close_context, open_context
+from megavis.sampling.batches import sample_ids
+from megavis.training.engine import Engine
+
+STEPS = 4
+LAYOUTS = [
+    # processes, overrides
+    (2, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=0"]),
+    (
+        2,
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "parallel.zero_stage=1",
+        ],
+    ),
+    (2, ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=0"]),
+    (2, ["parallel.zero_stage=3"]),
+    (4, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]),
+]
+
+
+def sample_after_training(launch, path, overrides):
+    """Train for a few steps, draw 5 images and complete 5; go on, to see that nothing broke."""
+    config = load_config(path, overrides, objectives=objective_configs()).config
+    context = open_context(
+        launch,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        device="cpu",
+    )
+    try:
+        objective = OBJECTIVES["igpt"](config, context)
+        engine = Engine(config, objective, context)
+        dataset = ShardDataset(config.data.train)
+        originals = torch.from_numpy(dataset.read_tokens(range(5)).astype("int64"))
+        loader = BatchLoader(
+            dataset,
+            seed=0,
+            micro_batch_size=engine.micro_batch_size,
+            data_parallel_rank=context.data.rank,
+            data_parallel_size=context.data.size,
+            accumulation_steps=engine.accumulation_steps,
+        )
+        with loader:
+            losses = [engine.train_step(loader, step) for step in range(STEPS)]
+            draw = partial(
+                sample_ids, Runner(engine.layers, context), objective, num_images=5, seed=3
+            )
+            ids = torch.cat([draw(batch_size=2), draw(originals=originals, num_given=32)])
+            losses.append(engine.train_step(loader, STEPS))
+        return ids.tolist(), [engine.mean_over_data(loss) for loss in losses]
+    finally:
+        close_context()
+
+
+def sample_saved(launch, run_folder, tensor_size):
+    """Open a run inside a job and draw 5 images."""
+    open_context(launch, tensor_model_parallel_size=tensor_size, device="cpu")
+    try:
+        return Run.open(run_folder).sample(5, seed=3, top_p=0.9).tolist()
+    finally:
+        close_context()
+
+
+@pytest.fixture(scope="module")
+def path(tiny_config):
+    return str(tiny_config)
+
+
+FAST = ["optimizer.learning_rate=3e-2", "schedule.warmup_steps=0"]
+
+
+def test_every_layout_draws_what_one_process_draws(run_job, path):
+    words = [*FAST, "parallel.zero_stage=0"]
+    [(expected, losses)] = run_job(sample_after_training, 1, path, words)
+    assert len({tuple(row) for row in expected}) == 10
+
+    for num_processes, layout in LAYOUTS:
+        results = run_job(sample_after_training, num_processes, path, FAST + layout)
+        for ids, other_losses in results:
+            assert ids == expected, layout
+            assert other_losses == pytest.approx(losses, rel=1e-4), layout
+
+
+def test_a_saved_run_is_sampled_on_several_ranks(run_job, path, tmp_path):
+    from run_jobs import train_run
+
+    words = [*FAST, f"output={tmp_path}", "parallel.zero_stage=1"]
+    run_job(train_run, 2, path, words)
+    folder = str(tmp_path / "tiny")
+
+    [expected] = run_job(sample_saved, 1, folder, 1)
+
+    for num_processes, tensor_size in ((2, 1), (2, 2), (4, 2)):
+        for ids in run_job(sample_saved, num_processes, folder, tensor_size):
+            assert ids == expected

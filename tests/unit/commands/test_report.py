@@ -1,0 +1,69 @@
+"""The summary of a run, from files written by hand."""
+
+import json
+import math
+
+import pytest
+
+from megavis.cli import main
+from megavis.commands.report import bits_per_dimension
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = tmp_path / "run"
+    (run / "samples").mkdir(parents=True)
+    records = [
+        {"step": 0, "validation_loss": math.log(512)},
+        {"step": 10, "loss": 4.0},
+        {"step": 20, "loss": 3.0, "validation_loss": 3 * math.log(2)},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return run
+
+
+def test_nine_bits_a_token_are_three_bits_a_dimension():
+    assert bits_per_dimension(math.log(512)) == pytest.approx(3.0)
+
+
+def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
+    (folder / "evaluation").mkdir()
+    probe = {
+        "best_layer": {"layer": 3, "accuracy": 0.75},
+        "best_layer_untrained": {"layer": 0, "accuracy": 0.5},
+        "pixels": {"layer": 0, "accuracy": 0.25},
+    }
+    (folder / "evaluation" / "probe.json").write_text(json.dumps(probe))
+    names = ("samples-00000010", "samples-00000020", "completions-00000020", "step-00000020")
+    for name in names:
+        (folder / "samples" / f"{name}.png").touch()
+
+    assert main(["report", str(folder)]) == 0
+
+    printed = capsys.readouterr().out
+    assert "step 20" in printed
+    assert "6.2383 before, 2.0794 after, nats a token" in printed
+    assert "3.0000 before, 1.0000 after, bits a dimension" in printed
+    assert "75.0% (layer 3), raw pixels 25.0%, untrained network 50.0%" in printed
+    assert str(folder / "samples" / "samples-00000020.png") in printed
+    assert str(folder / "samples" / "completions-00000020.png") in printed
+    assert "samples-00000010" not in printed
+    assert f"tensorboard --logdir {folder / 'tensorboard'}" in printed
+
+
+def test_a_run_without_held_out_images_shows_its_training_loss(folder, capsys):
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 2, "loss": 5.0}\n')
+    (folder / "samples" / "step-00000002.png").touch()
+    assert main(["report", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "training loss     6.0000 before, 5.0000 after" in printed
+    assert "step-00000002.png" in printed
+    assert "probe" not in printed
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, folder, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text("")
+    assert main(["report", str(folder)]) == 2
+    assert "has not begun" in capsys.readouterr().err
