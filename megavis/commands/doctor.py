@@ -178,7 +178,7 @@ def _compilers() -> Iterator[Finding]:
     folders = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     for tool in ("g++", "ninja"):
         place = shutil.which(tool, path=folders)
-        purpose = "offload to the CPU (DeepSpeed compiles its Adam on first use)"
+        purpose = "offload to NVMe (DeepSpeed compiles its file reader on first use)"
         yield Finding(tool, place is not None, place or "not on the PATH", purpose)
 
 
