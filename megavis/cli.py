@@ -22,7 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS:
         importlib.import_module(f"megavis.commands.{name}").add_parser(subparsers)
-    parsed = parser.parse_args(arguments)
+    parsed, words = parser.parse_known_args(arguments)
+    # argparse takes key=value words only where they stand together; users put options between.
+    if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if words:
+        parsed.overrides += words
     try:
         code: int = parsed.run(parsed)
     except UserError as error:

@@ -1,0 +1,86 @@
+"""`torchrun`, `deepspeed` and `srun`'s environment start the same run as one process alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_jobs import deterministic_metrics
+
+BIN = Path(sys.executable).parent
+
+
+def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
+    """Start a command with this environment's programs first, one thread a process."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        words,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    assert process.returncode == 0, output[-3000:]
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
+    output = tmp_path_factory.mktemp("alone")
+    words = ["train", str(tiny_config), "--device", "cpu", f"output={output}", "name=alone"]
+    finish(start([str(BIN / "megavis"), *words]))
+    return deterministic_metrics(output / "alone")
+
+
+def same_losses(folder: Path, reference: list) -> None:
+    ours = deterministic_metrics(folder)
+    assert [line["step"] for line in ours] == [line["step"] for line in reference]
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"],
+        ["deepspeed", "--num_accelerators", "2", "--master_port", "29617"],
+    ],
+    ids=["torchrun", "deepspeed"],
+)
+def test_launcher(
+    launcher: list[str], tiny_config: Path, tmp_path: Path, one_process: list
+) -> None:
+    words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
+    finish(start([*launcher, str(BIN / "megavis"), *words]))
+    same_losses(tmp_path / "two", one_process)
+
+
+def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
+    """Two tasks with the variables that srun sets, as no SLURM is needed to read them."""
+    words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
+    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "4711"}
+    tasks = [
+        start([str(BIN / "megavis"), *words], SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm)
+        for i in range(2)
+    ]
+    for task in tasks:
+        finish(task)
+    same_losses(tmp_path / "two", one_process)
+
+
+def test_a_typo_stops_all_processes_with_one_line_each(tiny_config: Path) -> None:
+    launcher = ["torchrun", "--nproc-per-node", "2", "--master-port", "0"]
+    words = ["train", str(tiny_config), "--device", "cpu", "training.stepps=3"]
+    process = start([*launcher, str(BIN / "megavis"), *words])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "training.stepps: unknown key; did you mean 'steps'?" in output

@@ -1,0 +1,158 @@
+"""Checkpoints are there completely or not at all, and damage is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megavis.checkpoint.folder import (
+    latest_checkpoint,
+    partial_folder,
+    prune,
+    publish,
+    saved_steps,
+    step_folder,
+)
+from megavis.checkpoint.load import CheckpointReader, check_files
+from megavis.checkpoint.manifest import (
+    LogicalTensor,
+    Manifest,
+    Slice,
+    StoredFile,
+    read_manifest,
+)
+from megavis.config.errors import UserError
+from megavis.data.files import sha256_of_file, write_atomically
+
+
+def write_checkpoint(run: Path, step: int) -> Path:
+    """Write a checkpoint of one matrix, split by columns over two files, and publish it."""
+    partial = partial_folder(run, step)
+    partial.mkdir(parents=True)
+    whole = torch.arange(24, dtype=torch.float32).view(4, 6) + step
+    files, slices = {}, []
+    for rank, part in enumerate(whole.split([2, 4], dim=1)):
+        name = f"rank-{rank:05d}.safetensors"
+        save_file({"weight/w": part.contiguous()}, partial / name)
+        files[name] = StoredFile(
+            size=(partial / name).stat().st_size, sha256=sha256_of_file(partial / name)
+        )
+        start = sum(piece.length for piece in slices)
+        slices.append(Slice(file=name, key="weight/w", start=start, length=part.shape[1]))
+    manifest = Manifest(
+        step=step,
+        samples_seen=step,
+        optimizer_step=step,
+        seed=0,
+        tokenizer=None,
+        layout={},
+        files=files,
+        tensors={"weight/w": LogicalTensor(shape=(4, 6), dimension=1, slices=tuple(slices))},
+    )
+    write_atomically(partial / "manifest.json", manifest.model_dump_json().encode())
+    return publish(run, step)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 6), (0, 2), (1, 3), (3, 3), (5, 1)])
+def test_any_part_of_a_tensor_is_read_from_its_slices(tmp_path, start, length):
+    folder = write_checkpoint(tmp_path, 3)
+    whole = torch.arange(24, dtype=torch.float32).view(4, 6) + 3
+    with CheckpointReader(folder) as reader:
+        part = reader.read("weight/w", start, length)
+    assert torch.equal(part, whole[:, start : start + length])
+
+
+def test_latest_names_the_newest_and_an_unfinished_one_is_not_there(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    write_checkpoint(tmp_path, 1)
+    newest = write_checkpoint(tmp_path, 2)
+    partial_folder(tmp_path, 3).mkdir()
+    assert latest_checkpoint(tmp_path) == newest
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_that_latest_never_named_is_written_again(tmp_path):
+    write_checkpoint(tmp_path, 1)
+    stale = step_folder(tmp_path, 2)
+    stale.mkdir()
+    (stale / "rank-00000.safetensors").write_bytes(b"old")
+    folder = write_checkpoint(tmp_path, 2)
+    assert (folder / "manifest.json").exists()
+    assert latest_checkpoint(tmp_path) == folder
+
+
+def test_latest_that_names_nothing_is_an_error_with_the_steps_there(tmp_path):
+    folder = write_checkpoint(tmp_path, 1)
+    shutil.move(folder, folder.with_name("step-00000009"))
+    with pytest.raises(UserError, match="names step-00000001, which is missing; steps here: 9"):
+        latest_checkpoint(tmp_path)
+
+
+def test_pruning_keeps_the_newest_and_every_mth(tmp_path):
+    for step in range(1, 10):
+        write_checkpoint(tmp_path, step)
+    prune(tmp_path, keep_last=2, keep_every=4)
+    assert saved_steps(tmp_path) == [4, 8, 9]
+    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert left == ["latest", "step-00000004", "step-00000008", "step-00000009"]
+
+
+def test_pruning_never_takes_the_one_that_latest_names(tmp_path):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000001\n")
+    prune(tmp_path, keep_last=1, keep_every=0)
+    assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_every_flipped_byte_is_found(tmp_path, context):
+    folder = write_checkpoint(tmp_path, 1)
+    path = folder / "rank-00001.safetensors"
+    content = path.read_bytes()
+    check_files(folder, context)
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"rank-00001\.safetensors: its SHA-256"):
+            check_files(folder, context)
+
+
+def test_a_cut_or_missing_file_is_named(tmp_path, context):
+    folder = write_checkpoint(tmp_path, 1)
+    path = folder / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match="rank-00000.safetensors: has .* it was cut off"):
+        check_files(folder, context)
+    path.unlink()
+    with pytest.raises(UserError, match="rank-00000.safetensors: missing"):
+        check_files(folder, context)
+
+
+def test_a_damaged_manifest_says_where(tmp_path):
+    folder = write_checkpoint(tmp_path, 1)
+    content = json.loads((folder / "manifest.json").read_text())
+    content["step"] = "three"
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="damaged at step"):
+        read_manifest(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        read_manifest(folder)
+
+
+def test_pickles_are_never_opened(tmp_path, context):
+    """A file that would run code when unpickled is refused by its hash and by its form."""
+    folder = write_checkpoint(tmp_path, 1)
+    path = folder / "rank-00000.safetensors"
+    torch.save({"weight/w": torch.ones(4, 2)}, path)
+    with pytest.raises(UserError):
+        check_files(folder, context)
+    with pytest.raises(Exception, match="header"), CheckpointReader(folder) as reader:
+        reader.read("weight/w")

@@ -1,0 +1,52 @@
+"""iGPT as plain loops over images and heads: what the real layers are compared with."""
+
+import math
+
+import torch
+
+
+def rms_norm(x, gain, epsilon):
+    return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * gain
+
+
+def attend(x, weights, num_heads, sees):
+    """Attend `[n, h]`, one head and one query after the other; `sees(i, j)` is the mask."""
+    num_tokens, width = x.shape
+    size = width // num_heads
+    mixed = torch.zeros_like(x)
+    for head in range(num_heads):
+        # Rows of the query matrix go head by head; keys and values of a head are neighbours.
+        query = x @ weights["linear_q.weight"][head * size : (head + 1) * size].T
+        pair = weights["linear_kv.weight"][2 * head * size : 2 * (head + 1) * size]
+        key, value = x @ pair[:size].T, x @ pair[size:].T
+        for i in range(num_tokens):
+            visible = [j for j in range(num_tokens) if sees(i, j)]
+            scores = torch.stack([query[i] @ key[j] / math.sqrt(size) for j in visible])
+            share = scores.softmax(0)
+            mixed[i, head * size : (head + 1) * size] = sum(
+                p * value[j] for p, j in zip(share, visible, strict=True)
+            )
+    return mixed @ weights["linear_proj.weight"].T
+
+
+def logits(parameters, ids, *, num_layers, num_heads, causal, mask=None, epsilon=1e-5):
+    """Return `[n, v]` for one image's ids `[n]`; `mask` zeroes embeddings, as BERT does."""
+
+    def part(prefix):
+        return {k.removeprefix(prefix): v for k, v in parameters.items() if k.startswith(prefix)}
+
+    embedded = parameters["embedding.tokens.weight"][ids]
+    if causal:
+        embedded = torch.cat([parameters["embedding.start"][None], embedded[:-1]])
+    if mask is not None:
+        embedded = torch.where(mask[:, None], torch.zeros(()), embedded)
+    x = embedded + parameters["embedding.positions.weight"]
+    for layer in range(num_layers):
+        weights = part(f"blocks.{layer}.")
+        inner = rms_norm(x, weights["input_layernorm.weight"], epsilon)
+        own = {k.removeprefix("self_attention."): v for k, v in weights.items()}
+        x = x + attend(inner, own, num_heads, lambda i, j: j <= i or not causal)
+        inner = rms_norm(x, weights["pre_mlp_layernorm.weight"], epsilon)
+        hidden = inner @ weights["mlp.linear_fc1.weight"].T
+        x = x + (hidden / (1 + (-1.702 * hidden).exp())) @ weights["mlp.linear_fc2.weight"].T
+    return rms_norm(x, parameters["head.norm.weight"], epsilon) @ parameters["head.linear.weight"].T

@@ -1,0 +1,136 @@
+"""The layers that training runs, against plain loops, and what may depend on what."""
+
+import plain_igpt
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megavis.model.flops import training_flops
+from megavis.model.visibility import KeyValueCache, Visibility
+
+
+def parameters_of(runner):
+    return {name: p.detach() for name, p in runner.layers.named_parameters()}
+
+
+def draw_ids(batch_size=2, num_tokens=16, vocabulary=32):
+    return torch.randint(vocabulary, (batch_size, num_tokens), generator=torch.Generator())
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "bert"])
+def test_logits_are_those_of_plain_loops(build, tmp_path, mode):
+    objective, runner = build(tmp_path / "c.yaml", f"objective.mode={mode}")
+    ids = draw_ids()
+    mask = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    conditions = {"mask": mask} if mode == "bert" else {}
+    ours = objective.outputs(runner.predictions(objective.inputs_from(ids, **conditions)))
+    for image in range(len(ids)):
+        plain = plain_igpt.logits(
+            parameters_of(runner),
+            ids[image],
+            num_layers=2,
+            num_heads=2,
+            causal=mode == "autoregressive",
+            mask=mask[image] if mode == "bert" else None,
+        )
+        torch.testing.assert_close(ours[image], plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prediction_depends_on_earlier_pixels_alone(build, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml")
+    ids = draw_ids(batch_size=1)
+    embedding = runner.layers.modules[0]
+    seen = []
+    hook = embedding.tokens.register_forward_hook(
+        lambda _, __, out: seen.append(out.retain_grad() or out)
+    )
+    state = objective.inputs_from(ids)
+    for layer in runner.layers.modules:
+        state = layer(state)
+    hook.remove()
+    for place in range(16):
+        seen[0].grad = None
+        state[place, 0].sum().backward(retain_graph=True)
+        moved = seen[0].grad[0].abs().sum(-1) != 0
+        # What enters at a place is the pixel before it, and at the first the start vector.
+        assert moved.tolist() == [0 < other <= place for other in range(16)]
+
+
+def test_all_pixels_see_all_in_bert(build, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    ids = draw_ids(batch_size=1)
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    base = objective.outputs(runner.predictions(objective.inputs_from(ids, mask=nothing)))
+    for place in (0, 7, 15):
+        other = ids.clone()
+        other[0, place] = (other[0, place] + 1) % 32
+        out = objective.outputs(runner.predictions(objective.inputs_from(other, mask=nothing)))
+        assert ((out - base).abs().amax(-1) > 0).all()
+
+
+@pytest.mark.parametrize("num_new", [1, 3, 16])
+def test_a_cache_gives_what_the_whole_sequence_gives(build, tmp_path, num_new):
+    _, runner = build(tmp_path / "c.yaml")
+    block = runner.layers.modules[1]
+    hidden = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = block.attend(hidden, Visibility("causal"))
+        cache, parts = KeyValueCache(capacity=16), []
+        for start in range(0, 16, num_new):
+            piece = hidden[start : start + num_new]
+            parts.append(block.attend(piece, Visibility("causal", cache)))
+            cache.advance(len(piece))
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_dense_mask_is_the_definition():
+    for num_queries, num_keys in ((4, 4), (2, 5), (1, 3)):
+        first = num_keys - num_queries
+        mask = Visibility("causal").dense_mask(num_queries, num_keys)
+        for i in range(num_queries):
+            for j in range(num_keys):
+                assert mask[i, j] == (j <= first + i)
+    assert Visibility("full").dense_mask(2, 3).all()
+
+
+def test_layers_start_the_same_in_whatever_order_they_are_built(build, tmp_path):
+    objective, _ = build(tmp_path / "c.yaml")
+    plans = objective.layer_plans()
+    forward = [plan.build() for plan in plans]
+    backward = [plan.build() for plan in reversed(plans)][::-1]
+    for one, other in zip(forward, backward, strict=True):
+        for mine, yours in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, yours)
+    first, second = (layer.self_attention.linear_q.weight for layer in forward[1:3])
+    assert not torch.equal(first, second), "two blocks were drawn alike"
+
+
+def test_weights_start_as_the_released_code_draws_them(build, tmp_path):
+    words = ["model.hidden_size=128", "model.num_layers=4", "model.num_attention_heads=4"]
+    objective, _ = build(tmp_path / "c.yaml", *words)
+    embedding, block, *_, head = [plan.build() for plan in objective.layer_plans()]
+    expected = {
+        embedding.tokens.weight: 0.02,
+        embedding.positions.weight: 0.01,
+        block.self_attention.linear_q.weight: 128**-0.5,
+        block.self_attention.linear_kv.weight: 128**-0.5,
+        block.self_attention.linear_proj.weight: (128 * 4) ** -0.5,
+        block.mlp.linear_fc1.weight: 0.02,
+        block.mlp.linear_fc2.weight: 0.02,
+    }
+    for weight, std in expected.items():
+        # Five standard errors of a standard deviation's estimate.
+        assert abs(weight.std().item() / std - 1) < 5 / (2 * weight.numel()) ** 0.5
+    assert head.linear.weight.abs().max() == 0
+
+
+def test_flops_are_what_torch_counts(build, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    ids = draw_ids(batch_size=3)
+    inputs = objective.inputs_from(ids, mask=torch.zeros_like(ids, dtype=torch.bool))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        runner.predictions(inputs)
+    ours = training_flops(objective.config.model, num_tokens=16, num_outputs=32, visibility="full")
+    # A training step of one image counts as three forward passes, and here are three images.
+    assert counter.get_total_flops() == ours

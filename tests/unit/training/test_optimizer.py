@@ -1,0 +1,65 @@
+"""Schedule, parameter groups, and the gradient norm of ZeRO-0, against plain arithmetic."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from megavis.config.errors import UserError
+from megavis.config.schema import OptimizerConfig, ScheduleConfig
+from megavis.training.gradients import GradientNorm
+from megavis.training.optimizer import build_optimizer, learning_rate, parameter_groups
+
+
+def test_schedule_warms_up_and_ends_at_zero():
+    schedule = ScheduleConfig(warmup_steps=10, decay="cosine")
+    rates = [learning_rate(s, peak=2.0, total_steps=110, config=schedule) for s in range(111)]
+    assert rates[:10] == pytest.approx([2.0 * (s + 1) / 10 for s in range(10)])
+    for s in range(10, 111):
+        assert rates[s] == pytest.approx(1.0 + math.cos(math.pi * (s - 10) / 100))
+    assert rates[10] == 2.0
+    assert rates[110] == pytest.approx(0.0)
+
+
+def test_constant_schedule_stays_at_the_peak():
+    schedule = ScheduleConfig(decay="constant")
+    assert {learning_rate(s, peak=0.1, total_steps=9, config=schedule) for s in range(9)} == {0.1}
+
+
+def test_only_matrices_of_linear_layers_decay():
+    named = {
+        "embedding.tokens.weight": nn.Parameter(torch.ones(2, 2)),
+        "blocks.0.self_attention.linear_q.weight": nn.Parameter(torch.ones(2, 2)),
+        "blocks.0.self_attention.linear_q.bias": nn.Parameter(torch.ones(2)),
+        "blocks.0.input_layernorm.weight": nn.Parameter(torch.ones(2)),
+        "head.linear.weight": nn.Parameter(torch.ones(2, 2)),
+    }
+    decayed, others = parameter_groups(named.items(), 0.1)
+    assert [p is q for p, q in zip(decayed["params"], list(named.values())[1::3], strict=True)]
+    assert decayed["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    assert len(decayed["params"]) == 2
+    assert len(others["params"]) == 3
+    assert len(parameter_groups(named.items(), 0.0)) == 1
+
+
+def test_apex_that_is_not_there_is_a_clear_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
+    config = OptimizerConfig(learning_rate=1e-3, implementation="apex")
+    named = [("w.linear.weight", nn.Parameter(torch.ones(1)))]
+    with pytest.raises(UserError, match="NVIDIA Apex, which is not installed"):
+        build_optimizer(named, config)
+
+
+def test_gradient_norm_is_measured_before_it_is_clipped(context):
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    norm = GradientNorm(optimizer, context.model.group, clip=1.0)
+    parameters[0].grad = torch.tensor([3.0, 0.0, 4.0])
+    parameters[1].grad = torch.tensor([[0.0, 12.0], [0.0, 0.0]])
+    optimizer.step()
+    assert float(norm.value) == 13.0
+    moved = torch.cat([p.detach().flatten() for p in parameters])
+    assert float(moved.norm()) == pytest.approx(1.0, abs=1e-6)

@@ -1,0 +1,128 @@
+"""What training refuses, before it has touched anything: one message, exit code 2."""
+
+import shutil
+
+import pytest
+import yaml
+
+from megavis.cli import main
+
+
+@pytest.fixture(scope="module")
+def config(shard_folders, tmp_path_factory):
+    """A config of a run of four steps, which has been trained."""
+    root = tmp_path_factory.mktemp("refusals")
+    path = root / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {root}/runs
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 4, batch_size: 8, log_every: 1}}
+checkpoint: {{every: 2}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    return path
+
+
+def refused(capsys, path, *words):
+    """Run training, expect refusal, and return the message."""
+    assert main(["train", str(path), "--device", "cpu", *words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    return message
+
+
+def other_palette(shards, target):
+    """Write shards of the same pictures with another palette."""
+    import numpy as np
+
+    from data_tools.__main__ import main as data_tools
+    from megavis.tokenizers.palette import Palette
+
+    centers = np.random.default_rng(1).uniform(-1, 1, (32, 3)).astype(np.float32)
+    Palette(centers).save(target / "palette.npy")
+    options = ["--palette", str(target / "palette.npy"), "--size", "4"]
+    source = str(shards / "images" / "train")
+    assert data_tools(["palette", "shards", source, "--out", str(target / "out"), *options]) == 0
+    return target / "out"
+
+
+def test_a_finished_run_that_is_started_again_does_nothing(config):
+    metrics = config.parent / "runs" / "small" / "metrics.jsonl"
+    before = metrics.read_text()
+    assert main(["train", str(config), "--device", "cpu"]) == 0
+    assert metrics.read_text() == before
+
+
+def test_more_steps_go_on_from_the_end(config, tmp_path):
+    shutil.copytree(config.parent / "runs" / "small", tmp_path / "small")
+    words = [f"output={tmp_path}", "training.steps=6"]
+    assert main(["train", str(config), "--device", "cpu", *words]) == 0
+    lines = (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
+    assert [yaml.safe_load(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_palette_than_the_checkpoints(config, capsys, shard_folders, tmp_path):
+    other = other_palette(shard_folders, tmp_path)
+    message = refused(capsys, config, f"data.train={other}", "data.validation=null")
+    assert f"{other}: its palette" in message
+    assert "choose another name" in message
+
+
+def test_another_palette_in_the_validation_data(config, capsys, shard_folders, tmp_path):
+    other = other_palette(shard_folders, tmp_path)
+    message = refused(capsys, config, f"data.validation={other}", "name=new")
+    assert "data.validation" in message
+    assert "another palette" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.num_layers=2"], "begun with another 'model'"),
+        (["seed=1"], "begun with another 'seed'"),
+        (["objective.order=random"], "begun with another 'objective'"),
+        (["training.batch_size=16"], "batch_size 8"),
+        (["name=new", "data.image_size=8"], "holds images of 4² pixels; data.image_size is 8"),
+        (["name=new", "objective.vocabulary_size=16"], "palette of 32 colours"),
+        (["name=new", "data.train=/nowhere"], "data.train: /nowhere"),
+        (["name=new", "training.batch_sise=4"], "did you mean 'batch_size'?"),
+        (
+            ["name=new", "objective.mode=bert", "training.sample_every=2"],
+            "cannot be sampled pixel by pixel",
+        ),
+    ],
+)
+def test_what_does_not_fit(config, capsys, words, expected):
+    assert expected in refused(capsys, config, *words)
+
+
+def test_a_shard_cut_in_half(config, capsys, shard_folders, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(shard_folders / "train", cut)
+    shard = next(cut.glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    message = refused(capsys, config, "name=new", f"data.train={cut}")
+    assert shard.name in message
+
+
+def test_a_flipped_byte_in_the_checkpoint_leaves_all_as_it_was(config, capsys, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(config.parent / "runs" / "small", run)
+    path = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 16
+    path.write_bytes(content)
+    before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
+    message = refused(capsys, config, f"output={tmp_path}", "training.steps=6")
+    assert "its SHA-256 is not the manifest's" in message
+    assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")} == before
+    # The way out that the message names: an older checkpoint.
+    (run / "checkpoints" / "latest").write_text("step-00000002\n")
+    assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
