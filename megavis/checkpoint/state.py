@@ -67,11 +67,11 @@ class ParameterStates:
     def _set_local(self, parameter: nn.Parameter, kind: Kind, value: Tensor) -> None:
         # Through the local slice: DeepSpeed's whole-tensor setter cuts the value without the
         # padding that odd sizes get.
-        size = parameter.ds_tensor.numel()
-        padded = nn.functional.pad(
-            value.flatten(), (0, size * parameter.ds_zero_partition_world_size - value.numel())
-        )
-        local = padded.narrow(0, size * parameter.ds_zero_partition_rank, size)
+        split: Any = parameter
+        size = split.ds_tensor.numel()
+        padding = size * split.ds_zero_partition_world_size - value.numel()
+        padded = nn.functional.pad(value.flatten(), (0, padding))
+        local = padded.narrow(0, size * split.ds_zero_partition_rank, size)
         if kind == "weight":
             safe_set_local_fp32_param(parameter, local)
             set_gathered(parameter, value)

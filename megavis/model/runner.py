@@ -7,6 +7,8 @@ one forward pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,17 +92,15 @@ class Runner:
             assert isinstance(state, Tensor)
             return state
         source = dist.get_global_rank(pipeline.group, stage)
-        form = [None]
-        if stage == pipeline.rank:
-            assert isinstance(state, Tensor)
-            form = [(tuple(state.shape), state.dtype)]  # type: ignore[list-item]
+        form: list[Any] = [None]
+        if isinstance(state, Tensor) and stage == pipeline.rank:
+            tensor = state.contiguous()
+            form = [(tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(
             form, src=source, group=pipeline.group, device=self.context.device
         )
-        shape, dtype = form[0]  # type: ignore[misc]
-        if stage == pipeline.rank:
-            tensor = state.contiguous()  # type: ignore[attr-defined]
-        else:
+        if stage != pipeline.rank:
+            shape, dtype = form[0]
             tensor = torch.empty(shape, dtype=dtype, device=self.context.device)
         dist.broadcast(tensor, src=source, group=pipeline.group)
         return tensor

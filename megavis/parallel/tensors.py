@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core import parallel_state
 from torch import nn
 
@@ -10,7 +12,9 @@ def partition_dimension(parameter: nn.Parameter) -> int | None:
     """Return the dimension that is split over the tensor group; None where all hold the whole."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
-    return int(parameter.partition_dim)  # type: ignore[arg-type]
+    # Megatron's attributes are not known to torch's types.
+    marked: Any = parameter
+    return int(marked.partition_dim)
 
 
 def is_first_copy(parameter: nn.Parameter) -> bool:

@@ -57,7 +57,7 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             "optimizer.implementation: apex needs NVIDIA Apex, which is not installed;"
             " use torch, or install Apex from NVIDIA's sources"
         ) from None
-    return FusedAdam(groups, adam_w_mode=True, **options)  # type: ignore[no-any-return]
+    return FusedAdam(groups, adam_w_mode=True, **options)
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleConfig) -> float:
