@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megavis.checkpoint.folder import latest_checkpoint, prune
 from megavis.checkpoint.load import load_training_state
 from megavis.checkpoint.manifest import Manifest as CheckpointManifest
@@ -208,6 +210,14 @@ def _open_data(loaded: LoadedConfig, key: str, path: str, objective: Objective) 
     return dataset
 
 
+def _require_device(loaded: LoadedConfig, device: str | None) -> None:
+    """Refuse a precision that the device cannot compute in, before anything is started."""
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if loaded.config.training.precision == "fp16" and not on_gpu:
+        text = "fp16 needs a GPU; the nearest choice on a CPU is bf16"
+        raise loaded.source.error([("training.precision", text)])
+
+
 def run_training(
     loaded: LoadedConfig, launch: Launch, *, device: str | None = None, hooks: Sequence[Hook] = ()
 ) -> None:
@@ -220,6 +230,7 @@ def run_training(
         hooks: side jobs besides the usual ones.
     """
     loaded.require_world(launch.world_size)
+    _require_device(loaded, device)
     parallel = loaded.config.parallel
     context = open_context(
         launch,
