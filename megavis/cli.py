@@ -9,7 +9,18 @@ from collections.abc import Sequence
 
 from megavis.config.errors import UserError
 
-_COMMANDS = ("train", "parity", "params", "sample", "probe", "report", "schema", "doctor")
+_COMMANDS = (
+    "train",
+    "parity",
+    "params",
+    "sample",
+    "probe",
+    "report",
+    "import_",
+    "export",
+    "schema",
+    "doctor",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,13 +40,16 @@ class CheckpointReader:
         self._files.clear()
         self._open.close()
 
-    def read(self, key: str, start: int = 0, length: int | None = None) -> Tensor:
-        """Return a logical tensor, or a part of it along its split dimension.
+    def read(
+        self, key: str, start: int = 0, length: int | None = None, *, dimension: int | None = None
+    ) -> Tensor:
+        """Return a logical tensor, or a part of it along one dimension.
 
         Args:
             key: `<kind>/<parameter name>`.
             start: first row (or column) wanted.
             length: how many; all that follow when absent.
+            dimension: along which; that of the stored slices when absent.
 
         Raises:
             UserError: when the checkpoint has no such tensor.
@@ -54,17 +57,20 @@ class CheckpointReader:
         if key not in self.manifest.tensors:
             raise UserError(f"{self.folder}: has no tensor {key}; it is of another model")
         entry = self.manifest.tensors[key]
-        dimension = entry.dimension or 0
-        if not entry.shape:
-            return self._file(entry.slices[0].file).get_tensor(entry.slices[0].key)
-        stop = entry.shape[dimension] if length is None else start + length
-        parts = list(self._parts(entry, dimension, start, stop))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dimension)
+        stored = entry.dimension or 0
+        wanted = stored if dimension is None else dimension
+        stop = entry.shape[wanted] if length is None else start + length
+        if len(entry.slices) > 1 and wanted != stored:
+            return self.read(key).narrow(wanted, start, stop - start)
+        parts = list(self._parts(entry, wanted, start, stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=wanted)
 
     def _parts(self, entry: LogicalTensor, dimension: int, start: int, stop: int) -> Iterator[Any]:
         for piece in entry.slices:
+            # A tensor in one slice may be cut along any dimension, so its length does not matter.
+            extent = piece.length if len(entry.slices) > 1 else entry.shape[dimension]
             first = max(start, piece.start) - piece.start
-            last = min(stop, piece.start + piece.length) - piece.start
+            last = min(stop, piece.start + extent) - piece.start
             if first < last:
                 window = tuple(
                     slice(first, last) if axis == dimension else slice(None)
@@ -144,12 +150,15 @@ def _local_slice(
     context: ParallelContext,
 ) -> Tensor:
     key, shape = f"{kind}/{name}", logical_shape(parameter)
+    if kind != "weight" and reader.manifest.optimizer_step == 0:
+        # Adam has not taken a step; imported weights come without moments.
+        return torch.zeros(shape)
     dimension = partition_dimension(parameter)
     if dimension is None:
         value = reader.read(key)
     else:
         length = shape[dimension]
-        value = reader.read(key, length * context.tensor.rank, length)
+        value = reader.read(key, length * context.tensor.rank, length, dimension=dimension)
     if value.shape != shape:
         raise UserError(
             f"{reader.folder}: {key} has shape {tuple(value.shape)} where this model wants"

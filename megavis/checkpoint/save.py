@@ -72,7 +72,7 @@ def save_checkpoint(
     written: tuple[StoredFile | None, str] = (None, "")
     try:
         if share.tensors:
-            written = (_write(partial / name, share.tensors), "")
+            written = (write_tensors(partial / name, share.tensors), "")
     except OSError as error:
         written = (None, f"{partial / name}: {error}")
     gathered: list = [None] * context.world.size
@@ -144,7 +144,8 @@ def _join(shares: list[dict[str, LogicalTensor]]) -> dict[str, LogicalTensor]:
     return dict(sorted(whole.items()))
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
+    """Write a safetensors file, flush it, and return its size and hash."""
     save_file(tensors, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())

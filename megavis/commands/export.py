@@ -1,0 +1,89 @@
+"""`megavis export`: a run's weights in a form that others read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.notebook import Run
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's weights in a form that others read",
+        description="Write whole named tensors, from a checkpoint of any layout: as one safetensors"
+        " file, or as an ImageGPT folder that transformers opens, after comparing the logits of"
+        " both on random input.",
+        epilog="example: megavis export runs/igpt_demo --to imagegpt exported/igpt_demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--to", choices=("imagegpt", "safetensors"), required=True, help="form")
+    parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
+    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write; nothing is kept that does not agree.
+
+    Raises:
+        UserError: the run cannot be opened, or has no such form.
+    """
+    from megavis.commands.quiet import quietly
+
+    if args.out.exists():
+        raise UserError(f"{args.out} exists; choose another name")
+    with quietly():
+        from safetensors.torch import save_file
+
+        from megavis.checkpoint.folder import step_folder
+        from megavis.checkpoint.whole import read_weights
+        from megavis.notebook import Run
+
+        opened = Run.open(args.run_folder, step=args.step, device="cpu")
+    weights = read_weights(step_folder(opened.folder, opened.step))
+    if args.to == "safetensors":
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, args.out)
+        sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
+        return 0
+    difference = _export_imagegpt(opened, weights, args.out)
+    sys.stdout.write(f"{args.out}: logits agree to {difference:.1e} on random input\n")
+    return 0
+
+
+def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
+    import torch
+
+    from megavis.objectives.igpt import IGPT
+    from megavis.objectives.imagegpt import to_imagegpt
+    from megavis.objectives.imagegpt_folder import (
+        check_agreement,
+        folder_logits,
+        folder_settings,
+        write_folder,
+    )
+
+    objective, model = opened.objective, opened.config.model
+    if not isinstance(objective, IGPT) or objective.paper.mode != "autoregressive":
+        raise UserError("--to imagegpt: only an auto-regressive iGPT has this form")
+    if objective.paper.order != "raster":
+        raise UserError("--to imagegpt: its pixels are in raster order; this run's are not")
+    if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
+        raise UserError("--to imagegpt: wants model.normalization rms_norm, activation quick_gelu")
+    colors = objective.paper.vocabulary_size
+    settings = folder_settings(model, num_colors=colors, num_pixels=objective.num_tokens)
+    tensors = to_imagegpt(weights, num_heads=model.num_attention_heads)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(colors, (2, objective.num_tokens), generator=generator)
+    difference = check_agreement(opened.outputs(ids), folder_logits(tensors, settings, ids))
+    write_folder(out, settings, tensors)
+    return difference

@@ -1,0 +1,117 @@
+"""`megavis import`: make a run out of weights that were released elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from megavis.config.errors import UserError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "import",
+        help="make a run out of released weights",
+        description="Read an ImageGPT folder (config.json, model.safetensors, and"
+        " preprocessor_config.json for the palette) as transformers saves it, write a run folder,"
+        " and compare the logits of both on random input.",
+        epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("form", choices=("imagegpt",), help="what the folder holds")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the released weights")
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
+    parser.add_argument(
+        "--palette", type=Path, help="kmeans_centers.npy; default: the folder's own"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert and compare; a run that does not agree is not kept.
+
+    Raises:
+        UserError: the folder is no ImageGPT folder, or the run exists.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.objectives.imagegpt_folder import read_folder
+
+    settings, tensors = read_folder(args.folder)
+    if args.run_folder.exists():
+        raise UserError(f"{args.run_folder} exists; choose another name")
+    try:
+        _write_run(args, settings, tensors)
+        difference = _compare(args.run_folder, settings, tensors)
+    except BaseException:
+        shutil.rmtree(args.run_folder, ignore_errors=True)
+        raise
+    sys.stdout.write(
+        f"{args.run_folder}: logits agree with {args.folder} to {difference:.1e} on random input\n"
+    )
+    return 0
+
+
+def _write_run(args: argparse.Namespace, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+    from megavis.checkpoint.whole import write_weights
+    from megavis.config.load import dump_config
+    from megavis.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+    from megavis.config.schema import TrainingConfig as Training
+    from megavis.data.manifest import PALETTE_NAME
+    from megavis.objectives.igpt import IGPTConfig
+    from megavis.objectives.imagegpt import from_imagegpt, has_biases, model_section
+
+    side = math.isqrt(settings["n_positions"])
+    if side * side != settings["n_positions"]:
+        raise UserError(f"config.json: n_positions {settings['n_positions']} is no square image")
+    config = RunConfig(
+        name=args.run_folder.name,
+        output=str(args.run_folder.parent),
+        objective=IGPTConfig(vocabulary_size=settings["vocab_size"] - 1),
+        model=ModelConfig(**model_section(settings, add_bias=has_biases(tensors))),
+        # The weights come without their data and their training; these keys are for going on.
+        data=DataConfig(train="shards/train", image_size=side),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        training=Training(steps=1, batch_size=128),
+    )
+    palette = _palette(args)
+    weights = from_imagegpt(tensors, num_heads=settings["n_head"])
+    args.run_folder.mkdir(parents=True)
+    (args.run_folder / "config.yaml").write_text(dump_config(config))
+    if palette is not None:
+        palette.save(args.run_folder / PALETTE_NAME)
+    write_weights(
+        args.run_folder, weights, seed=config.seed, tokenizer=palette.sha256 if palette else None
+    )
+
+
+def _palette(args: argparse.Namespace) -> Any:
+    import numpy as np
+
+    from megavis.tokenizers.palette import Palette
+
+    if args.palette is not None:
+        return Palette.load(args.palette)
+    beside = args.folder / "preprocessor_config.json"
+    clusters = json.loads(beside.read_text()).get("clusters") if beside.exists() else None
+    return None if clusters is None else Palette(np.array(clusters, dtype=np.float32))
+
+
+def _compare(run_folder: Path, settings: dict[str, Any], tensors: dict[str, Any]) -> float:
+    import torch
+
+    from megavis.notebook import Run
+    from megavis.objectives.imagegpt_folder import check_agreement, folder_logits
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, settings["n_positions"])
+    ids = torch.randint(settings["vocab_size"] - 1, shape, generator=generator)
+    ours = Run.open(run_folder, device="cpu").outputs(ids)
+    return check_agreement(ours, folder_logits(tensors, settings, ids))
