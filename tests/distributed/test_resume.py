@@ -1,5 +1,6 @@
 """A run saved in one layout goes on in another as if nothing had happened."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,14 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one-zero0": (1, ["parallel.zero_stage=0"]),
     "dp2-zero2": (2, ["parallel.zero_stage=2"]),
     "dp4-zero3": (4, ["parallel.zero_stage=3"]),
+    "dp2-zero3-offload": (
+        2,
+        [
+            "parallel.zero_stage=3",
+            "parallel.offload_optimizer=cpu",
+            "parallel.offload_parameters=cpu",
+        ],
+    ),
     "tp2-dp2-zero3": (
         4,
         ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"],
@@ -72,6 +81,23 @@ def test_another_layout_continues_the_loss(
     continued = deterministic_metrics(folder)
     assert [line["step"] for line in continued] == [line["step"] for line in whole]
     for ours, theirs in zip(continued, whole, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.skipif(
+    os.environ.get("MEGAVIS_TEST_NVME") != "1",
+    reason="compiles DeepSpeed's libaio module for minutes; set MEGAVIS_TEST_NVME=1 to run it",
+)
+def test_nvme_offload_trains_saves_and_resumes(
+    run_job: Any, tiny_config: Path, unbroken: Any, tmp_path: Path
+) -> None:
+    layout = ["zero_stage=3", "offload_optimizer=nvme", "offload_parameters=nvme"]
+    words = [f"parallel.{word}" for word in [*layout, f"nvme_path={tmp_path}/swap"]]
+    words += [f"output={tmp_path}", "name=resumed"]
+    rewind(unbroken("one"), tmp_path / "resumed", 8)
+    run_job(train_run, 2, str(tiny_config), words)
+    whole = deterministic_metrics(unbroken("one"))
+    for ours, theirs in zip(deterministic_metrics(tmp_path / "resumed"), whole, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
