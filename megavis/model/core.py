@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> Transf
     another layout than the one it was trained in.
     """
     model, tensor_size = config.model, groups.tp.size()
-    return TransformerConfig(
+    settings: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -91,6 +92,10 @@ def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> Transf
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+    with warnings.catch_warnings():
+        # Megatron warns of its own default for CUDA graphs, which are not used here.
+        warnings.simplefilter("ignore", UserWarning)
+        return TransformerConfig(**settings)
 
 
 class FeedForward(MLP):
