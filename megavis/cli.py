@@ -9,18 +9,19 @@ from collections.abc import Sequence
 
 from megavis.config.errors import UserError
 
-_COMMANDS = (
-    "train",
-    "parity",
-    "params",
-    "sample",
-    "probe",
-    "report",
-    "import_",
-    "export",
-    "schema",
-    "doctor",
-)
+# Each command and its module; `import` is a word of Python, so its module has another name.
+_COMMANDS = {
+    "train": "train",
+    "parity": "parity",
+    "params": "params",
+    "sample": "sample",
+    "probe": "probe",
+    "report": "report",
+    "import": "import_",
+    "export": "export",
+    "schema": "schema",
+    "doctor": "doctor",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # deepspeed's launcher puts this in front of everything; the environment says it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS:
-        importlib.import_module(f"megavis.commands.{name}").add_parser(subparsers)
+    for module in _COMMANDS.values():
+        importlib.import_module(f"megavis.commands.{module}").add_parser(subparsers)
     parsed, words = parser.parse_known_args(arguments)
     # argparse takes key=value words only where they stand together; users put options between.
     if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
