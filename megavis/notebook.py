@@ -100,10 +100,15 @@ class Run:
             config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=dtype
         )
 
-    def untrained(self) -> Run:
-        """Return the same network with the weights that it began with."""
+    def untrained(self, seed: int | None = None) -> Run:
+        """Return the same network with fresh weights.
+
+        Args:
+            seed: of the weights; the run's own when absent, which gives those that it began with.
+        """
+        update = {} if seed is None else {"seed": seed}
         return Run(
-            self.config,
+            self.config.model_copy(update=update),
             folder=self.folder,
             checkpoint=None,
             context=self.context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.evaluation.probe import ProbeData, ProbeResult
+    from megavis.model.runner import Runner
     from megavis.notebook import Run
 
 
@@ -22,9 +23,9 @@ def add_parser(subparsers: Any) -> None:
         "probe",
         help="accuracy of a linear classifier on the features of each layer",
         description="Fit a linear classifier on the features of each layer (iGPT, section 2.4), on"
-        " raw pixels, and on an untrained network, all by one procedure: layer and regularisation"
-        " are chosen on a held-out part of the training images, the accuracies are those of the"
-        " validation images.",
+        " raw pixels, and on untrained networks (their mean), all by one procedure: layer and"
+        " regularisation are chosen on a held-out part of the training images, the accuracies are"
+        " those of the validation images.",
         epilog="example: megavis probe runs/igpt-demo --layers 2,3,4 --train-images 2000",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,7 +35,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--validation", help="shard folder; default: the run's data.validation")
     parser.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
     parser.add_argument("--validation-images", type=int, help="at most; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the held-out part; default: 0")
+    parser.add_argument(
+        "--untrained-networks", type=int, default=3, help="to compare with; default: 3"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of held-out part and untrained weights; default: 0"
+    )
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
@@ -51,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.train_images < 1 or (args.validation_images or 1) < 1:
         raise UserError("--train-images and --validation-images must be at least 1")
+    if args.untrained_networks < 1 or args.seed < 0:
+        raise UserError("--untrained-networks must be at least 1, and --seed at least 0")
     with quietly():
         from megavis.evaluation.probe import probe
         from megavis.notebook import Run
@@ -63,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = probe(
             opened.runner,
-            opened.untrained().runner,
+            _untrained(opened, args),
             opened.objective,
             _data(opened, args),
             step=opened.step,
@@ -97,22 +105,33 @@ def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
 
 def table(result: ProbeResult) -> str:
     """Return the accuracies as lines of text, the best layer marked."""
+    networks = len(result.untrained)
     lines = [
         f"linear probe at step {result.step}: {result.num_classes} classes,"
         f" {result.num_fitted} + {result.num_held_out} training images,"
-        f" {result.num_validation} validation images, seed {result.seed}",
+        f" {result.num_validation} validation images, seed {result.seed},"
+        f" {networks} untrained networks",
         f"{'layer':>9}{'trained':>10}{'untrained':>11}",
     ]
-    for trained, untrained in zip(result.trained, result.untrained, strict=True):
+    for trained, *untrained in zip(result.trained, *result.untrained, strict=True):
         mark = "  <- best by held-out training images" if trained == result.best else ""
-        lines.append(
-            f"{trained.layer:>9}{trained.accuracy:>10.1%}{untrained.accuracy:>11.1%}{mark}"
-        )
+        mean = sum(score.accuracy for score in untrained) / networks
+        lines.append(f"{trained.layer:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{mark}")
     lines += [
         f"best layer {result.best.accuracy:.1%}, raw pixels {result.pixels.accuracy:.1%},"
-        f" untrained network {result.best_untrained.accuracy:.1%}",
+        f" untrained network {result.untrained_accuracy:.1%}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _untrained(opened: Run, args: argparse.Namespace) -> Iterator[Runner]:
+    """Build one network with fresh weights after another."""
+    from megavis.commands.quiet import quietly
+
+    for number in range(args.untrained_networks):
+        with quietly():
+            network = opened.untrained(args.seed + number)
+        yield network.runner
 
 
 def _data(opened: Run, args: argparse.Namespace) -> ProbeData:

@@ -74,13 +74,11 @@ def _probe(folder: Path) -> Iterator[str]:
     if not path.exists():
         return
     result = json.loads(path.read_text(encoding="utf-8"))
-    best, untrained, pixels = (
-        result[name]["accuracy"] for name in ("best_layer", "best_layer_untrained", "pixels")
-    )
+    best, pixels = (result[name]["accuracy"] for name in ("best_layer", "pixels"))
     yield _row(
         "linear probe",
         f"{best:.1%} (layer {result['best_layer']['layer']}), raw pixels {pixels:.1%},"
-        f" untrained network {untrained:.1%}",
+        f" untrained network {result['untrained_accuracy']:.1%}",
     )
 
 

@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
         )
     try:
-        opened = Run.open(args.run_folder, step=args.step)
+        with quietly():
+            opened = Run.open(args.run_folder, step=args.step)
         pixels = _picture(opened, args)
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"

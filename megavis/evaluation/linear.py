@@ -17,7 +17,7 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
 
-PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Candidates for the weight of ½‖w‖², relative to the mean cross-entropy."""
 
 
@@ -41,13 +41,14 @@ class LayerScore:
     Attributes:
         layer: l, from 0.
         penalty: the chosen weight of the L2 penalty.
-        selection_accuracy: share of right answers on the held-out training features, in [0, 1].
-        accuracy: the same on the validation set, after fitting on all training features.
+        selection_loss: cross-entropy on the held-out training features, in nats.
+        accuracy: share of right answers on the validation set, in [0, 1], after fitting on all
+            training features.
     """
 
     layer: int
     penalty: float
-    selection_accuracy: float
+    selection_loss: float
     accuracy: float
 
 
@@ -99,7 +100,7 @@ def score_layers(
 
 def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
     """Return the score that is best on the held-out training features; the first of equals."""
-    return max(scores, key=lambda score: score.selection_accuracy)
+    return min(scores, key=lambda score: score.selection_loss)
 
 
 def _score(
@@ -107,20 +108,28 @@ def _score(
 ) -> LayerScore:
     x, y = train.layers[layer], train.labels
     fitted, held_out = selection.fitted, selection.held_out
-    best, penalty = max(
-        # Of equally good ones the strongest penalty: the largest of the pair.
-        (_accuracy(x[fitted], y[fitted], x[held_out], y[held_out], penalty=p), p)
+    # By loss and not by accuracy: where held-out images resemble the fitted ones, as crops of one
+    # photograph do, many penalties and layers get every one right.
+    loss, penalty = min(
+        (_loss(fit_classifier(x[fitted], y[fitted], penalty=p), x[held_out], y[held_out]), p)
         for p in PENALTIES
     )
-    accuracy = _accuracy(x, y, validation.layers[layer], validation.labels, penalty=penalty)
-    return LayerScore(layer, penalty, best, accuracy)
+    classifier = fit_classifier(x, y, penalty=penalty)
+    accuracy = float(classifier.score(validation.layers[layer], validation.labels))
+    return LayerScore(layer, penalty, loss, accuracy)
 
 
-def _accuracy(
-    x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray, *, penalty: float
-) -> float:
-    """Return the share of right answers on the test pair."""
-    return float(fit_classifier(x, y, penalty=penalty).score(test_x, test_y))
+def _loss(classifier: Any, x: np.ndarray, y: np.ndarray) -> float:
+    """Return the mean of -log p(y) in nats, p no smaller than 1e-12.
+
+    Args:
+        classifier: what `fit_classifier` returns.
+        x: features `[b, width]`.
+        y: int64 `[b]`, each a class that the classifier has seen.
+    """
+    places = np.searchsorted(classifier.classes_, y)
+    right = classifier.predict_proba(x)[np.arange(len(y)), places]
+    return float(-np.log(right.clip(min=1e-12)).mean())
 
 
 def fit_classifier(x: np.ndarray, y: np.ndarray, *, penalty: float) -> Any:

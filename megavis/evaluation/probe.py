@@ -7,8 +7,10 @@ what differs are the features.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +76,7 @@ class ProbeResult:
     Attributes:
         step: optimizer steps of the trained network.
         trained: a score for each layer of the run's network.
-        untrained: the same of a network with the same config and fresh weights.
+        untrained: the same of networks with the same config and fresh weights, one after another.
         pixels: the score of raw pixels.
         num_fitted: training images that candidates were fitted on.
         num_held_out: training images that layer and penalty were chosen on.
@@ -85,7 +87,7 @@ class ProbeResult:
 
     step: int
     trained: tuple[LayerScore, ...]
-    untrained: tuple[LayerScore, ...]
+    untrained: tuple[tuple[LayerScore, ...], ...]
     pixels: LayerScore
     num_fitted: int
     num_held_out: int
@@ -99,15 +101,18 @@ class ProbeResult:
         return best_layer(self.trained)
 
     @property
-    def best_untrained(self) -> LayerScore:
-        """The untrained network's best layer, chosen in the same way."""
-        return best_layer(self.untrained)
+    def untrained_accuracy(self) -> float:
+        """The mean over the untrained networks of their best layers' accuracies.
+
+        What an untrained network is good for depends on its random colours; hence several.
+        """
+        return statistics.mean(best_layer(scores).accuracy for scores in self.untrained)
 
     def write(self, path: Path) -> None:
         """Write everything as JSON, whole or not at all. Raises OSError."""
         content = {
             "best_layer": dataclasses.asdict(self.best),
-            "best_layer_untrained": dataclasses.asdict(self.best_untrained),
+            "untrained_accuracy": self.untrained_accuracy,
             **dataclasses.asdict(self),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +121,7 @@ class ProbeResult:
 
 def probe(
     trained: Runner,
-    untrained: Runner,
+    untrained: Iterable[Runner],
     objective: Objective,
     data: ProbeData,
     *,
@@ -125,11 +130,11 @@ def probe(
     seed: int = 0,
     held_out_share: float = 0.2,
 ) -> ProbeResult:
-    """Probe the layers of a network, of the same network untrained, and raw pixels.
+    """Probe the layers of a network, of untrained ones like it, and raw pixels.
 
     Args:
         trained: the network.
-        untrained: the same with fresh weights.
+        untrained: at least one like it with fresh weights; taken one at a time.
         objective: the paper.
         data: the images.
         step: optimizer steps of the network, for the record.
@@ -143,13 +148,13 @@ def probe(
     pixels = data.map(partial(pixel_features, palette=data.palette))
     selection = divide(pixels[0].labels, share=held_out_share, seed=seed)
     scores = []
-    for runner in (trained, untrained):
+    for runner in itertools.chain([trained], untrained):
         features = data.map(partial(layer_features, runner, objective))
         scores.append(tuple(score_layers(*features, selection, layers=layers)))
     return ProbeResult(
         step=step,
         trained=scores[0],
-        untrained=scores[1],
+        untrained=tuple(scores[1:]),
         pixels=score_layers(*pixels, selection)[0],
         num_fitted=len(selection.fitted),
         num_held_out=len(selection.held_out),

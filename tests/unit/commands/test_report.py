@@ -30,7 +30,7 @@ def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
     (folder / "evaluation").mkdir()
     probe = {
         "best_layer": {"layer": 3, "accuracy": 0.75},
-        "best_layer_untrained": {"layer": 0, "accuracy": 0.5},
+        "untrained_accuracy": 0.5,
         "pixels": {"layer": 0, "accuracy": 0.25},
     }
     (folder / "evaluation" / "probe.json").write_text(json.dumps(probe))

@@ -63,7 +63,7 @@ def test_images_without_a_label_are_left_out(data, monkeypatch):
 def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
 
-    result = probe(runner, runner, objective, data, step=3, seed=1)
+    result = probe(runner, [runner, runner], objective, data, step=3, seed=1)
 
     assert (result.num_fitted, result.num_held_out, result.num_validation) == (96, 24, 36)
     assert result.num_classes == 3
@@ -71,7 +71,8 @@ def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     assert [score.layer for score in result.trained] == [0, 1, 2]
     assert result.best.accuracy > 0.8
     # The same weights by the same procedure: the same numbers.
-    assert result.trained == result.untrained
+    assert result.untrained == (result.trained, result.trained)
+    assert result.untrained_accuracy == result.best.accuracy
 
     result.write(tmp_path / "evaluation" / "probe.json")
     written = json.loads((tmp_path / "evaluation" / "probe.json").read_text())
