@@ -22,7 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.config.schema import ObjectiveConfig
+from megavis.config.checks import Complaint
+from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import Core
@@ -49,6 +50,22 @@ class IGPTConfig(ObjectiveConfig):
     """Colours of the palette (section 3.2)."""
     order: Literal["raster", "random"] = "raster"
     """Auto-regressive order of the pixels; `random` is one fixed permutation for the run."""
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want a vocabulary, and under sequence parallelism pixels, that the tensor size divides."""
+        tensor = config.parallel.tensor_model_parallel_size
+        if self.vocabulary_size % tensor:
+            yield (
+                "objective.vocabulary_size",
+                f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}",
+            )
+        num_pixels = config.data.image_size**2
+        if config.parallel.sequence_parallel and num_pixels % tensor:
+            yield (
+                "parallel.sequence_parallel",
+                f"{num_pixels} pixels do not divide by tensor_model_parallel_size {tensor}; set it"
+                " to false",
+            )
 
 
 class PixelEmbedding(nn.Module):

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
@@ -28,19 +29,26 @@ class WorkerError(RuntimeError):
 class WorkerPool:
     """Worker processes on this machine; a context manager that ends them."""
 
-    def __init__(self, num_workers: int, *, threads: int = 1) -> None:
+    def __init__(self, num_workers: int, *, threads: int = 1, max_jobs: int = 12) -> None:
         """Start the processes.
 
         Args:
             num_workers: processes.
             threads: OpenMP threads of each.
+            max_jobs: jobs after which the processes are replaced: each engine of DeepSpeed leaves
+                the threads of its process groups behind, and hundreds of them slow all down.
         """
+        self._num_workers, self._threads, self._max_jobs = num_workers, threads, max_jobs
+        self._start()
+
+    def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(num_workers):
+        self._processes: list[BaseProcess] = []
+        self._jobs = 0
+        for _ in range(self._num_workers):
             mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, threads), daemon=True)
+            process = spawn.Process(target=_serve, args=(theirs, self._threads), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -53,6 +61,10 @@ class WorkerPool:
             WorkerError: when a worker raised, died or did not answer in time; the pool is closed,
                 since the others may be waiting inside a collective.
         """
+        if self._jobs == self._max_jobs:
+            self.close()
+            self._start()
+        self._jobs += 1
         port = _free_port()
         for rank in range(num_processes):
             launch = Launch(rank, num_processes, rank, "127.0.0.1", port)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint.folder import latest_checkpoint, saved_steps
@@ -20,6 +21,7 @@ KILLS = 10
 
 
 def train_alone(path: str, overrides: list[str]) -> None:
+    torch.set_num_threads(1)
     train_run(read_launch({}), path, overrides)
 
 
@@ -44,33 +46,37 @@ def assert_everything_listed_is_whole(run_folder: Path) -> None:
             assert sha256_of_file(folder / name) == stored.sha256
 
 
+def wait_for_step(process: Any, run_folder: Path, step: int) -> None:
+    """Wait until the run has saved so many steps, or has ended, at most two minutes."""
+    end = time.monotonic() + 120
+    while process.is_alive() and max([0, *saved_steps(run_folder)]) < step:
+        assert time.monotonic() < end, f"the run did not come to step {step}"
+        time.sleep(0.005)
+
+
 def test_ten_kills_leave_the_unbroken_runs_metrics(
     start: Any, tiny_config: Path, tmp_path: Path
 ) -> None:
     # A checkpoint a step: about half of the time goes into saving, so kills hit both.
     words = [f"output={tmp_path}", "checkpoint.every=1", "checkpoint.keep_last=2"]
-    words += ["training.steps=100", "training.validate_every=20", "training.validation_images=16"]
+    words += ["training.steps=60", "training.validate_every=20", "training.validation_images=16"]
     unbroken = start(tiny_config, [*words, "name=unbroken"])
-    begin = time.monotonic()
     unbroken.join(120)
-    whole = time.monotonic() - begin
     assert unbroken.exitcode == 0
 
     draw = random.Random(0)
     run_folder = tmp_path / "killed"
-    seen, killed = [], 0
+    seen = []
     for _ in range(KILLS):
         process = start(tiny_config, [*words, "name=killed"])
-        process.join(draw.uniform(0.1, 0.25) * whole)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            killed += 1
+        wait_for_step(process, run_folder, (seen[-1] if seen else 0) + draw.randint(1, 4))
+        time.sleep(draw.uniform(0.0, 0.05))
+        assert process.is_alive(), "the run ended before it could be killed"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
         latest = latest_checkpoint(run_folder)
         seen.append(read_manifest(latest).step if latest else 0)
         assert_everything_listed_is_whole(run_folder)
-    assert killed >= KILLS - 2, "the runs ended before they could be killed"
-    assert 0 < seen[KILLS // 2] < 100, "no kill hit a run in the middle"
     assert seen == sorted(seen), "a kill took away a checkpoint that had been there"
     final = start(tiny_config, [*words, "name=killed"])
     final.join(120)
@@ -78,7 +84,7 @@ def test_ten_kills_leave_the_unbroken_runs_metrics(
     assert deterministic_metrics(run_folder) == deterministic_metrics(tmp_path / "unbroken")
     last = {
         name: sha256_of_file(
-            tmp_path / name / "checkpoints" / "step-00000100" / "rank-00000.safetensors"
+            tmp_path / name / "checkpoints" / "step-00000060" / "rank-00000.safetensors"
         )
         for name in ("killed", "unbroken")
     }

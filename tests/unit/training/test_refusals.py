@@ -93,6 +93,10 @@ def test_another_palette_in_the_validation_data(config, capsys, shard_folders, t
         (["name=new", "objective.vocabulary_size=16"], "palette of 32 colours"),
         (["name=new", "data.train=/nowhere"], "data.train: /nowhere"),
         (["name=new", "training.precision=fp16"], "training.precision: fp16 needs a GPU"),
+        (
+            ["name=new", "objective.vocabulary_size=33", "parallel.tensor_model_parallel_size=2"],
+            "33 does not divide by tensor_model_parallel_size 2",
+        ),
         (["name=new", "training.batch_sise=4"], "did you mean 'batch_size'?"),
         (
             ["name=new", "objective.mode=bert", "training.sample_every=2"],
