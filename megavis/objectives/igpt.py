@@ -22,8 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.config.checks import Complaint
-from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import Core
