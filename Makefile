@@ -42,7 +42,8 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 test: lint
-	$(RUN) $(BIN)/pytest
+	# Several processes run at once: threads of each would fight for the cores.
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest
 
 demo: $(STAMP)
 	$(RUN) bash launch/demo.sh

@@ -51,7 +51,7 @@ class IGPTConfig(ObjectiveConfig):
     """Auto-regressive order of the pixels; `random` is one fixed permutation for the run."""
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want a vocabulary, and under sequence parallelism pixels, that the tensor size divides."""
+        """Want a vocabulary, and split pixels, that the tensor size divides."""
         tensor = config.parallel.tensor_model_parallel_size
         if self.vocabulary_size % tensor:
             yield (
