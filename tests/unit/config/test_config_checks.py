@@ -16,7 +16,11 @@ from megavis.config.errors import UserError
             "command line: model.num_attention_heads: hidden_size 64 does not divide by 7 heads",
         ),
         (
-            ["parallel.tensor_model_parallel_size=3", "model.ffn_hidden_size=96"],
+            [
+                "parallel.tensor_model_parallel_size=3",
+                "model.ffn_hidden_size=96",
+                "objective.vocabulary_size=513",
+            ],
             "config.yaml:7: model.num_attention_heads: 8 heads do not divide by"
             " tensor_model_parallel_size 3; use 1, 2, 4, 8",
         ),
