@@ -22,7 +22,7 @@ show python -m data_tools palette shards demo/images/train \
 show python -m data_tools palette shards demo/images/validation \
   --palette demo/palette.npy --out demo/validation --size 16 --classes-from demo/train
 show megavis train yaml_configs/igpt/demo.yaml
-show megavis probe "$run" --train-images 1000
+show megavis probe "$run" --train-images 2000
 show megavis sample "$run" --num-images 32 --top-p 0.95
 show megavis sample "$run" --num-images 10 --top-p 0.95 --prefix half
 show megavis report "$run"
