@@ -1,20 +1,25 @@
-"""`megavis probe`: the linear probe of a run, beside raw pixels and an untrained network."""
+"""`megavis probe`: the linear probe of a run, beside raw pixels and untrained networks."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.config.errors import UserError
+from megavis.commands.probing import (
+    add_data_arguments,
+    check_arguments,
+    open_run,
+    probe_run,
+    read_counts,
+    read_layers,
+)
 
 if TYPE_CHECKING:
-    from megavis.evaluation.probe import ProbeData, ProbeResult
-    from megavis.model.runner import Runner
-    from megavis.notebook import Run
+    from megavis.evaluation.linear import LayerScore
+    from megavis.evaluation.probe import ProbeResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,24 +31,31 @@ def add_parser(subparsers: Any) -> None:
         " raw pixels, and on untrained networks (their mean), all by one procedure: layer and"
         " regularisation are chosen on a held-out part of the training images, the accuracies are"
         " those of the validation images.",
-        epilog="example: megavis probe runs/igpt-demo --layers 2,3,4 --train-images 2000",
+        epilog="example: megavis probe runs/igpt-demo --concatenate 5 --images-per-class 4,25",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--layers", default="all", help="all, or numbers such as 0,3,6")
-    parser.add_argument("--train", help="shard folder; default: the run's data.train")
-    parser.add_argument("--validation", help="shard folder; default: the run's data.validation")
-    parser.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
-    parser.add_argument("--validation-images", type=int, help="at most; default: all")
     parser.add_argument(
-        "--untrained-networks", type=int, default=3, help="to compare with; default: 3"
+        "--concatenate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also the features of N adjacent layers around the best one; default: no",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of held-out part and untrained weights; default: 0"
+        "--images-per-class",
+        type=read_counts,
+        default=(),
+        metavar="N,N",
+        help="also with so few labels, for example 4,25,400; default: no",
     )
+    parser.add_argument(
+        "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
+    )
+    add_data_arguments(parser)
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
     parser.set_defaults(run=run)
 
 
@@ -53,54 +65,27 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run or its data cannot be opened, or the data has no labels.
     """
-    from megavis.commands.quiet import quietly
+    from megavis.evaluation.probe import ProbeSettings
+    from megavis.parallel.context import close_context
 
-    if args.train_images < 1 or (args.validation_images or 1) < 1:
-        raise UserError("--train-images and --validation-images must be at least 1")
-    if args.untrained_networks < 1 or args.seed < 0:
-        raise UserError("--untrained-networks must be at least 1, and --seed at least 0")
-    with quietly():
-        from megavis.evaluation.probe import probe
-        from megavis.notebook import Run
-        from megavis.parallel.context import close_context
-        from megavis.parallel.launch import read_launch
-
-        if read_launch(os.environ).world_size > 1:
-            raise UserError("megavis probe runs as one process; start it without a launcher")
-        opened = Run.open(args.run_folder, step=args.step, device=args.device)
+    check_arguments(args)
+    opened = open_run(args.run_folder, step=args.step, device=args.device)
     try:
-        result = probe(
-            opened.runner,
-            _untrained(opened, args),
-            opened.objective,
-            _data(opened, args),
-            step=opened.step,
+        settings = ProbeSettings(
             layers=read_layers(args.layers, opened.config.model.num_layers),
             seed=args.seed,
+            num_views=args.masks,
+            concatenate=args.concatenate,
+            images_per_class=args.images_per_class,
+            draws=args.draws,
         )
+        result = probe_run(opened, args, settings)
     finally:
         close_context()
     out = args.out or opened.folder / "evaluation" / "probe.json"
     result.write(out)
     sys.stdout.write(table(result) + f"{out}\n")
     return 0
-
-
-def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
-    """Read `all` (None), or numbers in 0 .. `num_layers` with commas between them.
-
-    Raises:
-        UserError: the text is neither.
-    """
-    if text == "all":
-        return None
-    try:
-        layers = [int(part) for part in text.split(",")]
-    except ValueError:
-        layers = [-1]
-    if any(not 0 <= layer <= num_layers for layer in layers):
-        raise UserError(f"--layers {text}: say all, or numbers from 0 to {num_layers}, as 0,3")
-    return layers
 
 
 def table(result: ProbeResult) -> str:
@@ -111,43 +96,57 @@ def table(result: ProbeResult) -> str:
         f" {result.num_fitted} + {result.num_held_out} training images,"
         f" {result.num_validation} validation images, seed {result.seed},"
         f" {networks} untrained networks",
-        f"{'layer':>9}{'trained':>10}{'untrained':>11}",
+        f"{'layer':>9}{'trained':>10}{'untrained':>11}" + "   vote" * (result.num_views > 1),
     ]
     for trained, *untrained in zip(result.trained, *result.untrained, strict=True):
         mark = "  <- best by held-out training images" if trained == result.best else ""
         mean = sum(score.accuracy for score in untrained) / networks
-        lines.append(f"{trained.layer:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{mark}")
-    lines += [
-        f"best layer {result.best.accuracy:.1%}, raw pixels {result.pixels.accuracy:.1%},"
-        f" untrained network {result.untrained_accuracy:.1%}",
-    ]
+        lines.append(
+            f"{trained.layer:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{_vote(trained)}{mark}"
+        )
+    lines += [*_concatenated(result), *_low_data(result), _summary(result)]
     return "\n".join(lines) + "\n"
 
 
-def _untrained(opened: Run, args: argparse.Namespace) -> Iterator[Runner]:
-    """Build one network with fresh weights after another."""
-    from megavis.commands.quiet import quietly
-
-    for number in range(args.untrained_networks):
-        with quietly():
-            network = opened.untrained(args.seed + number)
-        yield network.runner
+def _vote(score: LayerScore) -> str:
+    return "" if score.vote_accuracy is None else f"{score.vote_accuracy:>7.1%}"
 
 
-def _data(opened: Run, args: argparse.Namespace) -> ProbeData:
-    from megavis.data.dataset import ShardDataset
-    from megavis.evaluation.probe import ProbeData
-
-    validation = args.validation or opened.config.data.validation
-    if validation is None:
-        raise UserError("the run has no data.validation; name a shard folder with --validation")
-    train_data = ShardDataset(args.train or opened.config.data.train)
-    validation_data = ShardDataset(validation)
-    for dataset in (train_data, validation_data):
-        for complaint in opened.objective.check_data(dataset.manifest):
-            raise UserError(f"{dataset.directory} {complaint}")
-        if dataset.manifest.tokenizer.sha256 != opened.palette.sha256:
-            raise UserError(f"{dataset.directory} was made with another palette than the run")
-    return ProbeData(
-        train_data, validation_data, opened.palette, args.train_images, args.validation_images
+def _summary(result: ProbeResult) -> str:
+    best = result.best
+    vote = (
+        ""
+        if best.vote_accuracy is None
+        else f" ({best.vote_accuracy:.1%} by the vote of {result.num_views} masks)"
     )
+    return (
+        f"best layer {best.accuracy:.1%}{vote}, raw pixels {result.pixels.accuracy:.1%},"
+        f" untrained network {result.untrained_accuracy:.1%}"
+    )
+
+
+def _concatenated(result: ProbeResult) -> Iterator[str]:
+    if not result.concatenated:
+        return
+    trained, *untrained = result.concatenated
+    mean = sum(score.accuracy for score in untrained) / len(untrained)
+    layers = f"{trained.layers[0]}-{trained.layers[-1]}"
+    vote = "" if trained.vote_accuracy is None else f"{trained.vote_accuracy:>7.1%}"
+    yield (
+        f"{layers:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{vote}"
+        f"  {trained.num_features} features together"
+    )
+
+
+def _low_data(result: ProbeResult) -> Iterator[str]:
+    """One line a number of labels: mean ± deviation of each kind of features."""
+    if not result.low_data:
+        return
+    kinds = ("trained", "untrained", "pixels")
+    draws = len(result.low_data[0].accuracies)
+    yield f"few labels, mean ± standard deviation over {draws} draws:"
+    yield f"{'a class':>9}" + "".join(f"{kind:>16}" for kind in kinds)
+    for count in dict.fromkeys(score.images_per_class for score in result.low_data):
+        scores = {s.features: s for s in result.low_data if s.images_per_class == count}
+        cells = [f"{scores[kind].mean:.1%} ± {scores[kind].deviation:.1%}" for kind in kinds]
+        yield f"{count:>9}" + "".join(f"{cell:>16}" for cell in cells)

@@ -5,11 +5,13 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
@@ -26,10 +28,30 @@ class LabelledFeatures:
     Attributes:
         layers: float32 `[layers, b, width]`.
         labels: int64 `[b]`, each 0 or more.
+        further_views: each like `layers`, of the same images with other random draws (BERT's
+            masks) in the inputs.
     """
 
     layers: np.ndarray
     labels: np.ndarray
+    further_views: tuple[np.ndarray, ...] = ()
+
+    @property
+    def views(self) -> tuple[np.ndarray, ...]:
+        """All draws of the inputs, `layers` first."""
+        return (self.layers, *self.further_views)
+
+    def subset(self, indices: np.ndarray) -> LabelledFeatures:
+        """Return the images `indices`, int64 `[m]`, alone."""
+        first, *further = (view[:, indices] for view in self.views)
+        return LabelledFeatures(first, self.labels[indices], tuple(further))
+
+    def concatenated(self, chosen: Sequence[int]) -> LabelledFeatures:
+        """Return features of one layer: those of the chosen layers side by side."""
+        first, *further = (
+            np.concatenate([view[layer] for layer in chosen], axis=1)[None] for view in self.views
+        )
+        return LabelledFeatures(first, self.labels, tuple(further))
 
 
 def layer_features(
@@ -38,6 +60,7 @@ def layer_features(
     dataset: ShardDataset,
     *,
     limit: int | None = None,
+    num_views: int = 1,
     batch_size: int = 64,
 ) -> LabelledFeatures:
     """Return f^l = mean over tokens of n^l for l = 0 .. L (iGPT, section 2.4).
@@ -50,17 +73,38 @@ def layer_features(
         objective: the paper.
         dataset: images; those without a label are left out.
         limit: only the first so many.
+        num_views: independent random draws for the inputs of each image.
         batch_size: images of one forward pass.
 
     Returns:
         `layers` is `[L + 1, b, h]`.
     """
-    features, labels = [], []
+    views: list[list[Tensor]] = [[] for _ in range(num_views)]
+    labels = []
     for batch in _batches(dataset, limit=limit, batch_size=batch_size):
         batch = batch.to(runner.context.device)
-        features.append(runner.features(objective.sequence(batch).inputs).cpu())
+        for number, features in enumerate(views):
+            inputs = objective.sequence(view_of(batch, number, dataset)).inputs
+            features.append(runner.features(inputs).cpu())
         labels.append(batch.labels.cpu())
-    return _labelled(torch.cat(features, dim=1).numpy(), torch.cat(labels).numpy())
+    first, *further = (torch.cat(features, dim=1).numpy() for features in views)
+    return _labelled(first, torch.cat(labels).numpy(), further)
+
+
+def view_of(batch: Batch, number: int, dataset: ShardDataset) -> Batch:
+    """Return a batch of the data set with the random draws of another view; view 0 is its own.
+
+    Every draw of an objective is a function of the sample's index, so a view is the same image
+    further on in the endless stream of samples.
+    """
+    return dataclasses.replace(batch, sample_index=batch.sample_index + number * len(dataset))
+
+
+def has_random_inputs(objective: Objective, dataset: ShardDataset) -> bool:
+    """Say whether the model's inputs hold random draws, as BERT's masks."""
+    batch = next(_batches(dataset, limit=8, batch_size=8))
+    one, other = (objective.sequence(view_of(batch, view, dataset)).inputs for view in (0, 1))
+    return any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def pixel_features(
@@ -83,6 +127,8 @@ def _batches(dataset: ShardDataset, *, limit: int | None, batch_size: int) -> It
     )
 
 
-def _labelled(layers: np.ndarray, labels: np.ndarray) -> LabelledFeatures:
-    kept = labels >= 0
-    return LabelledFeatures(layers[:, kept], labels[kept])
+def _labelled(
+    layers: np.ndarray, labels: np.ndarray, further_views: Sequence[np.ndarray] = ()
+) -> LabelledFeatures:
+    every = LabelledFeatures(layers, labels, tuple(further_views))
+    return every.subset(np.flatnonzero(labels >= 0))

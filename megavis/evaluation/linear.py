@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,15 @@ class LayerScore:
         selection_loss: cross-entropy on the held-out training features, in nats.
         accuracy: share of right answers on the validation set, in [0, 1], after fitting on all
             training features.
+        vote_accuracy: likewise, where each image's answer is the commonest over all views of it;
+            None where there is one view.
     """
 
     layer: int
     penalty: float
     selection_loss: float
     accuracy: float
+    vote_accuracy: float | None = None
 
 
 def divide(labels: np.ndarray, *, share: float, seed: int) -> Selection:
@@ -107,16 +111,60 @@ def _score(
     layer: int, train: LabelledFeatures, validation: LabelledFeatures, selection: Selection
 ) -> LayerScore:
     x, y = train.layers[layer], train.labels
-    fitted, held_out = selection.fitted, selection.held_out
-    # By loss and not by accuracy: where held-out images resemble the fitted ones, as crops of one
-    # photograph do, many penalties and layers get every one right.
-    loss, penalty = min(
-        (_loss(fit_classifier(x[fitted], y[fitted], penalty=p), x[held_out], y[held_out]), p)
-        for p in PENALTIES
-    )
+    loss, penalty = choose_penalty(x, y, [selection])
     classifier = fit_classifier(x, y, penalty=penalty)
-    accuracy = float(classifier.score(validation.layers[layer], validation.labels))
-    return LayerScore(layer, penalty, loss, accuracy)
+    answers = np.stack([classifier.predict(view[layer]) for view in validation.views])
+    accuracy = float((answers[0] == validation.labels).mean())
+    if len(answers) == 1:
+        return LayerScore(layer, penalty, loss, accuracy)
+    vote = float((commonest(answers) == validation.labels).mean())
+    return LayerScore(layer, penalty, loss, accuracy, vote)
+
+
+def choose_penalty(
+    x: np.ndarray, y: np.ndarray, selections: Sequence[Selection]
+) -> tuple[float, float]:
+    """Return the smallest cross-entropy on held-out features, and the penalty that gives it.
+
+    By loss and not by accuracy: where held-out images resemble the fitted ones, as crops of one
+    photograph do, many penalties and layers get every one right.
+
+    Args:
+        x: features `[b, width]`.
+        y: int64 `[b]`.
+        selections: divisions of the features, over which the loss is averaged.
+    """
+
+    def loss(penalty: float) -> float:
+        return fmean(
+            _loss(
+                fit_classifier(x[s.fitted], y[s.fitted], penalty=penalty),
+                x[s.held_out],
+                y[s.held_out],
+            )
+            for s in selections
+        )
+
+    return min((loss(penalty), penalty) for penalty in PENALTIES)
+
+
+def commonest(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Return the modal answer for each image, ties broken at random (iGPT, section 4.6).
+
+    Args:
+        answers: int64 `[views, b]`.
+        seed: of the ties.
+
+    Returns:
+        int64 `[b]`.
+    """
+    classes, places = np.unique(answers, return_inverse=True)
+    counts = np.zeros((answers.shape[1], len(classes)), np.float32)
+    for view in places.reshape(answers.shape):
+        counts[np.arange(len(counts)), view] += 1
+    # Less than one vote: it decides between equal counts alone.
+    counts += 0.5 * np.random.default_rng(seed).random(counts.shape, np.float32)
+    return classes[counts.argmax(axis=1)]
 
 
 def _loss(classifier: Any, x: np.ndarray, y: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""The linear probe of a run, beside raw pixels and an untrained network.
+"""The linear probe of a run, beside raw pixels and untrained networks.
 
 All three take the same images, the same division of the training images, and the same procedure:
 what differs are the features.
@@ -12,25 +12,29 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.data.files import write_atomically
-from megavis.evaluation.features import LabelledFeatures, layer_features, pixel_features
+from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
+from megavis.evaluation.features import (
+    LabelledFeatures,
+    has_random_inputs,
+    layer_features,
+    pixel_features,
+)
 from megavis.evaluation.linear import LayerScore, best_layer, divide, score_layers
+from megavis.evaluation.low_data import LowDataScore, score_low_data
 from megavis.model.runner import Runner
 from megavis.objectives.base import Objective
 from megavis.tokenizers.palette import Palette
 
+Pair = tuple[LabelledFeatures, LabelledFeatures]
+"""Features of the training and of the validation images."""
 
-class Extract(Protocol):
-    """Turns images into features."""
-
-    def __call__(self, dataset: ShardDataset, *, limit: int | None) -> LabelledFeatures:
-        """Return the features of the first `limit` images, of all when None."""
+NUM_VIEWS = 5
+"""Independent masks of an image, of which the commonest answer counts (iGPT, section 4.6)."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,55 @@ class ProbeData:
                 f" {self.train.directory}: write its shards with --classes-from"
             )
 
-    def map(self, extract: Extract) -> tuple[LabelledFeatures, LabelledFeatures]:
-        """Return the features of the training and of the validation images."""
+    def pixels(self) -> Pair:
+        """Return the colours of both sets."""
         return (
-            extract(self.train, limit=self.num_train),
-            extract(self.validation, limit=self.num_validation),
+            pixel_features(self.train, palette=self.palette, limit=self.num_train),
+            pixel_features(self.validation, palette=self.palette, limit=self.num_validation),
         )
+
+    def features(self, runner: Runner, objective: Objective, *, num_views: int = 1) -> Pair:
+        """Return a network's features of both sets; the validation images in so many views."""
+        train, validation = self.train, self.validation
+        return (
+            layer_features(runner, objective, train, limit=self.num_train),
+            layer_features(
+                runner, objective, validation, limit=self.num_validation, num_views=num_views
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """What a probe does.
+
+    Attributes:
+        layers: which layers; all when None.
+        seed: of the division of the training images, and of subsets.
+        held_out_share: part of the training images that layer and penalty are chosen on.
+        num_views: random draws for the inputs of each validation image, of which the commonest
+            answer counts; when None, 5 where inputs are random as BERT's are, else 1.
+        concatenate: score also so many adjacent layers together, around the best one; 0: none.
+        images_per_class: score also with only so many labels, one after another.
+        draws: random subsets of each such size.
+
+    Raises:
+        UserError: when a number is too small.
+    """
+
+    layers: Sequence[int] | None = None
+    seed: int = 0
+    held_out_share: float = 0.2
+    num_views: int | None = None
+    concatenate: int = 0
+    images_per_class: Sequence[int] = ()
+    draws: int = 5
+
+    def __post_init__(self) -> None:
+        if min(self.images_per_class, default=2) < 2 or self.draws < 2:
+            raise UserError("--images-per-class and --draws must be at least 2")
+        if self.concatenate < 0 or (self.num_views or 1) < 1:
+            raise UserError("--concatenate must be at least 0 and --masks at least 1")
 
 
 @dataclass(frozen=True)
@@ -82,7 +129,11 @@ class ProbeResult:
         num_held_out: training images that layer and penalty were chosen on.
         num_validation: images that the accuracies are of.
         num_classes: classes among the training images.
+        num_views: random draws of each validation image's inputs.
         seed: of the division.
+        concatenated: adjacent layers together, the trained network first; empty if not asked for.
+        low_data: with few labels, of the trained network, the first untrained one and of raw
+            pixels; empty if not asked for.
     """
 
     step: int
@@ -93,7 +144,10 @@ class ProbeResult:
     num_held_out: int
     num_validation: int
     num_classes: int
+    num_views: int
     seed: int
+    concatenated: tuple[ConcatenatedScore, ...] = ()
+    low_data: tuple[LowDataScore, ...] = ()
 
     @property
     def best(self) -> LayerScore:
@@ -126,9 +180,7 @@ def probe(
     data: ProbeData,
     *,
     step: int,
-    layers: Sequence[int] | None = None,
-    seed: int = 0,
-    held_out_share: float = 0.2,
+    settings: ProbeSettings | None = None,
 ) -> ProbeResult:
     """Probe the layers of a network, of untrained ones like it, and raw pixels.
 
@@ -138,27 +190,57 @@ def probe(
         objective: the paper.
         data: the images.
         step: optimizer steps of the network, for the record.
-        layers: which layers; all when absent.
-        seed: of the division of the training images.
-        held_out_share: part of the training images that layer and penalty are chosen on.
+        settings: what to do; the defaults when absent.
 
     Raises:
         UserError: when the images have no labels, or are too few.
     """
-    pixels = data.map(partial(pixel_features, palette=data.palette))
-    selection = divide(pixels[0].labels, share=held_out_share, seed=seed)
-    scores = []
-    for runner in itertools.chain([trained], untrained):
-        features = data.map(partial(layer_features, runner, objective))
-        scores.append(tuple(score_layers(*features, selection, layers=layers)))
+    settings = settings or ProbeSettings()
+    num_views = settings.num_views or (
+        NUM_VIEWS if has_random_inputs(objective, data.validation) else 1
+    )
+    pixels = data.pixels()
+    selection = divide(pixels[0].labels, share=settings.held_out_share, seed=settings.seed)
+    pixel_score = score_layers(*pixels, selection)[0]
+    low_data = _low_data("pixels", pixels, pixel_score, settings)
+    scores: list[tuple[LayerScore, ...]] = []
+    concatenated: list[ConcatenatedScore] = []
+    for number, runner in enumerate(itertools.chain([trained], untrained)):
+        name = "untrained" if number else "trained"
+        features = data.features(runner, objective, num_views=num_views)
+        scores.append(tuple(score_layers(*features, selection, layers=settings.layers)))
+        best, count = best_layer(scores[-1]), settings.concatenate
+        if count:
+            together = score_concatenated(
+                name, *features, selection, centre=best.layer, count=count
+            )
+            concatenated.append(together)
+        if number < 2:
+            low_data += _low_data(name, features, best, settings)
     return ProbeResult(
         step=step,
         trained=scores[0],
         untrained=tuple(scores[1:]),
-        pixels=score_layers(*pixels, selection)[0],
+        pixels=pixel_score,
         num_fitted=len(selection.fitted),
         num_held_out=len(selection.held_out),
         num_validation=len(pixels[1].labels),
         num_classes=len(set(pixels[0].labels.tolist())),
-        seed=seed,
+        num_views=num_views,
+        seed=settings.seed,
+        concatenated=tuple(concatenated),
+        low_data=tuple(low_data),
+    )
+
+
+def _low_data(
+    name: str, features: Pair, best: LayerScore, settings: ProbeSettings
+) -> list[LowDataScore]:
+    return score_low_data(
+        name,
+        *features,
+        layer=best.layer,
+        images_per_class=settings.images_per_class,
+        draws=settings.draws,
+        seed=settings.seed,
     )

@@ -12,6 +12,7 @@ from megavis.evaluation.linear import (
     PENALTIES,
     LayerScore,
     best_layer,
+    commonest,
     divide,
     fit_classifier,
     score_layers,
@@ -129,3 +130,44 @@ def test_the_first_of_equally_good_layers_is_best():
     scores = [LayerScore(layer, 0.1, 0.8, layer / 10) for layer in range(3)]
     scores.append(LayerScore(3, 0.1, 0.9, 1.0))
     assert best_layer(scores).layer == 0
+
+
+def test_the_commonest_answer_wins_and_ties_are_broken_at_random():
+    answers = np.array([[3, 7, 7, 9], [3, 7, 9, 7], [5, 7, 3, 3]])
+    winners = np.array([commonest(answers, seed=seed) for seed in range(300)])
+    assert (winners[:, :2] == [3, 7]).all()
+    for column in (2, 3):
+        values, counts = np.unique(winners[:, column], return_counts=True)
+        assert values.tolist() == [3, 7, 9]
+        # 300 draws of thirds: 100 ± 8.2; five deviations.
+        assert (abs(counts - 100) < 41).all()
+    # Several images of one tie do not all fall the same way.
+    assert len(set(commonest(np.tile([[0], [1]], 50)).tolist())) == 2
+
+
+def test_the_vote_is_the_modal_prediction_over_views():
+    train, validation = blobs(120, spread=2.0), blobs(60, spread=2.0, seed=1)
+    random = np.random.default_rng(3)
+    views = tuple(
+        validation.layers + random.normal(0, 2.0, validation.layers.shape) for _ in range(4)
+    )
+    selection = divide(train.labels, share=0.25, seed=0)
+
+    alone = score_layers(train, validation, selection)[0]
+    score = score_layers(train, replace(validation, further_views=views), selection)[0]
+
+    assert alone.vote_accuracy is None
+    assert replace(score, vote_accuracy=None) == alone
+    classifier = fit_classifier(train.layers[0], train.labels, penalty=score.penalty)
+    right = undecided = 0
+    for image, label in enumerate(validation.labels):
+        answers = [
+            int(classifier.predict(view[0, image][None])[0]) for view in (validation.layers, *views)
+        ]
+        counts = sorted(((answers.count(a), a) for a in set(answers)), reverse=True)
+        if len(counts) > 1 and counts[0][0] == counts[1][0]:
+            undecided += 1
+        else:
+            right += counts[0][1] == label
+    assert undecided < 20
+    assert right <= round(score.vote_accuracy * 60) <= right + undecided

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megavis.commands.probe import read_layers, table
+from megavis.commands.probe import table
+from megavis.commands.probing import read_layers
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.evaluation.features import layer_features, pixel_features
-from megavis.evaluation.probe import ProbeData, probe
+from megavis.evaluation.probe import ProbeData, ProbeSettings, probe
 from megavis.tokenizers.palette import Palette
 
 
@@ -63,7 +64,9 @@ def test_images_without_a_label_are_left_out(data, monkeypatch):
 def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
 
-    result = probe(runner, [runner, runner], objective, data, step=3, seed=1)
+    result = probe(
+        runner, [runner, runner], objective, data, step=3, settings=ProbeSettings(seed=1)
+    )
 
     assert (result.num_fitted, result.num_held_out, result.num_validation) == (96, 24, 36)
     assert result.num_classes == 3
@@ -93,9 +96,51 @@ def test_sets_that_number_their_classes_differently_are_refused(data, monkeypatc
 
 def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
-    got = layer_features(runner, objective, data.train, limit=6, batch_size=6)
+    got = layer_features(runner, objective, data.train, limit=6, num_views=2, batch_size=6)
     again = layer_features(runner, objective, data.train, limit=6, batch_size=2)
     np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
+
+    # The second view: the same images, masked as the samples one epoch later would be.
+    tokens = torch.from_numpy(data.train.read_tokens(np.arange(6)).astype(np.int64))
+    inputs = objective.inputs_from(tokens, sample_index=torch.arange(6) + len(data.train))
+    np.testing.assert_allclose(got.views[1], runner.features(inputs), rtol=1e-5, atol=1e-5)
+    assert abs(got.views[1] - got.layers).max() > 0.1
+
+
+def test_five_masks_vote_where_inputs_are_masked(build, tmp_path, data):
+    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    result = probe(runner, [runner], objective, data, step=0)
+    assert result.num_views == 5
+    assert all(0 <= score.vote_accuracy <= 1 for score in result.trained)
+    assert f"({result.best.vote_accuracy:.1%} by the vote of 5 masks)" in table(result)
+
+    single = probe(runner, [runner], objective, data, step=0, settings=ProbeSettings(num_views=1))
+    assert [score.vote_accuracy for score in single.trained] == [None] * 3
+    assert [s.accuracy for s in single.trained] == [s.accuracy for s in result.trained]
+
+
+def test_layers_together_and_few_labels_are_scored_beside(build, tmp_path, data):
+    objective, runner = build(tmp_path / "c.yaml")
+    settings = ProbeSettings(concatenate=3, images_per_class=(2, 10), draws=3)
+
+    result = probe(runner, [runner, runner], objective, data, step=3, settings=settings)
+
+    assert [score.features for score in result.concatenated] == ["trained", *["untrained"] * 2]
+    assert result.concatenated[0].layers == (0, 1, 2)
+    assert result.concatenated[0].num_features == 48
+    places = [(score.features, score.images_per_class) for score in result.low_data]
+    names = ("pixels", "trained", "untrained")
+    assert places == [(name, count) for name in names for count in (2, 10)]
+    assert result.low_data[3].layer == result.best.layer
+    lines = table(result).splitlines()
+    assert any(line.startswith("      0-2") and "48 features together" in line for line in lines)
+    mean, deviation = result.low_data[3].mean, result.low_data[3].deviation
+    (row,) = [line for line in lines if line.startswith("       10 ")]
+    assert f"{mean:.1%} ± {deviation:.1%}" in row
+
+    for wrong in ({"draws": 1}, {"images_per_class": (1,)}, {"concatenate": -1}):
+        with pytest.raises(UserError, match="must be at least"):
+            ProbeSettings(**wrong)
 
 
 def test_layers_are_read_from_words():

@@ -1,0 +1,149 @@
+"""What the commands that probe share: options, images, networks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.evaluation.probe import ProbeData, ProbeResult, ProbeSettings
+    from megavis.model.runner import Runner
+    from megavis.notebook import Run
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which images are probed, and where."""
+    parser.add_argument("--train", help="shard folder; default: the run's data.train")
+    parser.add_argument("--validation", help="shard folder; default: the run's data.validation")
+    parser.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
+    parser.add_argument("--validation-images", type=int, help="at most; default: all")
+    parser.add_argument(
+        "--untrained-networks", type=int, default=3, help="to compare with; default: 3"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of held-out part, subsets and untrained weights; default: 0",
+    )
+    parser.add_argument(
+        "--masks",
+        type=int,
+        help="random masks of each validation image, whose commonest answer counts; default: 5"
+        " where a network's inputs are masked, else 1",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range, and a launcher.
+
+    Raises:
+        UserError: in one sentence.
+    """
+    from megavis.parallel.launch import read_launch
+
+    if args.train_images < 1 or (args.validation_images or 1) < 1:
+        raise UserError("--train-images and --validation-images must be at least 1")
+    if args.untrained_networks < 1 or args.seed < 0:
+        raise UserError("--untrained-networks must be at least 1, and --seed at least 0")
+    if read_launch(os.environ).world_size > 1:
+        raise UserError("a probe runs as one process; start it without a launcher")
+
+
+def open_run(folder: Path, *, step: int | None, device: str | None) -> Run:
+    """Open a run without the libraries' chatter; raises UserError as `Run.open`."""
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.notebook import Run
+
+        return Run.open(folder, step=step, device=device)
+
+
+def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult:
+    """Probe an opened run by the options of `add_data_arguments`.
+
+    Raises:
+        UserError: the data does not fit the run, or has no labels.
+    """
+    from megavis.evaluation.probe import probe
+
+    return probe(
+        opened.runner,
+        untrained_networks(opened, args),
+        opened.objective,
+        probe_data(opened, args),
+        step=opened.step,
+        settings=settings,
+    )
+
+
+def untrained_networks(opened: Run, args: argparse.Namespace) -> Iterator[Runner]:
+    """Build one network with fresh weights after another."""
+    from megavis.commands.quiet import quietly
+
+    for number in range(args.untrained_networks):
+        with quietly():
+            network = opened.untrained(args.seed + number)
+        yield network.runner
+
+
+def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
+    """Open the images that the options name.
+
+    Raises:
+        UserError: there are none, or they do not fit the run.
+    """
+    from megavis.data.dataset import ShardDataset
+    from megavis.evaluation.probe import ProbeData
+
+    validation = args.validation or opened.config.data.validation
+    if validation is None:
+        raise UserError("the run has no data.validation; name a shard folder with --validation")
+    train_data = ShardDataset(args.train or opened.config.data.train)
+    validation_data = ShardDataset(validation)
+    for dataset in (train_data, validation_data):
+        for complaint in opened.objective.check_data(dataset.manifest):
+            raise UserError(f"{dataset.directory} {complaint}")
+        if dataset.manifest.tokenizer.sha256 != opened.palette.sha256:
+            raise UserError(f"{dataset.directory} was made with another palette than the run")
+    return ProbeData(
+        train_data, validation_data, opened.palette, args.train_images, args.validation_images
+    )
+
+
+def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
+    """Read `all` (None), or numbers in 0 .. `num_layers` with commas between them.
+
+    Raises:
+        UserError: the text is neither.
+    """
+    if text == "all":
+        return None
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        layers = [-1]
+    if any(not 0 <= layer <= num_layers for layer in layers):
+        raise UserError(f"--layers {text}: say all, or numbers from 0 to {num_layers}, as 0,3")
+    return layers
+
+
+def read_counts(text: str) -> tuple[int, ...]:
+    """Read numbers with commas between them, none from an empty text.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not numbers with commas between them, as 4,25,400"
+        ) from None

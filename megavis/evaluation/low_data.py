@@ -1,0 +1,112 @@
+"""The linear probe with few labels: a few images of each class, drawn several times.
+
+iGPT, section 4.7 and Table 4: logistic regression on fixed features, 4, 25 or 400 images a class,
+5 random subsets, mean and standard deviation. The strength of the penalty is chosen by
+cross-validation inside each subset, so that no label outside of it decides anything but the layer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megavis.config.errors import UserError
+from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.linear import Selection, choose_penalty, fit_classifier
+
+MAXIMUM_FOLDS = 5
+"""Parts of a subset that take turns in being held out; as many as images a class, if fewer."""
+
+
+@dataclass(frozen=True)
+class LowDataScore:
+    """Accuracy with few labels.
+
+    Attributes:
+        features: whose: `trained`, `untrained` or `pixels`.
+        layer: l of the features.
+        images_per_class: labelled images of each class.
+        accuracies: share of right answers on the validation set for each draw, in [0, 1].
+        mean: of the accuracies.
+        deviation: their standard deviation, of a sample (divided by draws - 1).
+    """
+
+    features: str
+    layer: int
+    images_per_class: int
+    accuracies: tuple[float, ...]
+    mean: float
+    deviation: float
+
+
+def draw_images(labels: np.ndarray, images_per_class: int, *, seed: int, draw: int) -> np.ndarray:
+    """Return indices of so many images of each class, drawn without replacement.
+
+    Args:
+        labels: int64 `[b]`.
+        images_per_class: of each class that occurs.
+        seed: of all draws.
+        draw: which one, from 0.
+
+    Returns:
+        int64 `[classes · images_per_class]`.
+
+    Raises:
+        UserError: when a class has fewer images.
+    """
+    random = np.random.default_rng([seed, draw, images_per_class])
+    chosen = []
+    for label in np.unique(labels):
+        places = np.flatnonzero(labels == label)
+        if len(places) < images_per_class:
+            raise UserError(
+                f"--images-per-class {images_per_class}: class {label} has {len(places)} labelled"
+                " training images; ask for fewer, or take in more with --train-images"
+            )
+        chosen.append(random.choice(places, images_per_class, replace=False))
+    return np.concatenate(chosen)
+
+
+def score_low_data(
+    name: str,
+    train: LabelledFeatures,
+    validation: LabelledFeatures,
+    *,
+    layer: int,
+    images_per_class: Sequence[int],
+    draws: int,
+    seed: int,
+) -> list[LowDataScore]:
+    """Score one layer's features with so many labels a class, each drawn several times.
+
+    Args:
+        name: whose features, for the record.
+        train: features that subsets are drawn from.
+        validation: features that only report.
+        layer: which.
+        images_per_class: each at least 2.
+        draws: subsets of each size, at least 2.
+        seed: of the subsets: the same for all features.
+    """
+    scores = []
+    for count in images_per_class:
+        subsets = [draw_images(train.labels, count, seed=seed, draw=i) for i in range(draws)]
+        accuracies = [
+            _accuracy(train.subset(images), validation, layer, count) for images in subsets
+        ]
+        mean, deviation = statistics.fmean(accuracies), statistics.stdev(accuracies)
+        scores.append(LowDataScore(name, layer, count, tuple(accuracies), mean, deviation))
+    return scores
+
+
+def _accuracy(few: LabelledFeatures, validation: LabelledFeatures, layer: int, count: int) -> float:
+    from sklearn.model_selection import StratifiedKFold
+
+    x, y = few.layers[layer], few.labels
+    folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
+    _, penalty = choose_penalty(x, y, [Selection(*parts) for parts in folds.split(x, y)])
+    classifier = fit_classifier(x, y, penalty=penalty)
+    return float(classifier.score(validation.layers[layer], validation.labels))

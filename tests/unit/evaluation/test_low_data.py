@@ -1,0 +1,83 @@
+"""Few labels: which images are drawn, and the scores against scikit-learn's own pipeline."""
+
+import statistics
+
+import numpy as np
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.linear import PENALTIES
+from megavis.evaluation.low_data import draw_images, score_low_data
+
+
+def blobs(count, *, seed):
+    """Three overlapping clouds, in the second of two layers; the first is noise."""
+    random = np.random.default_rng(seed)
+    labels = np.arange(count) % 3
+    points = random.normal(0, 2.0, (2, count, 5)).astype(np.float32)
+    points[1] += 3 * np.eye(5, dtype=np.float32)[labels]
+    return LabelledFeatures(points, labels)
+
+
+def test_a_draw_has_so_many_different_images_of_each_class():
+    labels = np.repeat([0, 3, 5], [20, 10, 8])
+    draws = [draw_images(labels, 4, seed=1, draw=number) for number in range(5)]
+    for images in draws:
+        assert len(set(images.tolist())) == 12
+        assert np.bincount(labels[images]).tolist() == [4, 0, 0, 4, 0, 4]
+    assert len({tuple(images.tolist()) for images in draws}) == 5
+    assert draw_images(labels, 4, seed=1, draw=2).tolist() == draws[2].tolist()
+    with pytest.raises(UserError, match="class 5 has 8 labelled training images"):
+        draw_images(labels, 9, seed=1, draw=0)
+
+
+def test_scores_are_those_of_scikit_learn_s_cross_validation():
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    train, validation = blobs(120, seed=0), blobs(90, seed=1)
+    small, large = score_low_data(
+        "trained", train, validation, layer=1, images_per_class=(4, 20), draws=3, seed=7
+    )
+
+    expected = []
+    for draw in range(3):
+        chosen = draw_images(train.labels, 20, seed=7, draw=draw)
+        x, y = train.layers[1][chosen], train.labels[chosen]
+        # Both fit on 4 of 5 folds, 48 images, with weight penalty · 48 on ½‖w‖² there.
+        search = GridSearchCV(
+            make_pipeline(StandardScaler(), LogisticRegression(max_iter=300)),
+            {"logisticregression__C": [1 / (penalty * 48) for penalty in PENALTIES]},
+            scoring="neg_log_loss",
+            cv=StratifiedKFold(5, shuffle=True, random_state=0),
+            refit=False,
+        ).fit(x, y)
+        penalty = 1 / (search.best_params_["logisticregression__C"] * 48)
+        final = make_pipeline(
+            StandardScaler(), LogisticRegression(C=1 / (penalty * 60), max_iter=300)
+        ).fit(x, y)
+        expected.append(final.score(validation.layers[1], validation.labels))
+
+    assert large.accuracies == pytest.approx(expected)
+    assert large.mean == pytest.approx(sum(expected) / 3)
+    assert large.deviation == pytest.approx(statistics.stdev(expected))
+    assert (small.images_per_class, small.layer, small.features) == (4, 1, "trained")
+    assert small.mean < large.mean
+
+
+def test_the_validation_set_and_the_other_images_decide_nothing():
+    train, validation = blobs(120, seed=0), blobs(90, seed=1)
+    options = {"layer": 1, "images_per_class": (10,), "draws": 2, "seed": 0}
+    (before,) = score_low_data("trained", train, validation, **options)
+
+    drawn = np.concatenate([draw_images(train.labels, 10, seed=0, draw=i) for i in range(2)])
+    others = np.setdiff1d(np.arange(120), drawn)
+    layers = train.layers.copy()
+    layers[:, others] = 1e3
+    (after,) = score_low_data(
+        "trained", LabelledFeatures(layers, train.labels), validation, **options
+    )
+    assert after == before
