@@ -1,0 +1,180 @@
+"""The distributions that GIVT predicts for a real-valued token, in place of a vocabulary.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 3.2 and appendix C.1: a mixture of k
+Gaussians with diagonal covariance, or one Gaussian with a full covariance. Everything is computed
+in float32 whatever the model's precision, and every log-likelihood is finite for finite inputs.
+
+Legend: ... any leading dimensions, k components, d numbers of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ScaleActivation = Literal["squareplus", "softplus"]
+
+_LOG_2_PI = math.log(2.0 * math.pi)
+# No latent comes near these; they keep squares, and their gradients, inside float32.
+_FARTHEST = 1e18
+_MOST_SCALES_AWAY = 1e15
+_LARGEST_LOG_SCALE = 80.0
+
+
+@dataclass(frozen=True)
+class ScaleForm:
+    """How an unbounded output becomes a scale.
+
+    Attributes:
+        activation: `squareplus`, (x + √(x² + 4)) / 2, is the released code's; `softplus` the
+            paper's (section 3.2).
+        floor: smallest scale; 1e-6 in the released code, 1e-5 in the paper (appendix C.1).
+    """
+
+    activation: ScaleActivation = "squareplus"
+    floor: float = 1e-6
+
+    def log_scale(self, raw: Tensor) -> Tensor:
+        """Return the logarithm of the scale, float32 `[...]`, for outputs `[...]`."""
+        if self.activation == "squareplus":
+            # (x + √(x² + 4)) / 2 = exp(asinh(x / 2)), which loses no digits where x is negative.
+            log_scale = torch.asinh(raw.float() / 2.0)
+            return log_scale.clamp(math.log(self.floor), _LARGEST_LOG_SCALE)
+        scale = torch.nn.functional.softplus(raw.float())
+        return scale.clamp(self.floor, math.exp(_LARGEST_LOG_SCALE)).log()
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """k Gaussians with diagonal covariance for each token.
+
+    Attributes:
+        logits: `[..., k]`, of the components before softmax.
+        means: `[..., k, d]`.
+        log_scales: `[..., k, d]`, logarithms of the standard deviations.
+    """
+
+    logits: Tensor
+    means: Tensor
+    log_scales: Tensor
+
+    @classmethod
+    def from_outputs(cls, outputs: Tensor, num_components: int, form: ScaleForm) -> Mixture:
+        """Read a head's outputs.
+
+        Args:
+            outputs: `[..., k + 2 · k · d]`: k logits, then for each component d means and d
+                scales, as the released checkpoints order them.
+            num_components: k.
+            form: from outputs to scales.
+        """
+        wide = outputs.float()
+        logits, rest = wide[..., :num_components], wide[..., num_components:]
+        means, raw = rest.unflatten(-1, (num_components, 2, -1)).unbind(-2)
+        return cls(logits, means, form.log_scale(raw))
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """Return log p of tokens `[..., d]`, float32 `[...]`, in nats (equation 2)."""
+        components = gaussian_log_prob(tokens[..., None, :], self.means, self.log_scales).sum(-1)
+        return torch.logsumexp(self.logits.log_softmax(-1) + components, dim=-1)
+
+    def tempered(self, *, scale: float = 1.0, probability: float = 1.0) -> Mixture:
+        """Return a narrower or wider mixture, for sampling (section 3.4).
+
+        Args:
+            scale: multiplies the standard deviations: variance scaling, t in the paper.
+            probability: multiplies the logits of the components, as the released code's
+                `temp_probs`; 1 leaves them.
+        """
+        return Mixture(
+            self.logits * probability, self.means, self.log_scales + math.log(max(scale, 1e-30))
+        )
+
+    def choose(self, uniforms: Tensor) -> Tensor:
+        """Draw a component for uniform numbers `[...]` in [0, 1); returns int64 `[...]`."""
+        cumulative = self.logits.double().softmax(-1).cumsum(-1)
+        # Scaled by the sum as it was computed, so that a component is always found.
+        threshold = uniforms.double()[..., None] * cumulative[..., -1:]
+        return (cumulative <= threshold).sum(-1)
+
+    def component(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log-scale `[..., d]` of the components int64 `[...]`."""
+        shape = (*index.shape, 1, self.means.shape[-1])
+        place = index[..., None, None].expand(shape)
+        return (
+            self.means.gather(-2, place).squeeze(-2),
+            self.log_scales.gather(-2, place).squeeze(-2),
+        )
+
+    def draw(self, uniforms: Tensor, normals: Tensor) -> Tensor:
+        """Draw tokens `[..., d]` from uniform numbers `[...]` and standard normals `[..., d]`."""
+        mean, log_scale = self.component(self.choose(uniforms))
+        return mean + log_scale.exp() * normals
+
+
+@dataclass(frozen=True)
+class FullGaussian:
+    """One Gaussian with a full covariance L Lᵀ for each token (appendix C.1).
+
+    Attributes:
+        mean: `[..., d]`.
+        factor: the lower triangular L, `[..., d, d]`.
+    """
+
+    mean: Tensor
+    factor: Tensor
+
+    @classmethod
+    def from_outputs(cls, outputs: Tensor, form: ScaleForm) -> FullGaussian:
+        """Read a head's outputs `[..., d² + d]`: d² entries of the factor, then d means.
+
+        As in the released code every entry passes through the activation, not the diagonal alone;
+        the entries above the diagonal are not used.
+        """
+        wide = outputs.float()
+        size = math.isqrt(wide.shape[-1])
+        raw, mean = wide[..., : size * size], wide[..., size * size :]
+        unbounded = ScaleForm(form.activation, floor=1e-38)
+        entries = unbounded.log_scale(raw).exp().unflatten(-1, (size, size)).tril()
+        floor = form.floor * torch.eye(size, device=wide.device)
+        return cls(mean, torch.maximum(entries, floor))
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """Return log p of tokens `[..., d]`, float32 `[...]`, in nats.
+
+        Solved in float64, whose range holds what extreme factors give; beyond it the distance
+        counts as the farthest one.
+        """
+        difference = _difference(tokens, self.mean).double()[..., None]
+        solved = torch.linalg.solve_triangular(self.factor.double(), difference, upper=False)
+        distance = solved.squeeze(-1).nan_to_num(nan=_MOST_SCALES_AWAY)
+        distance = distance.clamp(-_MOST_SCALES_AWAY, _MOST_SCALES_AWAY)
+        log_determinant = self.factor.diagonal(dim1=-2, dim2=-1).double().log()
+        terms = -0.5 * distance.square() - log_determinant - 0.5 * _LOG_2_PI
+        return terms.sum(-1).float()
+
+    def tempered(self, *, scale: float = 1.0, probability: float = 1.0) -> FullGaussian:
+        """Return the Gaussian with its factor multiplied by `scale`; see `Mixture.tempered`."""
+        return FullGaussian(self.mean, self.factor * scale)
+
+    def draw(self, uniforms: Tensor, normals: Tensor) -> Tensor:
+        """Draw tokens `[..., d]` from standard normals `[..., d]`; the uniforms are not used."""
+        return self.mean + (self.factor @ normals[..., None]).squeeze(-1)
+
+
+Distribution = Mixture | FullGaussian
+
+
+def gaussian_log_prob(tokens: Tensor, means: Tensor, log_scales: Tensor) -> Tensor:
+    """Return log N(token | mean, scale) for each number, float32, all of one shape `[..., d]`."""
+    away = _difference(tokens, means) * torch.exp(-log_scales)
+    away = away.clamp(-_MOST_SCALES_AWAY, _MOST_SCALES_AWAY)
+    return -0.5 * away.square() - log_scales - 0.5 * _LOG_2_PI
+
+
+def _difference(tokens: Tensor, means: Tensor) -> Tensor:
+    return (tokens.float() - means).clamp(-_FARTHEST, _FARTHEST)

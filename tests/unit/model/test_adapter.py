@@ -1,0 +1,48 @@
+"""GIVT's adapter: the released values, the inverse, and the volume that it keeps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megavis.model.adapter import Adapter
+from megavis.objectives.givt_released import adapter_weights, read_arrays
+
+GOLDEN = Path(__file__).parents[2] / "data" / "givt" / "adapter.npz"
+
+
+@pytest.fixture(scope="module")
+def released():
+    import numpy as np
+
+    adapter = Adapter(16)
+    adapter.load_state_dict(adapter_weights(read_arrays(GOLDEN)))
+    golden = np.load(GOLDEN)
+    values = [torch.tensor(golden[name]).permute(0, 3, 1, 2) for name in ("z", "y")]
+    return adapter.requires_grad_(False), *values
+
+
+def test_adapter_has_the_papers_size():
+    assert sum(p.numel() for p in Adapter(16).parameters()) == 111_728
+
+
+def test_adapter_gives_the_released_values(released):
+    adapter, latents, adapted = released
+    torch.testing.assert_close(adapter(latents), adapted, rtol=0, atol=1e-4)
+
+
+def test_inverse_is_exact(released):
+    adapter, latents, adapted = released
+    torch.testing.assert_close(adapter.inverse(adapted), latents, rtol=0, atol=1e-4)
+
+
+def test_adapter_keeps_volume():
+    adapter = Adapter(4, num_blocks=3, bottleneck=8).double()
+    latents = torch.randn(1, 4, 2, 2, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(adapter, latents).reshape(16, 16)
+    assert float(torch.linalg.det(jacobian).abs()) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_channels_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="do not divide"):
+        Adapter(5)

@@ -1,0 +1,61 @@
+"""The VAE's layers: the released values, the paper's size, and other image sizes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
+from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
+
+GOLDEN = Path(__file__).parents[2] / "data" / "givt" / "vae.npz"
+
+
+def test_released_weights_give_the_released_values():
+    arrays = read_arrays(GOLDEN)
+    shape = vae_shape(arrays)
+    assert shape == VAEShape(latent_channels=8, filters=32, multipliers=(1, 2, 2))
+    network = VAENetwork(shape).requires_grad_(False)
+    network.load_state_dict(vae_weights(arrays))
+    golden = np.load(GOLDEN)
+    pixels, moments, output = (
+        torch.tensor(golden[name]).permute(0, 3, 1, 2)
+        for name in ("image01", "moments", "decoder_output")
+    )
+    posterior = network.posterior(pixels)
+    mean, log_variance = moments.chunk(2, dim=1)
+    torch.testing.assert_close(posterior.mean, mean, rtol=0, atol=1e-4)
+    torch.testing.assert_close(posterior.log_variance, log_variance, rtol=0, atol=1e-4)
+    torch.testing.assert_close(network.decoder(posterior.mean), output, rtol=0, atol=1e-4)
+
+
+def test_network_has_the_papers_size():
+    with torch.device("meta"):
+        network = VAENetwork(VAEShape())
+    counts = [sum(p.numel() for p in m.parameters()) for m in (network.encoder, network.decoder)]
+    assert counts == [23_660_192, 29_372_419]
+    assert sum(counts) == 53_032_611
+
+
+@pytest.mark.parametrize(("side", "latents"), [(256, 16), (512, 32), (250, 16)])
+def test_any_image_size_goes_through(side, latents):
+    with torch.device("meta"):
+        network = VAENetwork(VAEShape())
+        posterior = network.posterior(torch.empty(1, 3, side, side))
+        assert posterior.mean.shape == (1, 16, latents, latents)
+        assert network.decoder(posterior.mean).shape[-1] == 16 * latents
+
+
+def test_kl_is_that_of_torch_distributions():
+    mean, log_variance = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    normals = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
+    expected = torch.distributions.kl_divergence(normals, torch.distributions.Normal(0.0, 1.0))
+    torch.testing.assert_close(Posterior(mean, log_variance).kl(), expected)
+
+
+def test_log_variance_is_clipped():
+    network = VAENetwork(VAEShape(2, 32, (1,), 1))
+    torch.nn.init.constant_(network.encoder.conv_out.bias, 1e3)
+    posterior = network.posterior(torch.rand(1, 3, 4, 4))
+    assert float(posterior.log_variance.max()) == 20.0
