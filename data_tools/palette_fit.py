@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.decode import RefusedImageError
+from data_tools.decode import RefusedImageError, decode_image
 from data_tools.report import Progress, say
-from data_tools.sources import ImageFolder, list_images, load_square
+from data_tools.resize import resize_and_crop
+from data_tools.sources import FileSource, list_images
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
 
@@ -42,33 +43,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sample_pixels(folder: ImageFolder, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
+def sample_pixels(source: FileSource, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
     Images come in random order and give equally many pixels, at least 64 each, so that a large
-    folder is not read whole. Files that give no image are passed over.
+    source is not read whole. Files that give no image are passed over.
 
     Raises:
         UserError: no file gives an image.
     """
     random = np.random.default_rng(seed)
-    each = max(-(-num_pixels // len(folder.files)), _MIN_PIXELS_AN_IMAGE)
+    num_files = len(source.files)
+    each = max(-(-num_pixels // num_files), _MIN_PIXELS_AN_IMAGE)
     each = min(each, size * size)
-    wanted = min(num_pixels, each * len(folder.files))
+    wanted = min(num_pixels, each * num_files)
     samples: list[np.ndarray] = []
+    [part] = source.parts(files_per_part=num_files, seed=seed)
     with Progress("reading images", total=-(-wanted // each)) as progress:
-        for place in random.permutation(len(folder.files)):
+        for picture in part.pictures(lambda name, reason: None):
             if len(samples) * each >= wanted:
                 break
             try:
-                image = load_square(folder.root, folder.files[place], size=size)
+                image = resize_and_crop(decode_image(picture.content), size=size)
             except RefusedImageError:
                 continue
             chosen = random.choice(size * size, each, replace=False)
             samples.append(image.reshape(-1, 3)[chosen])
             progress.advance()
     if not samples:
-        raise UserError(f"{folder.root} holds no image that can be read")
+        raise UserError(f"{source.root} holds no image that can be read")
     return np.concatenate(samples)[:num_pixels]
 
 

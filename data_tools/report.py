@@ -22,33 +22,51 @@ class Progress:
 
     Args:
         label: what is being done.
-        total: number of items.
+        total: number of items; 0 where nobody knows.
         unit: name of an item, in the plural.
     """
 
     def __init__(self, label: str, *, total: int, unit: str = "images") -> None:
         self._label, self._total, self._unit = label, total, unit
-        self._done = 0
+        self.done = 0
+        self.errors = 0
         self._start = self._last_line = time.monotonic()
         self._bar = (
-            tqdm(total=total, desc=label, unit=f" {unit}", leave=False, file=sys.stderr)
+            tqdm(total=total or None, desc=label, unit=f" {unit}", leave=False, file=sys.stderr)
             if sys.stderr.isatty()
             else None
         )
 
+    def fail(self, count: int) -> None:
+        """Count `count` items as skipped; they are shown, and must be advanced as well."""
+        self.errors += count
+        if self._bar is not None and count:
+            self._bar.set_postfix(skipped=self.errors, refresh=False)
+
     def advance(self, count: int = 1) -> None:
         """Count `count` more items as done."""
-        self._done += count
+        self.done += count
         if self._bar is not None:
             self._bar.update(count)
         elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            sys.stderr.write(f"{self._label}: {self._done} of {self._total} {self._unit}\n")
+            sys.stderr.write(self._line())
+
+    def _line(self) -> str:
+        line = f"{self._label}: {self.done}"
+        if self._total:
+            line += f" of {self._total}"
+        line += f" {self._unit}, {self.rate:.0f} a second"
+        if self.errors:
+            line += f", {self.errors} skipped"
+        if self._total and self.done:
+            line += f", {(self._total - self.done) / self.rate / 60:.1f} minutes left"
+        return line + "\n"
 
     @property
     def rate(self) -> float:
         """Items a second since the start."""
-        return self._done / max(time.monotonic() - self._start, 1e-9)
+        return self.done / max(time.monotonic() - self._start, 1e-9)
 
     def __enter__(self) -> Progress:
         return self

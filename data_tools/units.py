@@ -1,33 +1,63 @@
-"""Shards as units of work: what each one is, whether it is done, and the doing of it.
+"""Units of work: what each one is, whether it is done, and the doing of it.
 
-A unit is a fixed slice of the shuffled list of source files. Units do not depend on each other, so
-any number of workers gives the same bytes, and a rerun after a crash redoes only what is missing.
-A unit is finished when its index stands beside its tar.
+A unit turns one part of a source into one shard (in each folder that its recipe writes). Units do
+not depend on each other, so any number of workers gives the same bytes, and a rerun after a crash
+redoes only what is missing. A unit is finished when its index stands beside its tar.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import itertools
 import json
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
-
-from data_tools.decode import RefusedImageError, decoder_versions
-from data_tools.report import Progress, say
-from data_tools.resize import CROP, RESIZE
-from data_tools.sources import ImageFolder, SourceFile, load_square
+from data_tools.decode import RefusedImageError
+from data_tools.sources import Part, Picture, Source
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
-from megavis.data.manifest import FORMAT_VERSION, PALETTE_NAME
-from megavis.data.shards import Sample, ShardIndex, index_path, write_index, write_shard
-from megavis.tokenizers.palette import Palette
+from megavis.data.manifest import FORMAT_VERSION, ShardEntry
+from megavis.data.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
+
+# What a recipe makes of one picture: for each of its folders the payloads of the samples that
+# this picture gives there (one, or several crops), or the reason why it gives none.
+Encoded = Sequence[Sequence[bytes]] | RefusedImageError
+
+
+class Recipe(Protocol):
+    """What a verb makes of pictures.
+
+    It can be pickled and is small: what is large (tables, weights) is loaded where `encode` first
+    needs it, and kept for the next unit of the process.
+
+    Attributes:
+        folders: the shard folders, below `--out`; "" is `--out` itself.
+        suffix: of the members of the tars.
+        batch_size: how many pictures `encode` gets at once (the last batch of a unit has fewer).
+    """
+
+    @property
+    def folders(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def suffix(self) -> str: ...  # noqa: D102
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Return all that decides about the bytes of `folder`, as JSON values."""
+
+    def prepare(self, directory: Path) -> None:
+        """Write what a shard folder holds besides shards. Raises UserError where it cannot be."""
+
+    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+        """Return what each picture gives; a function of the batch alone."""
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Return the fields of the manifest of `folder` that belong to its kind."""
 
 
 @dataclass(frozen=True)
@@ -35,149 +65,167 @@ class Unit:
     """The work of one shard; small enough to send to another process.
 
     Attributes:
-        path: the tar to write.
-        root: the image folder.
-        files: `(place in the sorted list, file)`: the place is the sample's key.
-        size: side of the image.
-        palette_path, palette_sha256: the palette.
-        job: identity of the whole job.
+        directories: the shard folders.
+        shard: file name of the tar, the same in each of them.
+        part: what it reads.
+        recipe: what it makes of that.
+        jobs: identity of the whole job, one a folder.
     """
 
-    path: Path
-    root: Path
-    files: tuple[tuple[int, SourceFile], ...]
-    size: int
-    palette_path: Path
-    palette_sha256: str
-    job: str
+    directories: tuple[Path, ...]
+    shard: str
+    part: Part
+    recipe: Recipe
+    jobs: tuple[str, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The tars to write."""
+        return tuple(directory / self.shard for directory in self.directories)
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of a unit.
+
+    Attributes:
+        num_files: files of the source that it read.
+        shards: one entry a folder, None where every file was refused.
+        skipped: `(name, reason)` of each file that gave no sample.
+        was_there: it was finished before.
+    """
+
+    num_files: int
+    shards: tuple[ShardEntry | None, ...]
+    skipped: tuple[tuple[str, str], ...]
+    was_there: bool
 
 
 def plan_units(
-    folder: ImageFolder,
-    *,
-    palette: Palette,
-    out: Path,
-    size: int,
-    samples_per_shard: int,
-    seed: int,
-) -> Iterator[Unit]:
-    """Cut the shuffled list of files into units of `samples_per_shard` files."""
+    source: Source, recipe: Recipe, *, out: Path, files_per_shard: int, seed: int
+) -> list[Unit]:
+    """Return the units that turn `source` into the shard folders of `recipe` below `out`."""
     settings = {
         "format": FORMAT_VERSION,
-        "palette": palette.sha256,
-        "size": size,
-        "preparation": [RESIZE, CROP, decoder_versions()],
-        "samples_per_shard": samples_per_shard,
+        "files_per_shard": files_per_shard,
         "seed": seed,
-        "source": folder.sha256,
-        "classes": folder.class_names,
+        "source": source.sha256,
+        "classes": source.class_names,
     }
-    job = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    order = np.random.default_rng(seed).permutation(len(folder.files)).tolist()
-    for number, start in enumerate(range(0, len(order), samples_per_shard)):
-        places = order[start : start + samples_per_shard]
-        yield Unit(
-            path=out / f"shard-{number:06d}.tar",
-            root=folder.root,
-            files=tuple((place, folder.files[place]) for place in places),
-            size=size,
-            palette_path=out / PALETTE_NAME,
-            palette_sha256=palette.sha256,
-            job=job,
-        )
+    jobs = tuple(
+        hashlib.sha256(
+            json.dumps({**settings, "recipe": recipe.settings(folder)}, sort_keys=True).encode()
+        ).hexdigest()
+        for folder in recipe.folders
+    )
+    directories = tuple(out / folder for folder in recipe.folders)
+    return [
+        Unit(directories, f"shard-{number:06d}.tar", part, recipe, jobs)
+        for number, part in enumerate(source.parts(files_per_part=files_per_shard, seed=seed))
+    ]
 
 
-def make_shards(units: list[Unit], *, workers: int) -> list[ShardIndex]:
-    """Do what is missing of `units`; return the index of every one, in their order.
+def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitResult:
+    """Write what is missing of a unit; call `advance` with each number of files done.
 
     Raises:
-        UserError: the folder holds shards of another job, or a worker was killed.
+        UserError: a folder holds shards of another job.
+        OSError: the disk fails.
     """
-    indexes = {unit.path: index for unit in units if (index := finished_index(unit)) is not None}
-    if indexes:
-        say(f"{len(indexes)} of {len(units)} shards are there already")
-    missing = [unit for unit in units if unit.path not in indexes]
-    total = sum(len(unit.files) for unit in missing)
-    with Progress("palette shards", total=total) as progress:
-        if workers == 0:
-            for unit in missing:
-                indexes[unit.path] = make_shard(unit, advance=progress.advance)
-        else:
-            for unit, index in _make_in_processes(missing, workers=workers):
-                indexes[unit.path] = index
-                progress.advance(len(unit.files))
-        if total:
-            say(f"{total} images at {progress.rate:.0f} images/s")
-    return [indexes[unit.path] for unit in units]
+    indexes = [
+        finished_index(path, job=job) for path, job in zip(unit.paths, unit.jobs, strict=True)
+    ]
+    present = [index for index in indexes if index is not None]
+    if len(present) == len(unit.paths):
+        return _result(unit, present, was_there=True)
+    skipped: list[tuple[str, str]] = []
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(open_shard(path, job=job, suffix=unit.recipe.suffix))
+            for path, job in zip(unit.paths, unit.jobs, strict=True)
+        ]
+        _fill(unit, writers, skipped, advance)
+    made = [writer.index for writer in writers]
+    for path, index in zip(unit.paths, made, strict=True):
+        index.skipped = [list(entry) for entry in skipped]
+        if not len(index):
+            path.unlink()
+        write_index(path, index)
+    return _result(unit, made, was_there=False)
 
 
-def finished_index(unit: Unit) -> ShardIndex | None:
-    """Return the index of a unit whose bytes are whole, None where it must be done (again).
+def finished_index(path: Path, *, job: str) -> ShardIndex | None:
+    """Return the index of a tar whose bytes are whole, None where it must be made (again).
 
     Raises:
         UserError: it is the work of another job, which must not be overwritten.
     """
-    path = index_path(unit.path)
+    beside = index_path(path)
     try:
-        index = ShardIndex.from_json(path.read_bytes(), path=path)
+        index = ShardIndex.from_json(beside.read_bytes(), path=beside)
     except (FileNotFoundError, UserError):
         return None
-    if index.job != unit.job:
+    if index.job != job:
         raise UserError(
-            f"{unit.path.parent} holds shards made from other images or settings: "
+            f"{path.parent} holds shards made from other images or settings: "
             "choose another --out, or delete it"
         )
     if not len(index):  # every file was refused: there is no tar
         return index
-    whole = unit.path.is_file() and sha256_of_file(unit.path) == index.sha256
+    whole = path.is_file() and sha256_of_file(path) == index.sha256
     return index if whole else None
 
 
-def make_shard(unit: Unit, *, advance: Callable[[], None] | None = None) -> ShardIndex:
-    """Write the tar and the index of one unit; call `advance` after each file. Raises OSError."""
-    palette = _load_palette(unit.palette_path, unit.palette_sha256)
-    skipped: list[list[str]] = []
+def _fill(
+    unit: Unit,
+    writers: list[ShardWriter],
+    skipped: list[tuple[str, str]],
+    advance: Callable[[int], None] | None,
+) -> None:
+    def refuse(name: str, reason: str) -> None:
+        skipped.append((name, reason))
 
-    def samples() -> Iterator[Sample]:
-        for place, file in unit.files:
-            try:
-                image = load_square(unit.root, file, size=unit.size)
-            except RefusedImageError as refusal:
-                skipped.append([file.name, str(refusal)])
-            else:
-                tokens = palette.encode(image).reshape(-1)
-                yield Sample(f"{place:09d}", tokens, file.label, file.name)
-            if advance is not None:
-                advance()
+    pictures = unit.part.pictures(refuse)
+    for batch in _batches(pictures, unit.recipe.batch_size):
+        for picture, encoded in zip(batch, unit.recipe.encode(batch), strict=True):
+            if isinstance(encoded, RefusedImageError):
+                refuse(picture.name, str(encoded))
+                continue
+            for writer, payloads in zip(writers, encoded, strict=True):
+                _add(writer, picture, payloads)
+        if advance is not None:
+            advance(len(batch))
 
-    index = write_shard(unit.path, samples(), job=unit.job)
-    index.skipped = skipped
+
+def _add(writer: ShardWriter, picture: Picture, payloads: Sequence[bytes]) -> None:
+    for number, payload in enumerate(payloads):
+        key = picture.key if len(payloads) == 1 else f"{picture.key}-{number}"
+        writer.add(key, payload, label=picture.label, source=picture.name)
+
+
+def _batches(pictures: Iterator[Picture], size: int) -> Iterator[list[Picture]]:
+    while batch := list(itertools.islice(pictures, size)):
+        yield batch
+
+
+def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitResult:
+    first = indexes[0]
+    skipped = tuple((name, reason) for name, reason in first.skipped)
+    return UnitResult(
+        num_files=len(set(first.sources)) + len(skipped),
+        shards=tuple(map(_entry, unit.paths, indexes)),
+        skipped=skipped,
+        was_there=was_there,
+    )
+
+
+def _entry(path: Path, index: ShardIndex) -> ShardEntry | None:
     if not len(index):
-        unit.path.unlink()
-    write_index(unit.path, index)
-    return index
-
-
-@functools.lru_cache(maxsize=1)
-def _load_palette(path: Path, sha256: str) -> Palette:
-    # Kept between the units of one process, for the table of colours that it has seen.
-    palette = Palette.load(path)
-    assert palette.sha256 == sha256
-    return palette
-
-
-def _make_in_processes(units: list[Unit], *, workers: int) -> Iterator[tuple[Unit, ShardIndex]]:
-    # Spawned, not forked: the parent may hold threads, and a forked lock never opens.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting = {pool.submit(make_shard, unit): unit for unit in units}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed (out of memory?); what is finished is kept: run the "
-                "same command again, perhaps with fewer --workers"
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return None
+    return ShardEntry(
+        name=index.shard,
+        num_samples=len(index),
+        num_bytes=index.num_bytes,
+        sha256=index.sha256,
+        index_sha256=sha256_of_file(index_path(path)),
+    )

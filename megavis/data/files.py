@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     The bytes go to a hidden file in the same folder, are flushed to the disk and renamed; a crash
     or an exception leaves whatever stood at `path` before. Raises OSError as `open` does.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    # Random, since two machines that share the folder may have processes of one number.
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
     try:
         with partial.open("wb") as file:
             yield file

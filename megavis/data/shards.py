@@ -1,8 +1,8 @@
 """One shard: a plain webdataset tar, and a JSON index beside it for random access.
 
-The tar holds one `<key>.tok` member a sample. Times and owners are zero, so the same samples give
-the same bytes. Labels live in the index: as a tar member each would cost 1,024 bytes, a third of
-a 32x32 sample.
+The tar holds one member a sample, `<key>.tok` for palette tokens. Times and owners are zero, so
+the same samples give the same bytes. Labels live in the index: as a tar member each would cost
+1,024 bytes, a third of a 32x32 sample.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -99,31 +100,81 @@ def index_path(shard: Path) -> Path:
     return shard.with_name(f"{shard.stem}.index.json")
 
 
-def write_shard(path: Path, samples: Iterable[Sample], *, job: str) -> ShardIndex:
-    """Write a tar; it appears under `path` whole or not at all.
+class ShardWriter:
+    """Writes a tar member by member and keeps its index; made by `open_shard`."""
 
-    The index is returned, not written: the caller adds what was skipped, then calls
-    `write_index`, so a tar without an index is unfinished work. Raises OSError, and ValueError
-    for a key that webdataset would split.
+    def __init__(self, file: BinaryIO, index: ShardIndex, *, suffix: str) -> None:
+        self.index = index
+        self._file = file
+        self._suffix = suffix
+        self._digest = hashlib.sha256()
+
+    def add(self, key: str, payload: bytes, *, label: int, source: str) -> None:
+        """Write one sample.
+
+        Args:
+            key: webdataset key: unique in the data set, without a dot or a slash.
+            payload: the bytes of its member.
+            label: class index, or -1.
+            source: name of the file that it was made from.
+
+        Raises:
+            ValueError: webdataset would split the key.
+            OSError: the disk fails.
+        """
+        if "." in key or "/" in key or not key:
+            raise ValueError(f"key {key!r} must be non-empty, without dots and slashes")
+        index = self.index
+        index.keys.append(key)
+        index.offsets.append(index.num_bytes + _BLOCK)
+        index.lengths.append(len(payload))
+        index.labels.append(int(label))
+        index.sources.append(source)
+        self._write(_member(f"{key}.{self._suffix}", payload))
+
+    def finish(self) -> None:
+        """Write the end of the tar and complete the index. Raises OSError."""
+        self._write(bytes(2 * _BLOCK))
+        self.index.sha256 = self._digest.hexdigest()
+
+    def _write(self, content: bytes) -> None:
+        self.index.num_bytes += self._file.write(content)
+        self._digest.update(content)
+
+
+@contextmanager
+def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
+    """Open a tar for writing that appears under `path` only when the block ends well.
+
+    The writer's `index` is whole from then on; it is not written: the caller adds what was
+    skipped, then calls `write_index`, so a tar without an index is unfinished work.
+
+    Args:
+        path: the tar.
+        job: identity of the work that makes it.
+        suffix: of each member's name: says what its bytes are.
+
+    Raises:
+        OSError: the disk fails.
     """
-    index = ShardIndex(shard=path.name, job=job)
-    digest = hashlib.sha256()
     with atomic_writer(path) as file:
+        writer = ShardWriter(file, ShardIndex(shard=path.name, job=job), suffix=suffix)
+        yield writer
+        writer.finish()
+
+
+def write_shard(path: Path, samples: Iterable[Sample], *, job: str) -> ShardIndex:
+    """Write a tar of palette tokens; return its index, not yet written.
+
+    Raises:
+        ValueError: webdataset would split a key.
+        OSError: the disk fails.
+    """
+    with open_shard(path, job=job, suffix=TOKEN_SUFFIX) as writer:
         for sample in samples:
             payload = pack_tokens(sample.tokens[None]).tobytes()
-            index.keys.append(sample.key)
-            index.offsets.append(index.num_bytes + _BLOCK)
-            index.lengths.append(len(payload))
-            index.labels.append(int(sample.label))
-            index.sources.append(sample.source)
-            member = _member(sample.key, payload)
-            index.num_bytes += file.write(member)
-            digest.update(member)
-        end = bytes(2 * _BLOCK)
-        index.num_bytes += file.write(end)
-        digest.update(end)
-    index.sha256 = digest.hexdigest()
-    return index
+            writer.add(sample.key, payload, label=sample.label, source=sample.source)
+    return writer.index
 
 
 def write_index(shard: Path, index: ShardIndex) -> None:
@@ -131,10 +182,8 @@ def write_index(shard: Path, index: ShardIndex) -> None:
     write_atomically(index_path(shard), index.to_json())
 
 
-def _member(key: str, payload: bytes) -> bytes:
-    if "." in key or "/" in key or not key:
-        raise ValueError(f"key {key!r} must be non-empty, without dots and slashes")
-    info = tarfile.TarInfo(f"{key}.{TOKEN_SUFFIX}")
+def _member(name: str, payload: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
     info.size = len(payload)
     padding = bytes(-len(payload) % _BLOCK)
     return info.tobuf(format=tarfile.USTAR_FORMAT) + payload + padding

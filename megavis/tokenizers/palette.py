@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ class Palette:
     def save(self, path: Path | str) -> None:
         """Write the centres in the released `kmeans_centers.npy` form, whole or not at all."""
         path = Path(path)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
         with partial.open("wb") as file:
             np.save(file, self.centers, allow_pickle=False)
             file.flush()

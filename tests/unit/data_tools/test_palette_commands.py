@@ -14,7 +14,7 @@ import webdataset
 from image_files import bad_files, encoded, real_jpegs, real_picture
 from PIL import Image
 
-from data_tools import units
+from data_tools import palette_shards, units
 from data_tools.__main__ import build_parser, main
 from megavis.data.dataset import ShardDataset
 from megavis.data.manifest import Manifest
@@ -124,11 +124,11 @@ def test_a_rerun_does_only_what_is_missing(images, palette_file, tmp_path, monke
     (out / "manifest.json").unlink()
     (out / ".shard-000001.tar.partial-123").write_bytes(b"killed")
     redone = []
-    make_shard = units.make_shard
+    open_shard = units.open_shard
     monkeypatch.setattr(
         units,
-        "make_shard",
-        lambda unit, **options: redone.append(unit.path.name) or make_shard(unit, **options),
+        "open_shard",
+        lambda path, **options: redone.append(path.name) or open_shard(path, **options),
     )
     assert shards(images, palette_file, out) == 0
     assert redone == [f"shard-00000{number}.tar" for number in range(3)]
@@ -139,16 +139,16 @@ def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
     """An exception after the first shard stands for a kill; the tree must end as unbroken."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert shards(images, palette_file, whole) == 0
-    load_square = units.load_square
+    decode_image = palette_shards.decode_image
     calls = []
 
-    def dies(root, file, *, size):
-        calls.append(file)
+    def dies(content):
+        calls.append(content)
         if len(calls) == 13:
             raise KeyboardInterrupt
-        return load_square(root, file, size=size)
+        return decode_image(content)
 
-    monkeypatch.setattr(units, "load_square", dies)
+    monkeypatch.setattr(palette_shards, "decode_image", dies)
     assert shards(images, palette_file, broken) == 130
     assert not (broken / "manifest.json").exists()
     assert (broken / "shard-000000.tar").exists()
@@ -161,9 +161,15 @@ def test_disk_full_is_one_line(images, palette_file, tmp_path, monkeypatch, caps
     def full(*arguments, **options):
         raise OSError(28, "No space left on device", "shard-000000.tar")
 
-    monkeypatch.setattr(units, "write_shard", full)
-    assert shards(images, palette_file, tmp_path / "out") == 1
-    assert capsys.readouterr().err == "error: No space left on device: shard-000000.tar\n"
+    out = tmp_path / "out"
+    monkeypatch.setattr(units, "open_shard", full)
+    assert shards(images, palette_file, out) == 1
+    assert "not finished: No space left on device: shard-000000.tar" in capsys.readouterr().out
+    unfinished = json.loads((out / "report.json").read_text())["unfinished"]
+    assert unfinished["shards"] == ["shard-000000.tar"]
+    monkeypatch.undo()
+    assert shards(images, palette_file, out) == 0
+    assert "unfinished" not in json.loads((out / "report.json").read_text())
 
 
 def test_other_work_is_not_overwritten(images, palette_file, tmp_path, capsys):

@@ -1,0 +1,145 @@
+"""Who does the units: this process, worker processes of this machine, or a Ray cluster.
+
+All of them yield results in any order. What was finished when something breaks is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+from data_tools.units import Unit, UnitResult, do_unit
+from megavis.config.errors import UserError
+
+ENGINES = ("local", "ray")
+# Enough that no worker waits for the next unit; few, since those in flight are named after a kill.
+_IN_FLIGHT_PER_WORKER = 2
+_RAY_RETRIES = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Units that could not be done, and why. A rerun does them."""
+
+    shards: tuple[str, ...]
+    reason: str
+
+
+def run_units(
+    units: Sequence[Unit],
+    *,
+    workers: int,
+    engine: str,
+    advance: Callable[[int], None],
+) -> Iterator[UnitResult | Failure]:
+    """Yield the result of each unit; stop after the first failure.
+
+    Args:
+        units: what to do.
+        workers: processes; 0: this one alone. Ray decides itself.
+        engine: `local` or `ray`.
+        advance: called with numbers of files done, also of those that were done before.
+
+    Raises:
+        UserError: a folder holds other shards, or Ray is not installed.
+    """
+    if engine == "ray":
+        results = _on_ray(units)
+    elif workers == 0:
+        yield from _here(units, advance)
+        return
+    else:
+        results = _in_processes(units, workers=workers)
+    for result in results:
+        if isinstance(result, UnitResult):
+            advance(result.num_files)
+        yield result
+
+
+def _here(units: Sequence[Unit], advance: Callable[[int], None]) -> Iterator[UnitResult | Failure]:
+    for unit in units:
+        try:
+            result = do_unit(unit, advance)
+        except OSError as error:
+            yield Failure((unit.shard,), describe_os_error(error))
+            return
+        if result.was_there:
+            advance(result.num_files)
+        yield result
+
+
+def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult | Failure]:
+    # Spawned, not forked: the parent may hold threads, and a forked lock never opens.
+    context = multiprocessing.get_context("spawn")
+    rest, in_flight = iter(units), workers * _IN_FLIGHT_PER_WORKER
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        flying: dict[Future[UnitResult], Unit] = {}
+        try:
+            while True:
+                for unit in itertools.islice(rest, in_flight - len(flying)):
+                    flying[pool.submit(do_unit, unit)] = unit
+                if not flying:
+                    return
+                done, _ = wait(flying, return_when=FIRST_COMPLETED)
+                for future in done:
+                    result = future.result()
+                    del flying[future]
+                    yield result
+        except BrokenProcessPool:
+            shards = tuple(sorted(unit.shard for unit in flying.values()))
+            yield Failure(shards, "a worker process was killed (out of memory?)")
+        except OSError as error:
+            yield Failure((flying[future].shard,), describe_os_error(error))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:
+    try:
+        import ray
+    except ImportError:
+        raise UserError(
+            "--engine ray needs Ray: run `pip install 'megavis[ray]'`, or leave --engine out"
+        ) from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)  # RAY_ADDRESS names a running cluster
+    remote = ray.remote(max_retries=_RAY_RETRIES)(do_unit)
+    in_flight = max(int(ray.cluster_resources().get("CPU", 1)), 1) * _IN_FLIGHT_PER_WORKER
+    rest = iter(units)
+    flying: dict[Any, Unit] = {}
+    while True:
+        for unit in itertools.islice(rest, in_flight - len(flying)):
+            flying[remote.remote(unit)] = unit
+        if not flying:
+            return
+        done, _ = ray.wait(list(flying))
+        result = _ray_result(done[0], flying.pop(done[0]))
+        yield result
+        if isinstance(result, Failure):
+            return
+
+
+def _ray_result(reference: Any, unit: Unit) -> UnitResult | Failure:
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, OSError):
+            return Failure((unit.shard,), describe_os_error(cause))
+        raise
+    except ray.exceptions.WorkerCrashedError:
+        return Failure((unit.shard,), f"a Ray worker was killed {_RAY_RETRIES + 1} times")
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return what happened and to which file, as one line."""
+    return f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")

@@ -1,0 +1,220 @@
+"""What all verbs that write shards share: their options, the run, the report, the manifest.
+
+A verb gives a source and a recipe. The manifest of each folder is written last: a folder with one
+is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_tools import __version__
+from data_tools.engines import ENGINES, Failure, run_units
+from data_tools.report import Progress, say
+from data_tools.sources import Source
+from data_tools.units import Recipe, Unit, UnitResult, plan_units
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+from megavis.data.manifest import FORMAT_VERSION, Manifest
+from megavis.data.manifest import Source as SourceRecord
+from megavis.data.shards import index_path
+
+REPORT_NAME = "report.json"
+_PARTIAL = re.compile(r"^\.(.+)\.partial-")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part `number` (from 1) of `count` of the units of a job: what one machine does."""
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        """Read `i/n`, 1 <= i <= n. Raises argparse.ArgumentTypeError."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise argparse.ArgumentTypeError(f"{text!r} is not i/n with 1 <= i <= n, like 3/8")
+        return cls(int(match[1]), int(match[2]))
+
+    def of(self, units: list[Unit]) -> list[Unit]:
+        """Return every `count`-th unit, from `number` on."""
+        return units[self.number - 1 :: self.count]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how and where shards are written."""
+    parser.add_argument("--out", type=Path, required=True, help="the shard folder")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=10_000, help="source files that make one shard"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle before sharding")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one alone")
+    parser.add_argument("--engine", choices=ENGINES, default="local", help="who does the work")
+    parser.add_argument(
+        "--slice",
+        type=Slice.parse,
+        default=Slice(),
+        metavar="I/N",
+        help="do every N-th shard from the I-th on; the last of N machines finishes the folder",
+    )
+
+
+def run_job(source: Source, recipe: Recipe, arguments: argparse.Namespace, *, label: str) -> int:
+    """Write the shards of a source and say what is in them; the whole of a verb's `run`.
+
+    Args:
+        source: the pictures.
+        recipe: what to make of them.
+        arguments: with what `add_job_arguments` asks for.
+        label: name of the work, for the progress bar.
+
+    Returns:
+        0, or 1 where the disk failed or a worker was killed: a rerun goes on.
+
+    Raises:
+        UserError: a wrong option, a folder with other shards, or no picture at all.
+        OSError: the disk fails.
+    """
+    out: Path = arguments.out
+    _check(arguments, source)
+    for folder in recipe.folders:
+        (out / folder).mkdir(parents=True, exist_ok=True)
+        recipe.prepare(out / folder)
+    units = plan_units(
+        source,
+        recipe,
+        out=out,
+        files_per_shard=arguments.samples_per_shard,
+        seed=arguments.seed,
+    )
+    mine = arguments.slice.of(units)
+    _remove_partials(mine, alone=len(mine) == len(units))
+    results, failure = _run(mine, arguments, label=label)
+    report_path = out / REPORT_NAME
+    if len(mine) < len(units):
+        report_path = out / f"report-slice-{str(arguments.slice).replace('/', '-of-')}.json"
+    if failure is not None:
+        _write_report(report_path, results, failure)
+        say(f"not finished: {failure.reason}; {report_path} names the shards. {_AGAIN}")
+        return 1
+    if len(mine) < len(units):
+        _write_report(report_path, results, None)
+        if not all(index_path(path).exists() for unit in units for path in unit.paths):
+            say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
+            return 0
+        results, _ = _run(units, arguments, label="reading what is there")
+    _finish(source, recipe, results, arguments)
+    return 0
+
+
+_AGAIN = "What is finished is kept: run the same command again, perhaps with fewer --workers"
+
+
+def _check(arguments: argparse.Namespace, source: Source) -> None:
+    if arguments.samples_per_shard < 1:
+        raise UserError("--samples-per-shard must be at least 1")
+    if min(arguments.seed, arguments.workers) < 0:
+        raise UserError("--seed and --workers must not be negative")
+    if arguments.out.resolve().is_relative_to(source.root.resolve()):
+        raise UserError(f"--out {arguments.out} lies inside the source: choose another place")
+
+
+def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
+    """Remove what a killed run left of these units, and no file that another slice may write."""
+    directories: dict[Path, set[str]] = defaultdict(set)
+    for unit in units:
+        for path in unit.paths:
+            directories[path.parent] |= {path.name, index_path(path).name}
+    for directory, names in directories.items():
+        for partial in directory.iterdir():
+            match = _PARTIAL.match(partial.name)
+            if match and (alone or match[1] in names):
+                partial.unlink()
+
+
+def _run(
+    units: Sequence[Unit], arguments: argparse.Namespace, *, label: str
+) -> tuple[list[UnitResult], Failure | None]:
+    """Do the units; return what was done, in any order, and the failure that ended it."""
+    results: list[UnitResult] = []
+    total = sum(unit.part.num_files for unit in units)
+    with Progress(label, total=total) as progress:
+        for result in run_units(
+            units,
+            workers=arguments.workers,
+            engine=arguments.engine,
+            advance=progress.advance,
+        ):
+            if isinstance(result, Failure):
+                return results, result
+            progress.fail(len(result.skipped))
+            results.append(result)
+        there = sum(result.was_there for result in results)
+        if there:
+            say(f"{there} of {len(units)} shards were there already")
+        if there < len(units):
+            say(f"{progress.done} images at {progress.rate:.0f} images/s")
+    return results, None
+
+
+def _finish(
+    source: Source, recipe: Recipe, results: list[UnitResult], arguments: argparse.Namespace
+) -> None:
+    out = arguments.out
+    skipped = _write_report(out / REPORT_NAME, results, None)
+    for partial_report in out.glob("report-slice-*.json"):
+        partial_report.unlink(missing_ok=True)
+    if not any(any(result.shards) for result in results):
+        raise UserError(f"no file of {source.root} gives an image; {out / REPORT_NAME} says why")
+    for number, folder in enumerate(recipe.folders):
+        shards = [entry for result in results if (entry := result.shards[number]) is not None]
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            class_names=source.class_names,
+            shards=tuple(sorted(shards, key=lambda entry: entry.name)),
+            skipped={reason: len(names) for reason, names in skipped.items()},
+            seed=arguments.seed,
+            source=SourceRecord(
+                description=source.description,
+                num_files=sum(result.num_files for result in results),
+                sha256=source.sha256,
+            ),
+            tool_version=__version__,
+            **recipe.describe(folder),
+        )
+        manifest.write(out / folder)
+        say(f"{out / folder}: {manifest.num_samples} samples in {len(manifest.shards)} shards")
+    for reason, names in skipped.items():
+        say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
+
+
+def _write_report(
+    path: Path, results: list[UnitResult], failure: Failure | None
+) -> dict[str, list[str]]:
+    """Write the report; return the names of refused files by reason, both sorted."""
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for name, reason in sorted(entry for result in results for entry in result.skipped):
+        skipped[reason].append(name)
+    report: dict[str, Any] = {
+        "num_files": sum(result.num_files for result in results),
+        "num_samples": sum(
+            entry.num_samples for result in results if (entry := result.shards[0]) is not None
+        ),
+        "skipped": dict(sorted(skipped.items())),
+    }
+    if failure is not None:
+        report["unfinished"] = {"shards": list(failure.shards), "reason": failure.reason}
+    write_atomically(path, json.dumps(report, indent=2).encode() + b"\n")
+    return dict(sorted(skipped.items()))
