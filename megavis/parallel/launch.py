@@ -79,12 +79,28 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch:
     )
 
 
+# The text before the first comma outside of brackets, and the first number of a bracket.
+_FIRST_ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
+_BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
+
+
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: `gpu[03-05,9],login` gives `gpu03`."""
-    match = re.match(r"([^\[,]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
-    if not match:
-        raise UserError("SLURM_STEP_NODELIST is empty; start with srun, or set MASTER_ADDR")
-    return match.group(1) + (match.group(2) or "")
+    """Return the first host of a SLURM node list.
+
+    Args:
+        nodes: hosts and ranges with commas between them; an entry may have several brackets, and
+            text after them. `gpu[03-05,9],login` gives `gpu03`, `rack[1-2]node[3-4]` `rack1node3`.
+
+    Raises:
+        UserError: when the list is empty or is not of this form.
+    """
+    entry = _FIRST_ENTRY.match(nodes)
+    host = _BRACKET.sub(r"\1", entry.group()) if entry else ""
+    # What the pattern leaves must be the end or another host, not a bracket that never closes.
+    if not entry or nodes[entry.end() : entry.end() + 1] not in ("", ",") or "[" in host:
+        state = f"{nodes!r} names no host" if nodes else "is empty"
+        raise UserError(f"SLURM_STEP_NODELIST {state}; start with srun, or set MASTER_ADDR")
+    return host
 
 
 def _free_port() -> int:

@@ -89,7 +89,19 @@ def test_srun_without_nodes_says_what_to_set():
         ("gpu[7]", "gpu7"),
         ("rack-2-gpu[0010-0020]", "rack-2-gpu0010"),
         ("a.cluster.example,b.cluster.example", "a.cluster.example"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("rack[2,1]node[08-10,12],login", "rack2node08"),
+        ("gpu[1-2]-ib", "gpu1-ib"),
+        ("n[01-03,07]", "n01"),
+        ("n[007,001-003].cluster.example", "n007.cluster.example"),
+        ("login,gpu[1-2]", "login"),
     ],
 )
 def test_the_first_host_of_a_slurm_list(nodes, host):
     assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize("nodes", ["", ",a", "gpu[1-2", "gpu[]", "gpu[a-b]", "gpu]1"])
+def test_what_is_no_node_list_is_refused(nodes):
+    with pytest.raises(UserError, match="set MASTER_ADDR"):
+        first_host(nodes)
