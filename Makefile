@@ -41,9 +41,12 @@ lint: $(STAMP)
 		$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 	$(BIN)/lint-imports --no-logo
 
+# Several processes run at once: threads of each would fight for the cores. Unit tests are shared
+# out file by file, so that what a module sets up is set up once; the distributed ones start
+# processes of their own and come one by one.
 test: lint
-	# Several processes run at once: threads of each would fight for the cores.
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit --numprocesses 2 --dist loadfile
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
 
 demo: $(STAMP)
 	$(RUN) bash launch/demo.sh

@@ -7,11 +7,12 @@ runs one function on the first N workers, which meet on the loopback interface.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -29,7 +30,14 @@ class WorkerError(RuntimeError):
 class WorkerPool:
     """Worker processes on this machine; a context manager that ends them."""
 
-    def __init__(self, num_workers: int, *, threads: int = 1, max_jobs: int = 12) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        threads: int = 1,
+        max_jobs: int = 12,
+        preload: Sequence[str] = (),
+    ) -> None:
         """Start the processes.
 
         Args:
@@ -37,18 +45,26 @@ class WorkerPool:
             threads: OpenMP threads of each.
             max_jobs: jobs after which the processes are replaced: each engine of DeepSpeed leaves
                 the threads of its process groups behind, and hundreds of them slow all down.
+            preload: modules that one server imports once; workers are then forks of it and start
+                at once. The first pool of a process decides. Not where jobs use a GPU: CUDA does
+                not outlive a fork.
         """
         self._num_workers, self._threads, self._max_jobs = num_workers, threads, max_jobs
+        self._preload = preload
         self._start()
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        starter: multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext
+        starter = multiprocessing.get_context("spawn")
+        if self._preload:
+            starter = multiprocessing.get_context("forkserver")
+            starter.set_forkserver_preload(list(self._preload))
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._jobs = 0
         for _ in range(self._num_workers):
-            mine, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, self._threads), daemon=True)
+            mine, theirs = starter.Pipe()
+            process = starter.Process(target=_serve, args=(theirs, self._threads), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)

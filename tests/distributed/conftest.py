@@ -1,4 +1,7 @@
-"""Live worker processes, shared by all distributed tests: importing torch takes ten seconds."""
+"""Live worker processes, shared by all distributed tests: importing torch takes ten seconds.
+
+They are forks of one server that has imported everything.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,6 +9,8 @@ from typing import Any
 import pytest
 
 from megavis.parallel.workers import WorkerPool
+
+PRELOADED = ("megavis.training.run",)
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +20,7 @@ def run_job() -> Iterator[Callable[..., list[Any]]]:
 
     def run(job: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
         if not pools:
-            pools.append(WorkerPool(4))
+            pools.append(WorkerPool(4, max_jobs=6, preload=PRELOADED))
         try:
             return pools[0].run(job, num_processes, *args, timeout=180)
         except BaseException:

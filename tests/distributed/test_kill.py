@@ -29,7 +29,7 @@ def train_alone(path: str, overrides: list[str]) -> None:
 def start() -> Any:
     """Start trainings from a server that has imported everything, so that each begins at once."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["megavis.training.run", "run_jobs"])
+    server.set_forkserver_preload(["megavis.training.run"])
 
     def begin(path: Path, overrides: list[str]) -> Any:
         process = server.Process(target=train_alone, args=(str(path), overrides))

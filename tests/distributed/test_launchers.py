@@ -1,6 +1,8 @@
 """`torchrun`, `deepspeed` and `srun`'s environment start the same run as one process alone."""
 
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,15 @@ def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    """Return a port that nobody uses, among those that a SLURM job's number stands for."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def finish(process: subprocess.Popen[str]) -> None:
@@ -54,7 +65,7 @@ def same_losses(folder: Path, reference: list) -> None:
     "launcher",
     [
         ["torchrun", "--standalone", "--nproc-per-node", "2"],
-        ["deepspeed", "--num_accelerators", "2", "--master_port", "29617"],
+        ["deepspeed", "--num_accelerators", "2", "--master_port", "PORT"],
     ],
     ids=["torchrun", "deepspeed"],
 )
@@ -62,6 +73,7 @@ def test_launcher(
     launcher: list[str], tiny_config: Path, tmp_path: Path, one_process: list
 ) -> None:
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
+    launcher = [str(free_port()) if word == "PORT" else word for word in launcher]
     finish(start([*launcher, str(BIN / "megavis"), *words]))
     same_losses(tmp_path / "two", one_process)
 
@@ -69,7 +81,8 @@ def test_launcher(
 def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     """Two tasks with the variables that srun sets, as no SLURM is needed to read them."""
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
-    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "4711"}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    slurm["SLURM_JOB_ID"] = str(free_port() - 20000)
     tasks = [
         start([str(BIN / "megavis"), *words], SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm)
         for i in range(2)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megavis.cli import main
 from megavis.commands.params import by_part, count_parameters
 from megavis.config.load import load_config
 from megavis.objectives import objective_configs
@@ -82,16 +83,18 @@ def test_a_preset_trains_as_the_paper_says(name):
     assert config.name == f"igpt_{name}"
 
 
-def test_the_command_writes_json_and_a_table(command):
-    path = PRESETS / "s_32.yaml"
-    process = command("params", path, "model.num_layers=2", "--json")
-    assert process.returncode == 0, process.stderr
-    tree = json.loads(process.stdout)
+def test_the_command_writes_json_and_a_table(capsys):
+    path = str(PRESETS / "s_32.yaml")
+    assert main(["params", path, "model.num_layers=2", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
     assert tree["total"] == sum(tree["parts"].values())
     assert tree["total"] == sum(matrix["parameters"] for matrix in tree["matrices"])
     query = next(m for m in tree["matrices"] if m["name"].endswith("linear_q.weight"))
     assert query["name"] == "blocks.*.self_attention.linear_q.weight"
     assert (query["shape"], query["copies"]) == ([512, 512], 2)
-    mistake = command("params", path, "model.num_layer=2")
-    assert mistake.returncode != 0
-    assert mistake.stderr.splitlines()[-1].startswith("error: command line: model.num_layer: ")
+    assert main(["params", path, "model.num_layer=2"]) == 2
+    assert capsys.readouterr().err.startswith("error: command line: model.num_layer: ")
+    assert main(["params", path]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == "igpt_s_32: 76,571,648 parameters"
+    assert len(table) == 1 + 3 + len(tree["matrices"])

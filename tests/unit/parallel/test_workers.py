@@ -33,6 +33,10 @@ def give_what_cannot_travel(launch):
     return lambda: launch
 
 
+def name_parent(launch):
+    return os.getppid()
+
+
 def count_threads(launch):
     import torch
 
@@ -53,6 +57,15 @@ def test_results_come_by_rank_from_processes_that_stay_alive():
     assert [r[3] for r in first] == [r[3] for r in second]
     assert alone[0][:2] == (0, 1)
     assert alone[0][3] == first[0][3]
+
+
+def test_preloaded_workers_are_forks_of_one_server_and_are_replaced():
+    with WorkerPool(2, max_jobs=1, preload=["torch"]) as pool:
+        parents = {parent for _ in range(2) for parent in pool.run(name_parent, 2)}
+        processes = {pool.run(describe, 1)[0][3] for _ in range(2)}
+    assert len(parents) == 1
+    assert parents != {os.getpid()}, "the server is a process of its own"
+    assert len(processes) == 2, "a worker serves so many jobs and no more"
 
 
 @pytest.mark.parametrize(
