@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.schema import Complaint, ParallelConfig, RunConfig
+from megavis.config.schema import Complaint, ModelConfig, ParallelConfig, RunConfig
 
 
 def check_config(config: RunConfig) -> Iterator[Complaint]:
     """Yield what is wrong whatever the number of processes."""
     yield from _check_sizes(config)
+    yield from _check_positions(config.model)
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
@@ -85,6 +86,22 @@ def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
             "parallel.sequence_parallel",
             "splits over the tensor group, which has one process; set"
             " tensor_model_parallel_size to 2 or more, or this to false",
+        )
+
+
+def _check_positions(model: ModelConfig) -> Iterator[Complaint]:
+    """Rotary positions turn pairs of channels, the same number for each axis."""
+    unit = {"rope_1d": 2, "rope_2d": 4}.get(model.positions or "", 1)
+    if model.head_size % unit:
+        yield (
+            "model.positions",
+            f"{model.positions} wants heads whose width {unit} divides, not {model.head_size};"
+            " change num_attention_heads",
+        )
+    if model.positions == "sincos" and model.hidden_size % 4:
+        yield (
+            "model.positions",
+            f"sincos wants a hidden_size that 4 divides, not {model.hidden_size}",
         )
 
 

@@ -64,6 +64,12 @@ class ModelConfig(Section):
     """Biases on the linear layers of the blocks."""
     hidden_dropout: Fraction = 0.0
     """Dropout on what each half of a block adds to the residual stream."""
+    attention_dropout: Fraction = 0.0
+    """Dropout on attention probabilities."""
+    positions: Literal["none", "learned", "sincos", "rope_1d", "rope_2d"] | None = None
+    """How tokens know where they stand; the paper's own way when absent."""
+    position_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies rotary coordinates: trained grid / present grid interpolates them."""
 
     @property
     def head_size(self) -> int:

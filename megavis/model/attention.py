@@ -1,13 +1,15 @@
 """Self-attention for every visibility, split over the tensor group by heads.
 
-Queries and keys-values have projections of their own, because some papers compute queries for all
-tokens and keys and values for a few.
+Queries and keys-values have projections of their own: keys and values are computed only for
+tokens that someone sees, queries only for tokens that someone reads.
 
-Legend: s tokens, b images, h hidden size, n heads of this process, d head size.
+Legend: s tokens, q of them read, c of them seen, b images, h hidden size, n heads of this process,
+d head size.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,11 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megavis.model.init import Initialization
 from megavis.model.linear import RowParallelLinear
-from megavis.model.visibility import Visibility
+from megavis.model.positions import rotate
+from megavis.model.tokens import all_tokens
+from megavis.model.visibility import Kind, Relations
 
 
 class Attention(nn.Module):
-    """Multi-head attention that takes a `Visibility` where Megatron passes its mask."""
+    """Multi-head attention that takes `Relations` where Megatron passes its mask."""
 
     def __init__(
         self,
@@ -31,57 +35,72 @@ class Attention(nn.Module):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         initialization: Initialization,
+        visibility_kind: Kind,
+        rotary_scale: float = 1.0,
         recompute: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.layer_number, self.recompute = layer_number, recompute
+        self.config, self.layer_number, self.recompute = config, layer_number, recompute
         self.head_size = config.hidden_size // config.num_attention_heads
-        width, tensor_group = config.hidden_size, pg_collection.tp
+        self.tensor_group, self.rotary_scale = pg_collection.tp, rotary_scale
+        # Where only some tokens are projected, they are chosen from all, so a split sequence is
+        # gathered first and the projections take whole sequences.
+        self.chooses = visibility_kind in ("two_stream", "context")
+        projection = copy.copy(config)
+        projection.sequence_parallel = config.sequence_parallel and not self.chooses
+        width = config.hidden_size
+        options = {"config": projection, "bias": config.add_bias_linear}
         self.linear_q = ColumnParallelLinear(
             width,
             width,
-            config=config,
             init_method=initialization.query,
-            bias=config.add_bias_linear,
-            tp_group=tensor_group,
+            tp_group=self.tensor_group,
+            **options,
         )
         # Rows are ordered head by head, each head's keys before its values, so that cutting the
         # rows into equal parts gives whole heads to each process.
         self.linear_kv = ColumnParallelLinear(
             width,
             2 * width,
-            config=config,
             init_method=initialization.key_value,
-            bias=config.add_bias_linear,
-            tp_group=tensor_group,
+            tp_group=self.tensor_group,
+            **options,
         )
         self.linear_proj = RowParallelLinear(
             width,
             width,
             config=config,
             init_method=initialization.attention_output,
-            tp_group=tensor_group,
+            tp_group=self.tensor_group,
         )
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Visibility, **_: Any
+        self, hidden_states: Tensor, attention_mask: Relations, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
-            attention_mask: who sees whom.
+            attention_mask: who sees whom, and where tokens stand.
 
         Returns:
-            `[s, b, h]` and the output bias `[h]`, which the caller adds.
+            `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.
         """
-        query = self._heads(self.linear_q(hidden_states)[0], 1)[0]
-        key, value = self._heads(self.linear_kv(hidden_states)[0], 2)
+        relations, seen = attention_mask, attention_mask.visibility.seen
+        if self.chooses:
+            hidden_states = all_tokens(hidden_states, self.config, self.tensor_group)
+        read = hidden_states[relations.reads_from :] if relations.reads_from else hidden_states
+        query = self._heads(self.linear_q(read)[0], 1)[0]
+        key, value = self._heads(self.linear_kv(seen(hidden_states, dim=0))[0], 2)
+        if relations.coordinates is not None:
+            places, scale = relations.coordinates, self.rotary_scale
+            query = rotate(query, places[:, relations.reads_from :], scale=scale)
+            key = rotate(key, seen(places, dim=1), scale=scale)
         if self.recompute and self.training:
-            mixed = checkpoint(self._attend, query, key, value, attention_mask, use_reentrant=True)
+            mixed = checkpoint(self._attend, query, key, value, relations, use_reentrant=True)
         else:
-            mixed = self._attend(query, key, value, attention_mask)
+            mixed = self._attend(query, key, value, relations)
         return self.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -89,15 +108,39 @@ class Attention(nn.Module):
         heads = projected.unflatten(2, (-1, parts, self.head_size)).permute(3, 1, 2, 0, 4)
         return heads.unbind(0)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visibility) -> Tensor:
-        """Mix values `[b, n, s, d]` by softmax(q · k / √d) over what is visible."""
-        if visible.cache is not None:
-            key, value = visible.cache.extend(self.layer_number, key, value)
-        num_queries, num_keys = query.shape[2], key.shape[2]
-        if visible.kind == "full" or num_queries == 1:
-            return F.scaled_dot_product_attention(query, key, value)
-        if num_queries == num_keys:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        # A dense mask only where a prefix joins a cache: it keeps SDPA off its flash kernels.
-        mask = visible.dense_mask(num_queries, num_keys).to(query.device)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, relations: Relations) -> Tensor:
+        """Mix values `[b, n, c, d]` for queries `[b, n, q, d]` by softmax(q · k / √d)."""
+        if relations.cache is not None:
+            key, value = relations.cache.extend(self.layer_number, key, value)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        kind, num_queries, num_keys = relations.visibility.kind, query.shape[2], key.shape[2]
+        if kind in ("full", "context") or (kind == "causal" and num_queries == 1):
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        if kind == "causal" and num_queries == num_keys:
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True
+            )
+        # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
+        mask = relations.visibility.mask(num_queries, num_keys)
+        assert mask is not None
+        mask = mask.to(query.device)
+        if kind == "causal":
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout
+            )
+        return _attend_where_seen(query, key, value, mask[:, None], dropout)
+
+
+def _attend_where_seen(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float
+) -> Tensor:
+    """Attend under a mask `[b, 1, q, c]`; a query that sees nothing gets zeros.
+
+    A softmax over nothing is 0/0. Such a query is shown everything, and what it saw is dropped:
+    no branch on data, hence no wait for the device.
+    """
+    blind = ~mask.any(dim=-1, keepdim=True)
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask | blind, dropout_p=dropout
+    )
+    return mixed.masked_fill(blind, 0.0)

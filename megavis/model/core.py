@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,7 +22,9 @@ from megavis.model.attention import Attention
 from megavis.model.init import Initialization
 from megavis.model.linear import RowParallelLinear
 from megavis.model.norms import Norm
-from megavis.model.visibility import Kind, Visibility
+from megavis.model.stream import State, Stream
+from megavis.model.tokens import all_tokens, own_tokens
+from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -51,6 +53,8 @@ class Core:
     groups: ProcessGroupCollection
     initialization: Initialization
     visibility_kind: Kind
+    carries: tuple[str, ...] = ()
+    """Names of the tensors that travel beside the hidden states; see `Stream`."""
 
     @classmethod
     def create(
@@ -60,9 +64,23 @@ class Core:
         groups: ProcessGroupCollection,
         initialization: Initialization,
         visibility_kind: Kind,
+        carries: tuple[str, ...] = (),
     ) -> Core:
         """Translate megavis's config into Megatron's."""
-        return cls(config, megatron_config(config, groups), groups, initialization, visibility_kind)
+        megatron = megatron_config(config, groups)
+        return cls(config, megatron, groups, initialization, visibility_kind, carries)
+
+    def relations(
+        self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
+    ) -> Relations:
+        """Return who sees whom and who stands where, as the carried tensors tell."""
+        visibility = Visibility(
+            self.visibility_kind,
+            content_groups=carried.get("content_groups"),
+            query_groups=carried.get("query_groups"),
+            context=carried.get("context"),
+        )
+        return Relations(visibility, carried.get("coordinates"), cache)
 
 
 def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> TransformerConfig:
@@ -82,7 +100,7 @@ def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> Transf
         activation_func=_ACTIVATIONS[model.activation],
         add_bias_linear=model.add_bias,
         hidden_dropout=model.hidden_dropout,
-        attention_dropout=0.0,
+        attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=tensor_size,
         sequence_parallel=config.parallel.sequence_parallel and tensor_size > 1,
         # Weights drawn on the CPU are the same at every tensor-parallel size.
@@ -119,15 +137,17 @@ class Block(TransformerLayer):
         # Megatron's MLP reads its fills from the config; both are functions of one block alone.
         core.megatron.init_method = initialization.mlp_input
         core.megatron.output_layer_init_method = initialization.mlp_output
-        recompute_attention = parallel.activation_checkpointing == "selective"
+        attention = {
+            "initialization": initialization,
+            "visibility_kind": core.visibility_kind,
+            "rotary_scale": core.config.model.position_scale,
+            "recompute": parallel.activation_checkpointing == "selective",
+        }
         super().__init__(
             core.megatron,
             TransformerLayerSubmodules(
                 input_layernorm=Norm,
-                self_attention=ModuleSpec(
-                    Attention,
-                    params={"initialization": initialization, "recompute": recompute_attention},
-                ),
+                self_attention=ModuleSpec(Attention, params=attention),
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=Norm,
                 mlp=_feed_forward_type(core),
@@ -136,20 +156,40 @@ class Block(TransformerLayer):
             layer_number=number,
             pg_collection=core.groups,
         )
+        self.core = core
         self.recomputes = parallel.activation_checkpointing == "full"
-        self.visibility = Visibility(core.visibility_kind)
+        self.is_last = number == core.config.model.num_layers
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map `[s, b, h]` to `[s, b, h]`, with the visibility that the model was built with."""
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        """Run the layer on what the one before gave; `cache` when sequences are generated."""
+        stream = Stream.unpack(state, self.core.carries)
+        relations = self.core.relations(stream.carried, cache)
+        if self.is_last:
+            # Nobody looks at the others any more: the head reads only these.
+            relations = replace(relations, reads_from=relations.visibility.reads_from)
         if self.recomputes and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant form's saved-tensor check takes for changed tensors.
-            return checkpoint(self.attend, hidden, self.visibility, use_reentrant=True)
-        return self.attend(hidden, self.visibility)
+            hidden = checkpoint(self.attend, stream.hidden, relations, use_reentrant=True)
+        else:
+            hidden = self.attend(stream.hidden, relations)
+        return stream.with_hidden(hidden).pack()
 
-    def attend(self, hidden: Tensor, visibility: Visibility) -> Tensor:
-        """Run the layer `[s, b, h]` under a given visibility, for example one with a cache."""
-        return super().forward(hidden, attention_mask=visibility)[0]
+    def attend(self, hidden: Tensor, relations: Relations) -> Tensor:
+        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.reads_from` on."""
+        if relations.reads_from == 0:
+            return super().forward(hidden, attention_mask=relations)[0]
+        return self._attend_for_some(hidden, relations)
+
+    def _attend_for_some(self, hidden: Tensor, relations: Relations) -> Tensor:
+        """Do what Megatron's layer does, with a residual of those tokens alone."""
+        group, config = self.core.groups.tp, self.config
+        whole = all_tokens(hidden, config, group)
+        residual = own_tokens(whole[relations.reads_from :], config, group)
+        mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=relations)
+        hidden = self.self_attn_bda(self.training, False)(mixed, residual, self.hidden_dropout)
+        mixed = self.mlp(self.pre_mlp_layernorm(hidden))
+        return self.mlp_bda(self.training, False)(mixed, hidden, self.hidden_dropout)
 
 
 def _feed_forward_type(core: Core) -> type:

@@ -7,31 +7,49 @@ pass counts twice the forward pass, and recomputation counts nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megavis.config.schema import ModelConfig
-from megavis.model.visibility import Kind
 
 # Dense bf16 peak of one device in FLOP/s, without sparsity, from the vendor's data sheets.
 _PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
-def training_flops(
-    model: ModelConfig, *, num_tokens: int, num_outputs: int, visibility: Kind
-) -> float:
-    """Return the operations of one image's forward and backward pass.
+@dataclass(frozen=True)
+class Workload:
+    """Tokens of one image, by what is computed for them.
 
-    Args:
-        model: sizes of the Transformer.
-        num_tokens: tokens of an image.
-        num_outputs: width of the head's output for each token.
-        visibility: who sees whom.
+    Attributes:
+        num_tokens: go through the blocks.
+        num_seen: have keys and values.
+        mean_visible: keys that a query sees, on average; what no kernel leaves out counts.
+        num_read: are read by the head, and alone leave the last block.
+        num_outputs: numbers that the head gives for each of them.
     """
+
+    num_tokens: int
+    num_seen: int
+    mean_visible: float
+    num_read: int
+    num_outputs: int
+
+    @classmethod
+    def of_one_stream(cls, num_tokens: int, num_outputs: int, *, causal: bool) -> Workload:
+        """Return the workload of causal or full attention over all tokens."""
+        visible = (num_tokens + 1) / 2 if causal else float(num_tokens)
+        return cls(num_tokens, num_tokens, visible, num_tokens, num_outputs)
+
+
+def training_flops(model: ModelConfig, work: Workload) -> float:
+    """Return the operations of one image's forward and backward pass."""
     width = model.hidden_size
-    matrices = 4 * width * width + 2 * width * model.mlp_size
-    visible = (num_tokens + 1) / 2 if visibility == "causal" else num_tokens
-    attention = 2 * width * visible
-    block = 2 * num_tokens * (matrices + attention)
-    head = 2 * num_tokens * width * num_outputs
-    return 3 * (model.num_layers * block + head)
+
+    def block(num_tokens: int) -> float:
+        own = 2 * width * width + 2 * width * model.mlp_size + 2 * width * work.mean_visible
+        return 2 * (num_tokens * own + work.num_seen * 2 * width * width)
+
+    head = 2 * work.num_read * width * work.num_outputs
+    return 3 * ((model.num_layers - 1) * block(work.num_tokens) + block(work.num_read) + head)
 
 
 def peak_flops(device_name: str) -> float | None:

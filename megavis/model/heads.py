@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megavis.model.core import Core
 from megavis.model.init import Fill
 from megavis.model.norms import Norm
+from megavis.model.stream import State, Stream
 
 
 class VocabularyHead(nn.Module):
@@ -20,6 +21,7 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, core: Core, vocabulary_size: int, fill: Fill) -> None:
         super().__init__()
+        self.core = core
         self.norm = Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)
         self.linear = ColumnParallelLinear(
             core.megatron.hidden_size,
@@ -30,8 +32,9 @@ class VocabularyHead(nn.Module):
             tp_group=core.groups.tp,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, state: State) -> Tensor:
         """Map `[s, b, h]` to this process's logits `[s, b, vocabulary / tensor size]`."""
+        hidden = Stream.unpack(state, self.core.carries).hidden
         return self.linear(self.norm(hidden))[0]
 
 

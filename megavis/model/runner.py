@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.model.core import Block
-from megavis.model.stack import LocalLayers
-from megavis.model.visibility import KeyValueCache, Visibility
+from megavis.model.stack import LocalLayers, Predictions
+from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
 
@@ -26,9 +26,7 @@ class Runner:
         self.layers, self.context = layers, context
 
     @torch.no_grad()
-    def predictions(
-        self, inputs: tuple[Tensor, ...], *, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def predictions(self, inputs: tuple[Tensor, ...], *, cache: KeyValueCache | None = None) -> Any:
         """Return the head's output, as the objective's `loss` and `outputs` take it.
 
         Args:
@@ -38,7 +36,7 @@ class Runner:
         with self._evaluating():
             predictions = self._walk(inputs, cache)
         if cache is not None:
-            cache.advance(inputs[0].shape[1])
+            cache.advance()
         return predictions
 
     @torch.no_grad()
@@ -64,46 +62,44 @@ class Runner:
                 hook.remove()
         return self._join_stages(torch.stack(pooled))
 
-    def _walk(self, inputs: tuple[Tensor, ...], cache: KeyValueCache | None) -> Tensor:
+    def _walk(self, inputs: tuple[Tensor, ...], cache: KeyValueCache | None) -> Predictions:
         state: Tensor | tuple[Tensor, ...] | None = inputs if self.context.is_first_stage else None
         for stage in range(self.context.pipeline.size):
             if stage == self.context.pipeline.rank:
                 assert state is not None
                 state = self._run_local(state, cache)
             state = self._from_stage(stage, state)
-        assert isinstance(state, Tensor)
+        assert state is not None
         return state
 
     def _run_local(
         self, state: Tensor | tuple[Tensor, ...], cache: KeyValueCache | None
     ) -> Tensor | tuple[Tensor, ...]:
         for layer in self.layers.modules:
-            if isinstance(layer, Block) and cache is not None:
-                assert isinstance(state, Tensor)
-                state = layer.attend(state, Visibility(layer.visibility.kind, cache))
-            else:
-                state = layer(state)
+            state = layer(state, cache) if isinstance(layer, Block) else layer(state)
         return state
 
-    def _from_stage(self, stage: int, state: object) -> Tensor:
+    def _from_stage(self, stage: int, state: Predictions | None) -> Predictions:
         """Give every stage what one stage computed."""
         pipeline = self.context.pipeline
         if pipeline.size == 1:
-            assert isinstance(state, Tensor)
+            assert state is not None
             return state
         source = dist.get_global_rank(pipeline.group, stage)
         form: list[Any] = [None]
-        if isinstance(state, Tensor) and stage == pipeline.rank:
-            tensor = state.contiguous()
-            form = [(tensor.shape, tensor.dtype)]
-        dist.broadcast_object_list(
-            form, src=source, group=pipeline.group, device=self.context.device
-        )
+        sent: list[Tensor] = []
+        if stage == pipeline.rank:
+            assert state is not None
+            sent = [t.contiguous() for t in ([state] if isinstance(state, Tensor) else state)]
+            form = [(isinstance(state, Tensor), [(t.shape, t.dtype) for t in sent])]
+        device = self.context.device
+        dist.broadcast_object_list(form, src=source, group=pipeline.group, device=device)
+        alone, shapes = form[0]
         if stage != pipeline.rank:
-            shape, dtype = form[0]
-            tensor = torch.empty(shape, dtype=dtype, device=self.context.device)
-        dist.broadcast(tensor, src=source, group=pipeline.group)
-        return tensor
+            sent = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        for tensor in sent:
+            dist.broadcast(tensor, src=source, group=pipeline.group)
+        return sent[0] if alone else tuple(sent)
 
     def _norms(self) -> list[torch.nn.Module]:
         """Return the norm in front of each local block, and the head's."""
@@ -124,7 +120,8 @@ class Runner:
 
     def _join_stages(self, pooled: Tensor) -> Tensor:
         stages = range(self.context.pipeline.size)
-        return torch.cat([self._from_stage(stage, pooled) for stage in stages])
+        parts = [self._from_stage(stage, pooled) for stage in stages]
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
     def _evaluating(self) -> _Evaluating:
         return _Evaluating(self.layers)

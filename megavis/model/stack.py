@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from megavis.parallel.random import seeded
 
-Loss = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
+Predictions = Tensor | tuple[Tensor, ...]
+"""What a head gives: a tensor, or several."""
+
+Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,10 @@ class Stack(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
         """Return the scalar loss of one micro-batch."""
-        hidden: Tensor | tuple[Tensor, ...] = inputs
+        state: Tensor | tuple[Tensor, ...] = inputs
         for layer in self.layers:
-            hidden = layer(hidden)
-        assert isinstance(hidden, Tensor)
-        return self.loss(hidden, targets)
+            state = layer(state)
+        return self.loss(state, targets)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,16 @@
 """Which token sees which.
 
 A visibility is data: a kind, known when the model is built, and the tensors that the kind needs,
-which travel with the hidden states. The attention module turns it into the fastest kernel.
+which travel with the hidden states. The attention module turns it into the fastest kernel;
+`dense_mask` is the plain form that tests compare kernels with.
+
+- `causal`: a token sees itself and those before it.
+- `full`: all see all.
+- `two_stream`: content tokens stand before query tokens, and only content is seen. A content token
+  sees the groups up to its own, a query token those before its own.
+- `context`: all see the tokens that `context` names, and no other.
+
+Legend: b images (1 where all images share a tensor), s tokens, c tokens that can be seen.
 """
 
 from __future__ import annotations
@@ -12,30 +21,121 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["causal", "full"]
+Kind = Literal["causal", "full", "two_stream", "context"]
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Kind and tensors; with a cache when tokens are generated one by one."""
+    """Kind and tensors.
+
+    Attributes:
+        kind: one of the table above.
+        content_groups: two_stream: int64 `[b, c]`, the group of each content token.
+        query_groups: two_stream: int64 `[b, q]`, the group of each query token; q may be 0.
+        context: context: int64 `[b, c]`, places of the tokens that all tokens see.
+    """
 
     kind: Kind
-    cache: KeyValueCache | None = None
+    content_groups: Tensor | None = None
+    query_groups: Tensor | None = None
+    context: Tensor | None = None
 
-    def dense_mask(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the plain form that tests compare kernels with.
+    @property
+    def num_content(self) -> int:
+        """Content tokens of two streams."""
+        return self._groups()[0].shape[1]
+
+    @property
+    def reads_from(self) -> int:
+        """Place of the first token that the head reads: of two streams the first query token."""
+        if self.kind != "two_stream" or self._groups()[1].shape[1] == 0:
+            return 0
+        return self.num_content
+
+    def seen(self, tokens: Tensor, *, dim: int) -> Tensor:
+        """Return those of `tokens` whose keys and values someone needs.
 
         Args:
-            num_queries: the queries are the last `num_queries` of the keys.
-            num_keys: tokens that could be seen.
-
-        Returns:
-            bool `[num_queries, num_keys]`, true where the query sees the key.
+            tokens: `[s, b, ...]` or `[b, s, ...]`.
+            dim: which of the first two dimensions counts tokens; the other counts images.
         """
-        everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
+        if self.kind == "two_stream":
+            return tokens.narrow(dim, 0, self.num_content)
+        if self.kind == "context":
+            return _take(tokens, self.context, dim=dim)
+        return tokens
+
+    def mask(self, num_queries: int, num_keys: int) -> Tensor | None:
+        """Return bool `[num_queries, num_keys]` or `[b, num_queries, num_keys]`; None: all see all.
+
+        Args:
+            num_queries: the queries are the last so many tokens.
+            num_keys: tokens that can be seen.
+        """
+        if self.kind == "causal":
+            everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
+            return everything.tril(num_keys - num_queries)
+        if self.kind == "two_stream":
+            content, query = self._groups()
+            # A content token sees its own group, a query token must not: one comparison for both.
+            reach = torch.cat([content + 1, query], dim=1)[:, -num_queries:]
+            return content[:, None, :] < reach[:, :, None]
+        return None
+
+    def _groups(self) -> tuple[Tensor, Tensor]:
+        assert self.content_groups is not None
+        assert self.query_groups is not None
+        return self.content_groups, self.query_groups
+
+    def dense_mask(self, num_tokens: int) -> Tensor:
+        """Return who sees whom among all tokens: bool `[b, s, s]`, true where row sees column."""
+        mask = torch.zeros(1, num_tokens, num_tokens, dtype=torch.bool)
+        if self.kind == "causal":
+            return mask.logical_not().tril()
         if self.kind == "full":
-            return everything
-        return everything.tril(num_keys - num_queries)
+            return mask.logical_not()
+        if self.kind == "two_stream":
+            seen = self.mask(num_tokens, self.num_content)
+            assert seen is not None
+            mask = mask.repeat(len(seen), 1, 1)
+            mask[:, :, : self.num_content] = seen
+            return mask
+        assert self.context is not None
+        columns = torch.zeros(len(self.context), num_tokens, dtype=torch.bool)
+        columns.scatter_(1, self.context, True)
+        return columns[:, None, :].expand(-1, num_tokens, -1)
+
+
+def _take(tokens: Tensor, places: Tensor | None, *, dim: int) -> Tensor:
+    """Take the tokens at `places` `[b, c]` out of `[s, b, ...]` (dim 0) or `[b, s, ...]` (dim 1).
+
+    Where `tokens` are shared by all images (b = 1), each image still takes its own.
+    """
+    assert places is not None
+    if dim == 1:
+        return _take(tokens.transpose(0, 1), places, dim=0).transpose(0, 1)
+    rest = tokens.shape[2:]
+    whole = tokens.expand(-1, len(places), *(-1 for _ in rest))
+    index = places.t().reshape(places.shape[1], len(places), *(1 for _ in rest))
+    return whole.gather(0, index.expand(-1, -1, *rest))
+
+
+@dataclass(frozen=True)
+class Relations:
+    """What attention has to know about tokens besides their hidden states.
+
+    Attributes:
+        visibility: who sees whom.
+        coordinates: int64 `[b, s, axes]`, where tokens stand, for rotary positions.
+        cache: keys and values of earlier tokens, when sequences are generated.
+        reads_from: only tokens from this place on are wanted; those before only give keys and
+            values.
+    """
+
+    visibility: Visibility
+    coordinates: Tensor | None = None
+    cache: KeyValueCache | None = None
+    reads_from: int = 0
 
 
 @dataclass
@@ -49,6 +149,7 @@ class KeyValueCache:
 
     capacity: int
     length: int = 0
+    _new: int = 0
     _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,11 +167,12 @@ class KeyValueCache:
             shape = (*key.shape[:2], self.capacity, key.shape[3])
             self._stored[layer] = (key.new_empty(shape), value.new_empty(shape))
         keys, values = self._stored[layer]
-        end = self.length + key.shape[2]
+        self._new = key.shape[2]
+        end = self.length + self._new
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
 
-    def advance(self, num_tokens: int) -> None:
-        """Count tokens that all layers have stored."""
-        self.length += num_tokens
+    def advance(self) -> None:
+        """Count the new tokens, once all layers have stored them."""
+        self.length += self._new

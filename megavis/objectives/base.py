@@ -17,6 +17,7 @@ from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import Block, Core
+from megavis.model.flops import Workload
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
@@ -48,12 +49,27 @@ class Objective(ABC):
             groups=context.megatron_groups(),
             initialization=self.initialization(),
             visibility_kind=self.visibility_kind,
+            carries=self.carries,
         )
 
     @property
     @abstractmethod
     def visibility_kind(self) -> Kind:
         """Which token sees which."""
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """Names of the tensors that travel beside the hidden states, in the order of `Stream`.
+
+        Blocks know `coordinates`, `content_groups`, `query_groups` and `context`; what else is
+        named goes through to the head.
+        """
+        return ()
+
+    @property
+    def carries_gradient(self) -> bool:
+        """True where a carried tensor is a float, whose gradient then travels back."""
+        return False
 
     @property
     @abstractmethod
@@ -65,6 +81,11 @@ class Objective(ABC):
     def num_outputs(self) -> int:
         """Numbers that the head gives for each place, over all processes."""
 
+    def workload(self) -> Workload:
+        """Return what is computed for an image, for the count of operations."""
+        causal = self.visibility_kind == "causal"
+        return Workload.of_one_stream(self.num_tokens, self.num_outputs, causal=causal)
+
     @abstractmethod
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Yield what is wrong with shards of this kind for this config, a sentence each."""
@@ -75,22 +96,29 @@ class Objective(ABC):
 
     @abstractmethod
     def build_embedding(self) -> nn.Module:
-        """Return the first layer: `Sequence.inputs` to `[s, b, h]`."""
+        """Return the first layer: `Sequence.inputs` to the `State` of `[s, b, h]`."""
 
     @abstractmethod
     def build_head(self) -> nn.Module:
-        """Return the last layer: `[s, b, h]` to predictions."""
+        """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
 
     @abstractmethod
     def sequence(self, batch: Batch) -> Sequence:
         """Turn a batch into a sequence; random draws depend on seed and sample alone."""
 
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for features; those of training unless a paper says otherwise.
+
+        Every token of this sequence counts in a mean over tokens.
+        """
+        return self.sequence(batch).inputs
+
     @abstractmethod
-    def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Score the head's output; a float32 scalar, the mean over the images."""
 
     @abstractmethod
-    def outputs(self, predictions: Tensor) -> Tensor:
+    def outputs(self, predictions: Any) -> Tensor:
         """Turn the head's output into the paper's own form, whole and batch first."""
 
     @abstractmethod

@@ -26,9 +26,11 @@ from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import Core
-from megavis.model.embeddings import LearnedPositions, to_stream, token_embedding
+from megavis.model.embeddings import to_stream, token_embedding
 from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Initialization, normal, zeros
+from megavis.model.positions import PositionKind, Positions, carried_names
+from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
 from megavis.parallel.random import derive_seed, uniform
@@ -70,37 +72,41 @@ class IGPTConfig(ObjectiveConfig):
 class PixelEmbedding(nn.Module):
     """Token and position embeddings, with the start vector or the BERT mask."""
 
-    def __init__(self, core: Core, config: IGPTConfig, num_tokens: int) -> None:
+    def __init__(self, core: Core, config: IGPTConfig, positions: PositionKind) -> None:
         super().__init__()
-        width = core.megatron.hidden_size
-        self.core = core
+        width, side = core.megatron.hidden_size, core.config.data.image_size
+        self.core, self.side = core, side
         self.tokens = token_embedding(core, config.vocabulary_size, normal(0.02))
-        self.positions = LearnedPositions(num_tokens, width, normal(0.01))
+        self.positions = Positions(
+            positions, height=side, width=side, hidden_size=width, fill=normal(0.01)
+        )
         self.start: nn.Parameter | None = None
         if config.mode == "autoregressive":
             self.start = nn.Parameter(torch.empty(width))
             nn.init.normal_(self.start, std=0.02)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, inputs: tuple[Tensor, ...]) -> State:
         """Embed.
 
         Args:
             inputs: for each place the id that it sees, int64 `[b, n]`: that of the place before,
                 or `NOTHING`, for which the start vector stands; for BERT its own. Then the
-                coordinates, int64 `[b, n]`, of the pixel that each place predicts; for BERT also
-                the mask, bool `[b, n]`.
+                pixel, int64 `[1, n]`, that each place predicts; for BERT also the mask, bool
+                `[b, n]`.
 
         Returns:
-            `[n, b, h]`.
+            `[n, b, h]`, and for rotary positions the coordinates.
         """
-        ids, coordinates, *masks = inputs
+        ids, pixels, *masks = inputs
         content = self.tokens(ids.clamp(min=0))
         if self.start is not None:
             nothing = (ids == NOTHING)[:, :, None]
             content = torch.where(nothing, self.start.to(content.dtype), content)
         for mask in masks:
             content = content.masked_fill(mask[:, :, None], 0.0)
-        return to_stream(content + self.positions(coordinates), self.core)
+        coordinates = torch.stack([pixels // self.side, pixels % self.side], dim=-1)
+        hidden = self.positions(content, coordinates)
+        return Stream(to_stream(hidden, self.core), self.positions.carried(coordinates)).pack()
 
 
 class IGPT(Objective):
@@ -118,6 +124,16 @@ class IGPT(Objective):
     def num_tokens(self) -> int:
         """Pixels of an image."""
         return self.config.data.image_size**2
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """Learned positions, unless the config says otherwise."""
+        return self.config.model.positions or "learned"
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """Coordinates, for rotary positions."""
+        return carried_names(self.position_kind)
 
     @property
     def num_outputs(self) -> int:
@@ -157,7 +173,7 @@ class IGPT(Objective):
 
     def build_embedding(self) -> nn.Module:
         """Return the pixel embedding."""
-        return PixelEmbedding(self.core, self.paper, self.num_tokens)
+        return PixelEmbedding(self.core, self.paper, self.position_kind)
 
     def build_head(self) -> nn.Module:
         """Return the last norm and the zero-initialised matrix to logits."""
@@ -200,8 +216,7 @@ class IGPT(Objective):
                 " objective.mode autoregressive"
             )
         previous = F.pad(ids, (1, 0), value=NOTHING)[:, start:stop]
-        coordinates = self.permutation()[start:stop].to(ids.device)
-        return previous, coordinates.expand_as(previous)
+        return previous, self.permutation()[None, start:stop].to(ids.device)
 
     def inputs_from(
         self,
@@ -211,7 +226,7 @@ class IGPT(Objective):
         mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, ...]:
-        """Return what each place sees, its coordinate, and the mask for BERT.
+        """Return what each place sees, its pixel, and the mask for BERT.
 
         Args:
             inputs: ids int64 `[b, n]` in raster order.
@@ -230,7 +245,7 @@ class IGPT(Objective):
                 index.to(ids.device), ids.shape[1], seed=self.config.seed, purpose="bert-mask"
             )
             mask = draws < self.paper.mask_ratio
-        return ids, order.expand_as(ids), mask[:, order]
+        return ids, order[None], mask[:, order]
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """Return nats a token: over all pixels, or over the masked ones of each image.

@@ -11,8 +11,20 @@ from megavis.config.schema import ParallelConfig, RunConfig
 _PERSISTENCE_THRESHOLD = 10_000
 
 
-def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict[str, Any]:
-    """Return the dictionary that `deepspeed.initialize` takes."""
+def deepspeed_config(
+    config: RunConfig, data_parallel_size: int, *, carries_gradient: bool = False
+) -> dict[str, Any]:
+    """Return the dictionary that `deepspeed.initialize` takes.
+
+    Args:
+        config: the run.
+        data_parallel_size: copies of the model.
+        carries_gradient: a tensor beside the hidden states has a gradient that travels back.
+    """
+    # DeepSpeed cuts what travels between stages over the tensor group, taking for granted that
+    # all its processes hold the same (under sequence parallelism they hold different tokens), and
+    # then sends back the gradient of the first tensor alone.
+    cuts_stages = not config.parallel.sequence_parallel and not carries_gradient
     training = config.training
     micro = micro_batch_size(config, data_parallel_size)
     return {
@@ -27,12 +39,7 @@ def deepspeed_config(config: RunConfig, data_parallel_size: int) -> dict[str, An
         "fp16": {"enabled": training.precision == "fp16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": _zero(config.parallel),
-        # DeepSpeed cuts what travels between stages over the tensor group, taking for granted that
-        # all its processes hold the same; under sequence parallelism they hold different tokens.
-        "pipeline": {
-            "pipe_partitioned": not config.parallel.sequence_parallel,
-            "grad_partitioned": not config.parallel.sequence_parallel,
-        },
+        "pipeline": {"pipe_partitioned": cuts_stages, "grad_partitioned": cuts_stages},
         "zero_allow_untested_optimizer": True,
         # torch's fused Adam runs on CPU tensors too and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,

@@ -40,7 +40,9 @@ class Engine:
         self.config, self.objective, self.context = config, objective, context
         self._pipelined = context.pipeline.size > 1
         plans = objective.layer_plans()
-        settings = deepspeed_config(config, context.data.size)
+        settings = deepspeed_config(
+            config, context.data.size, carries_gradient=objective.carries_gradient
+        )
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]
         module = self._pipeline(plans) if self._pipelined else self._stack(plans, settings)

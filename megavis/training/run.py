@@ -116,12 +116,7 @@ class TrainingRun:
 
     def _hooks(self, first_step: int, extra: Sequence[Hook]) -> list[Hook]:
         settings, paper = self.config.training, self.objective
-        flops = training_flops(
-            self.config.model,
-            num_tokens=paper.num_tokens,
-            num_outputs=paper.num_outputs,
-            visibility=paper.visibility_kind,
-        )
+        flops = training_flops(self.config.model, paper.workload())
         log = LogMetrics(
             settings.log_every, flops_per_image=flops, tokens_per_image=paper.num_tokens
         )

@@ -102,6 +102,20 @@ def test_bert_draws_the_same_masks_in_every_layout(
     assert largest_difference(curves, reference("objective.mode=bert")) <= TOLERANCE
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_carried_travels_between_stages(
+    run_job: Any, reference: Any, tiny_config: Path, sequence_parallel: bool
+) -> None:
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    rotary = "model.positions=rope_2d"
+    config = with_layout(
+        make_config(tiny_config, rotary), sequence_parallel=sequence_parallel, **layout
+    )
+    curves = run_job(train_briefly, 4, config, STEPS)
+    assert largest_difference(curves, reference(rotary)) <= TOLERANCE
+    assert reference(rotary) != reference()
+
+
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.model.flops import training_flops
-from megavis.model.visibility import KeyValueCache, Visibility
+from megavis.model.visibility import KeyValueCache
 
 
 def parameters_of(runner):
@@ -75,23 +75,13 @@ def test_a_cache_gives_what_the_whole_sequence_gives(build, tmp_path, num_new):
     block = runner.layers.modules[1]
     hidden = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        whole = block.attend(hidden, Visibility("causal"))
+        whole = block(hidden)
         cache, parts = KeyValueCache(capacity=16), []
         for start in range(0, 16, num_new):
             piece = hidden[start : start + num_new]
-            parts.append(block.attend(piece, Visibility("causal", cache)))
-            cache.advance(len(piece))
+            parts.append(block(piece, cache))
+            cache.advance()
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
-
-
-def test_dense_mask_is_the_definition():
-    for num_queries, num_keys in ((4, 4), (2, 5), (1, 3)):
-        first = num_keys - num_queries
-        mask = Visibility("causal").dense_mask(num_queries, num_keys)
-        for i in range(num_queries):
-            for j in range(num_keys):
-                assert mask[i, j] == (j <= first + i)
-    assert Visibility("full").dense_mask(2, 3).all()
 
 
 def test_layers_start_the_same_in_whatever_order_they_are_built(build, tmp_path):
@@ -131,6 +121,6 @@ def test_flops_are_what_torch_counts(build, tmp_path):
     inputs = objective.inputs_from(ids, mask=torch.zeros_like(ids, dtype=torch.bool))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         runner.predictions(inputs)
-    ours = training_flops(objective.config.model, num_tokens=16, num_outputs=32, visibility="full")
+    ours = training_flops(objective.config.model, objective.workload())
     # A training step of one image counts as three forward passes, and here are three images.
     assert counter.get_total_flops() == ours

@@ -76,17 +76,17 @@ def test_mask_ratio_is_that_of_the_config(build, tmp_path):
         assert abs(share - ratio) < 5 * (ratio * (1 - ratio) / 64000) ** 0.5
 
 
-def test_random_order_permutes_pixels_with_their_coordinates(build, tmp_path):
+def test_random_order_permutes_pixels_with_their_places(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", "objective.order=random")
     ids, _ = draw()
     sequence = objective.sequence(batch_of(ids))
-    entering, coordinates = sequence.inputs
+    entering, pixels = sequence.inputs
     ordered = sequence.targets[0]
-    assert sorted(coordinates[0].tolist()) == list(range(16))
-    assert coordinates[0].tolist() != list(range(16))
+    assert sorted(pixels[0].tolist()) == list(range(16))
+    assert pixels[0].tolist() != list(range(16))
     for b in range(3):
         for place in range(16):
-            assert ordered[b, place] == ids[b, coordinates[b, place]]
+            assert ordered[b, place] == ids[b, pixels[0, place]]
     assert torch.equal(entering[:, 1:], ordered[:, :-1])
 
 

@@ -1,0 +1,128 @@
+"""Where a token stands, told to the model in one of five ways.
+
+Coordinates are data: int64 `[b, s, axes]` in units of patches (or pixels), b = 1 where all images
+share them; a permuted sequence is the same tokens with permuted coordinates. Absolute kinds are
+added to the embedding, rotary kinds turn queries and keys.
+
+Sources: sin-cos, "Attention Is All You Need" (section 3.5), in two dimensions as MAE's released
+code has it; rotary, "RoFormer"; decomposed rotary, "Denoising Autoregressive Representation
+Learning", section 3.4 and appendix D.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megavis.model.init import Fill
+
+PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d"]
+
+_WAVELENGTH = 10_000.0
+
+
+def grid_coordinates(height: int, width: int) -> Tensor:
+    """Return row and column of each cell in raster order: int64 `[1, height · width, 2]`."""
+    cells = torch.arange(height * width)
+    return torch.stack([cells // width, cells % width], dim=-1)[None]
+
+
+class Positions(nn.Module):
+    """Tells tokens where they stand on a grid of `height` × `width`.
+
+    `weight` exists for learned positions alone: one vector a cell, in raster order.
+    """
+
+    def __init__(
+        self, kind: PositionKind, *, height: int, width: int, hidden_size: int, fill: Fill
+    ) -> None:
+        super().__init__()
+        self.kind, self.width, self.hidden_size = kind, width, hidden_size
+        self.weight: nn.Parameter | None = None
+        if kind == "learned":
+            self.weight = nn.Parameter(torch.empty(height * width, hidden_size))
+            fill(self.weight)
+
+    def forward(self, hidden: Tensor, coordinates: Tensor) -> Tensor:
+        """Add to `hidden` `[b, s, h]` what absolute kinds add.
+
+        Args:
+            hidden: embeddings of the tokens.
+            coordinates: int64 `[b or 1, s, 2]`, row and column of each.
+        """
+        if self.weight is not None:
+            places = coordinates[..., 0] * self.width + coordinates[..., 1]
+            return hidden + nn.functional.embedding(places, self.weight)
+        if self.kind == "sincos":
+            return hidden + sincos(coordinates, self.hidden_size).to(hidden.dtype)
+        return hidden
+
+    def carried(self, coordinates: Tensor) -> dict[str, Tensor]:
+        """Return what rotary kinds carry to the blocks, under the name that blocks know.
+
+        Args:
+            coordinates: int64 `[b or 1, s, 2]`, row and column of each token.
+
+        Returns:
+            Nothing for other kinds; else int64 `[b or 1, s, axes]`: `rope_1d` numbers the cells in
+            raster order, `rope_2d` takes row and column as they are.
+        """
+        if self.kind == "rope_1d":
+            coordinates = coordinates[..., :1] * self.width + coordinates[..., 1:]
+        return dict.fromkeys(carried_names(self.kind), coordinates.contiguous())
+
+
+def carried_names(kind: PositionKind) -> tuple[str, ...]:
+    """Return the names of what `Positions.carried` gives for a kind."""
+    return ("coordinates",) if kind in ("rope_1d", "rope_2d") else ()
+
+
+def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
+    """Return sines and cosines of each coordinate.
+
+    Args:
+        coordinates: `[..., axes]`.
+        hidden_size: width; must divide by 2 · axes.
+
+    Returns:
+        float32 `[..., hidden_size]`: for each axis its sines, then its cosines.
+    """
+    axes = coordinates.shape[-1]
+    if hidden_size % (2 * axes):
+        raise ValueError(f"sin-cos positions of {axes} axes want a width that 2 · {axes} divides")
+    angles = coordinates[..., None].float() * _frequencies(hidden_size // axes, coordinates)
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    return waves.flatten(-2)
+
+
+def rotate(heads: Tensor, coordinates: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Turn queries or keys by where they stand.
+
+    Neighbouring channels (2i, 2i + 1) are a complex number, turned by coordinate · θ_i with
+    θ_i = 10000^(-2i/d); the channels of a head are shared out evenly over the axes (appendix D).
+
+    Args:
+        heads: `[b, n, s, d]`; d must divide by 2 · axes.
+        coordinates: `[b or 1, s, axes]`.
+        scale: multiplies coordinates; trained size / present size interpolates them.
+
+    Returns:
+        The same shape and dtype; computed in float32.
+    """
+    axes = coordinates.shape[-1]
+    angles = coordinates[..., None].float() * (
+        scale * _frequencies(heads.shape[-1] // axes, coordinates)
+    )
+    angles = angles.flatten(-2)[:, None]
+    real, imaginary = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+    return turned.flatten(-2).to(heads.dtype)
+
+
+def _frequencies(width: int, like: Tensor) -> Tensor:
+    """Return θ_i for i in 0 .. width / 2 - 1: float32 `[width / 2]`."""
+    steps = torch.arange(0, width, 2, device=like.device, dtype=torch.float32)
+    return _WAVELENGTH ** (-steps / width)

@@ -1,0 +1,96 @@
+"""Positions against independent formulas: complex numbers, and MAE's sines and cosines by loops."""
+
+import math
+
+import pytest
+import torch
+
+from megavis.model.init import normal
+from megavis.model.positions import Positions, grid_coordinates, rotate, sincos
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def rotate_with_complex_numbers(head, coordinates):
+    """Appendix D of the DARL paper for one vector `[d]`: z · e^(i m θ), axis after axis."""
+    turned, width = [], len(head) // len(coordinates)
+    for axis, place in enumerate(coordinates):
+        part = head[axis * width : (axis + 1) * width]
+        for i in range(width // 2):
+            angle = place * 10_000.0 ** (-2 * i / width)
+            z = complex(part[2 * i], part[2 * i + 1]) * complex(math.cos(angle), math.sin(angle))
+            turned += [z.real, z.imag]
+    return torch.tensor(turned)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_rotation_is_a_product_of_complex_numbers(axes):
+    heads, coordinates = draw(2, 3, 5, 16), torch.randint(0, 20, (2, 5, axes))
+    turned = rotate(heads, coordinates)
+    for b in range(2):
+        for n in range(3):
+            for s in range(5):
+                expected = rotate_with_complex_numbers(
+                    heads[b, n, s].tolist(), coordinates[b, s].tolist()
+                )
+                torch.testing.assert_close(turned[b, n, s], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_depend_on_differences_of_coordinates_alone():
+    query, key = draw(1, 1, 4, 16), draw(1, 1, 4, 16).flip(2)
+    here = torch.tensor([[[0, 3], [5, 1], [2, 2], [7, 0]]])
+    moved = here + torch.tensor([11, 4])
+
+    def scores(places):
+        return rotate(query, places) @ rotate(key, places).transpose(2, 3)
+
+    torch.testing.assert_close(scores(here), scores(moved), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(scores(here), query @ key.transpose(2, 3))
+
+
+def test_half_the_scale_is_half_the_coordinate():
+    heads, places = draw(1, 2, 3, 8), torch.tensor([[[2], [6], [4]]])
+    torch.testing.assert_close(rotate(heads, places, scale=0.5), rotate(heads, places // 2))
+
+
+def test_sines_and_cosines_by_loops():
+    table = sincos(grid_coordinates(3, 4), 16)[0]
+    for row in range(3):
+        for column in range(4):
+            expected = []
+            for place in (row, column):
+                angles = [place / 10_000 ** (i / 4) for i in range(4)]
+                expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            torch.testing.assert_close(table[row * 4 + column], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "carried", "adds"),
+    [
+        ("none", 0, {}, False),
+        ("learned", 12 * 16, {}, True),
+        ("sincos", 0, {}, True),
+        ("rope_1d", 0, {"coordinates": 1}, False),
+        ("rope_2d", 0, {"coordinates": 2}, False),
+    ],
+)
+def test_each_kind_adds_or_carries(kind, parameters, carried, adds):
+    positions = Positions(kind, height=3, width=4, hidden_size=16, fill=normal(0.5))
+    cells, hidden = grid_coordinates(3, 4), draw(2, 12, 16)
+    assert sum(p.numel() for p in positions.parameters()) == parameters
+    assert {k: v.shape[-1] for k, v in positions.carried(cells).items()} == carried
+    assert torch.equal(positions(hidden, cells), hidden) != adds
+    # A permuted sequence is the same tokens with permuted coordinates.
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        positions(hidden[:, order], cells[:, order]), positions(hidden, cells)[:, order]
+    )
+
+
+def test_one_axis_numbers_the_cells():
+    positions = Positions("rope_1d", height=3, width=4, hidden_size=16, fill=normal(0.5))
+    assert positions.carried(grid_coordinates(3, 4))["coordinates"].flatten().tolist() == list(
+        range(12)
+    )

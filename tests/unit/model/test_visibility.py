@@ -1,0 +1,152 @@
+"""Every visibility against its definition, and attention against a plain masked softmax."""
+
+import math
+
+import pytest
+import torch
+
+from megavis.model.attention import Attention
+from megavis.model.core import megatron_config
+from megavis.model.init import Initialization, normal
+from megavis.model.positions import rotate
+from megavis.model.visibility import KeyValueCache, Relations, Visibility
+
+IMAGES, TOKENS, WIDTH, HEADS = 2, 7, 16, 2
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def visibilities():
+    content = torch.tensor([[0, 1, 1, 2], [1, 1, 2, 3]])
+    query = torch.tensor([[1, 1, 2], [1, 2, 3]])
+    return {
+        "causal": Visibility("causal"),
+        "full": Visibility("full"),
+        # In the second image the first query group sees nothing at all.
+        "two_stream": Visibility("two_stream", content_groups=content, query_groups=query),
+        "context": Visibility("context", context=torch.tensor([[5, 0, 3], [1, 2, 6]])),
+    }
+
+
+def sees(visibility, image, i, j):
+    """The table in the module's docstring, one pair of tokens at a time."""
+    if visibility.kind == "causal":
+        return j <= i
+    if visibility.kind == "full":
+        return True
+    if visibility.kind == "context":
+        return j in visibility.context[image].tolist()
+    content, query = visibility.content_groups[image], visibility.query_groups[image]
+    if j >= len(content):
+        return False
+    if i < len(content):
+        return bool(content[j] <= content[i])
+    return bool(content[j] < query[i - len(content)])
+
+
+def by_definition(visibility):
+    return torch.tensor(
+        [
+            [[sees(visibility, b, i, j) for j in range(TOKENS)] for i in range(TOKENS)]
+            for b in range(IMAGES)
+        ]
+    )
+
+
+@pytest.mark.parametrize("kind", list(visibilities()))
+def test_dense_mask_is_the_definition(kind):
+    visibility = visibilities()[kind]
+    mask = visibility.dense_mask(TOKENS).expand(IMAGES, -1, -1)
+    assert torch.equal(mask, by_definition(visibility))
+
+
+@pytest.fixture
+def attention(build, tmp_path):
+    """Attention of any visibility kind, from one seed."""
+    objective, _ = build(tmp_path / "c.yaml")
+    config = megatron_config(objective.config, objective.core.groups)
+
+    def make(kind):
+        torch.manual_seed(0)
+        fill = normal(0.5)
+        initialization = Initialization(fill, fill, fill, fill, fill)
+        return Attention(config, 1, objective.core.groups, initialization, kind)
+
+    return make
+
+
+def plain_attention(module, hidden, mask, coordinates=None):
+    """softmax(q · k / √d) over what `mask` `[b, s, s]` shows; zeros where that is nothing."""
+    size = WIDTH // HEADS
+    batch_first = hidden.transpose(0, 1)
+    query = (batch_first @ module.linear_q.weight.T).unflatten(-1, (HEADS, size)).transpose(1, 2)
+    pairs = (batch_first @ module.linear_kv.weight.T).unflatten(-1, (HEADS, 2, size))
+    key, value = pairs[..., 0, :].transpose(1, 2), pairs[..., 1, :].transpose(1, 2)
+    if coordinates is not None:
+        query, key = rotate(query, coordinates), rotate(key, coordinates)
+    weights = (query @ key.transpose(2, 3) / math.sqrt(size)).exp() * mask[:, None]
+    shares = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    return (shares @ value).transpose(1, 2).flatten(2).transpose(0, 1) @ module.linear_proj.weight.T
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("kind", list(visibilities()))
+def test_attention_and_its_gradient_are_those_of_a_masked_softmax(attention, kind, rotary):
+    module, visibility = attention(kind), visibilities()[kind]
+    coordinates = torch.randint(0, 9, (IMAGES, TOKENS, 2)) if rotary else None
+    results = []
+    for compute in (
+        lambda x: module(x, Relations(visibility, coordinates))[0],
+        lambda x: plain_attention(module, x, by_definition(visibility), coordinates),
+    ):
+        hidden = draw(TOKENS, IMAGES, WIDTH).requires_grad_()
+        out = compute(hidden)
+        out.pow(2).sum().backward()
+        results.append((out.detach(), hidden.grad))
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_is_read_and_seen_is_computed(attention):
+    module, visibility = attention("two_stream"), visibilities()["two_stream"]
+    hidden, widths = draw(TOKENS, IMAGES, WIDTH), {}
+    for name in ("linear_q", "linear_kv"):
+        layer = getattr(module, name)
+        layer.register_forward_hook(
+            lambda _, inputs, __, name=name: widths.update({name: len(inputs[0])})
+        )
+    whole = module(hidden, Relations(visibility))[0]
+    part = module(hidden, Relations(visibility, reads_from=visibility.reads_from))[0]
+    assert widths == {"linear_q": 3, "linear_kv": 4}
+    torch.testing.assert_close(part, whole[4:])
+
+
+def test_a_masked_out_token_gets_no_gradient(attention):
+    module, visibility = attention("two_stream"), visibilities()["two_stream"]
+    expected = by_definition(visibility)
+    for i in range(TOKENS):
+        hidden = draw(TOKENS, IMAGES, WIDTH).requires_grad_()
+        module(hidden, Relations(visibility))[0][i].sum().backward()
+        moved = hidden.grad.abs().sum(-1).t() > 0
+        for image in range(IMAGES):
+            seen = expected[image, i].clone()
+            # Its own query reaches the output wherever there is a choice between keys.
+            seen[i] |= seen.sum() > 1
+            if seen.sum() == 1:
+                continue
+            assert moved[image].tolist() == seen.tolist()
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_a_cache_gives_what_the_whole_sequence_gives(attention, num_new):
+    module, coordinates = attention("causal"), torch.arange(TOKENS)[None, :, None]
+    hidden, cache, parts = draw(TOKENS, IMAGES, WIDTH), KeyValueCache(TOKENS), []
+    whole = module(hidden, Relations(Visibility("causal"), coordinates))[0]
+    for start in range(0, TOKENS, num_new):
+        new = slice(start, start + num_new)
+        relations = Relations(Visibility("causal"), coordinates[:, new], cache)
+        parts.append(module(hidden[new], relations)[0])
+        cache.advance()
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
