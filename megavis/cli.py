@@ -16,6 +16,7 @@ _COMMANDS = {
     "params": "params",
     "sample": "sample",
     "probe": "probe",
+    "figure": "figure",
     "report": "report",
     "import": "import_",
     "export": "export",

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.probing import (
     add_data_arguments,
+    add_network_arguments,
     check_arguments,
+    job_closed,
     open_run,
     probe_run,
     read_counts,
@@ -19,7 +21,7 @@ from megavis.commands.probing import (
 
 if TYPE_CHECKING:
     from megavis.evaluation.linear import LayerScore
-    from megavis.evaluation.probe import ProbeResult
+    from megavis.evaluation.probe_result import ProbeResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
         "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
     )
     add_data_arguments(parser)
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    add_network_arguments(parser)
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
     parser.set_defaults(run=run)
 
@@ -65,12 +67,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run or its data cannot be opened, or the data has no labels.
     """
-    from megavis.evaluation.probe import ProbeSettings
-    from megavis.parallel.context import close_context
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.evaluation.probe import ProbeSettings
 
     check_arguments(args)
-    opened = open_run(args.run_folder, step=args.step, device=args.device)
-    try:
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
         settings = ProbeSettings(
             layers=read_layers(args.layers, opened.config.model.num_layers),
             seed=args.seed,
@@ -80,8 +84,6 @@ def run(args: argparse.Namespace) -> int:
             draws=args.draws,
         )
         result = probe_run(opened, args, settings)
-    finally:
-        close_context()
     out = args.out or opened.folder / "evaluation" / "probe.json"
     result.write(out)
     sys.stdout.write(table(result) + f"{out}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.evaluation.probe import ProbeData, ProbeResult, ProbeSettings
+    from megavis.evaluation.probe import ProbeData, ProbeSettings
+    from megavis.evaluation.probe_result import ProbeResult
     from megavis.model.runner import Runner
     from megavis.notebook import Run
 
@@ -23,13 +25,19 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
     parser.add_argument("--validation-images", type=int, help="at most; default: all")
     parser.add_argument(
-        "--untrained-networks", type=int, default=3, help="to compare with; default: 3"
-    )
-    parser.add_argument(
         "--seed",
         type=int,
         default=0,
         help="of held-out part, subsets and untrained weights; default: 0",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+
+
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which networks are probed, and how often each image."""
+    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.add_argument(
+        "--untrained-networks", type=int, default=3, help="to compare with; default: 3"
     )
     parser.add_argument(
         "--masks",
@@ -37,7 +45,6 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="random masks of each validation image, whose commonest answer counts; default: 5"
         " where a network's inputs are masked, else 1",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -50,10 +57,22 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     if args.train_images < 1 or (args.validation_images or 1) < 1:
         raise UserError("--train-images and --validation-images must be at least 1")
-    if args.untrained_networks < 1 or args.seed < 0:
+    if getattr(args, "untrained_networks", 1) < 1 or args.seed < 0:
         raise UserError("--untrained-networks must be at least 1, and --seed at least 0")
     if read_launch(os.environ).world_size > 1:
         raise UserError("a probe runs as one process; start it without a launcher")
+
+
+@contextlib.contextmanager
+def job_closed() -> Iterator[None]:
+    """Leave the job that opening a run has made, also after an error."""
+    from megavis.parallel.context import close_context, current_context
+
+    try:
+        yield
+    finally:
+        if current_context() is not None:
+            close_context()
 
 
 def open_run(folder: Path, *, step: int | None, device: str | None) -> Run:

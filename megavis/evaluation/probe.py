@@ -6,17 +6,12 @@ what differs are the features.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
-from megavis.data.files import write_atomically
 from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
 from megavis.evaluation.features import (
     LabelledFeatures,
@@ -26,6 +21,7 @@ from megavis.evaluation.features import (
 )
 from megavis.evaluation.linear import LayerScore, best_layer, divide, score_layers
 from megavis.evaluation.low_data import LowDataScore, score_low_data
+from megavis.evaluation.probe_result import ProbeResult
 from megavis.model.runner import Runner
 from megavis.objectives.base import Objective
 from megavis.tokenizers.palette import Palette
@@ -116,63 +112,6 @@ class ProbeSettings:
             raise UserError("--concatenate must be at least 0 and --masks at least 1")
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """All numbers of a probe.
-
-    Attributes:
-        step: optimizer steps of the trained network.
-        trained: a score for each layer of the run's network.
-        untrained: the same of networks with the same config and fresh weights, one after another.
-        pixels: the score of raw pixels.
-        num_fitted: training images that candidates were fitted on.
-        num_held_out: training images that layer and penalty were chosen on.
-        num_validation: images that the accuracies are of.
-        num_classes: classes among the training images.
-        num_views: random draws of each validation image's inputs.
-        seed: of the division.
-        concatenated: adjacent layers together, the trained network first; empty if not asked for.
-        low_data: with few labels, of the trained network, the first untrained one and of raw
-            pixels; empty if not asked for.
-    """
-
-    step: int
-    trained: tuple[LayerScore, ...]
-    untrained: tuple[tuple[LayerScore, ...], ...]
-    pixels: LayerScore
-    num_fitted: int
-    num_held_out: int
-    num_validation: int
-    num_classes: int
-    num_views: int
-    seed: int
-    concatenated: tuple[ConcatenatedScore, ...] = ()
-    low_data: tuple[LowDataScore, ...] = ()
-
-    @property
-    def best(self) -> LayerScore:
-        """The trained network's layer that is best on the held-out training images."""
-        return best_layer(self.trained)
-
-    @property
-    def untrained_accuracy(self) -> float:
-        """The mean over the untrained networks of their best layers' accuracies.
-
-        What an untrained network is good for depends on its random colours; hence several.
-        """
-        return statistics.mean(best_layer(scores).accuracy for scores in self.untrained)
-
-    def write(self, path: Path) -> None:
-        """Write everything as JSON, whole or not at all. Raises OSError."""
-        content = {
-            "best_layer": dataclasses.asdict(self.best),
-            "untrained_accuracy": self.untrained_accuracy,
-            **dataclasses.asdict(self),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
-
-
 def probe(
     trained: Runner,
     untrained: Iterable[Runner],
@@ -231,6 +170,13 @@ def probe(
         concatenated=tuple(concatenated),
         low_data=tuple(low_data),
     )
+
+
+def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
+    """Return the score of raw pixels alone; raises as `probe`."""
+    pixels = data.pixels()
+    selection = divide(pixels[0].labels, share=settings.held_out_share, seed=settings.seed)
+    return score_layers(*pixels, selection)[0]
 
 
 def _low_data(

@@ -1,0 +1,172 @@
+"""`megavis figure`: pictures of what a run's features are worth."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.commands.probing import (
+    add_data_arguments,
+    add_network_arguments,
+    check_arguments,
+    job_closed,
+    open_run,
+    probe_data,
+    probe_run,
+)
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.evaluation.likelihood import CheckpointScore
+    from megavis.evaluation.probe_result import ProbeResult
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its figures to the parser."""
+    parser = subparsers.add_parser(
+        "figure",
+        help="accuracy over depth, or over validation loss, as PNG and CSV",
+        description="Draw what a run's features are worth: a PNG and the numbers in it as CSV, in"
+        " RUN/evaluation.",
+        epilog="example: megavis figure depth runs/igpt_demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    figures = parser.add_subparsers(dest="figure", required=True, metavar="FIGURE")
+    _add_depth(figures)
+    _add_likelihood(figures)
+
+
+def _add_depth(figures: Any) -> None:
+    parser = figures.add_parser(
+        "depth",
+        help="accuracy of the linear probe by layer (iGPT, Figure 2)",
+        description="Probe every layer of a run, of untrained networks like it, and raw pixels, and"
+        " draw accuracy over depth.",
+        epilog="example: megavis figure depth runs/igpt_demo --train-images 2000",
+    )
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument(
+        "--probe",
+        type=Path,
+        metavar="FILE",
+        help="draw what `megavis probe` has written there, instead of probing",
+    )
+    add_data_arguments(parser)
+    add_network_arguments(parser)
+    parser.set_defaults(run=draw_depth)
+
+
+def _add_likelihood(figures: Any) -> None:
+    parser = figures.add_parser(
+        "likelihood",
+        help="accuracy over validation loss of all checkpoints (iGPT, Figure 3)",
+        description="Compute the validation loss and the best layer's linear probe of every"
+        " checkpoint in a run folder, and draw one over the other, a line a run. What is written"
+        " lies in the first run's folder. Set checkpoint.keep_every in training, so that there are"
+        " checkpoints to draw.",
+        epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",
+    )
+    parser.add_argument("run_folders", metavar="RUN", type=Path, nargs="+", help="run folder")
+    add_data_arguments(parser)
+    parser.set_defaults(run=draw_likelihood)
+
+
+def draw_depth(args: argparse.Namespace) -> int:
+    """Probe, or read a probe, and draw.
+
+    Raises:
+        UserError: the run, its data or the file cannot be opened.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.evaluation import figures
+
+    result = _depth_result(args)
+    _write(
+        args.run_folder,
+        "depth",
+        figures.draw_depth(result, name=args.run_folder.name),
+        figures.depth_rows(result),
+    )
+    return 0
+
+
+def _depth_result(args: argparse.Namespace) -> ProbeResult:
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.evaluation.probe import ProbeSettings
+        from megavis.evaluation.probe_result import ProbeResult
+
+    if args.probe is not None:
+        return ProbeResult.read(args.probe)
+    check_arguments(args)
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        return probe_run(opened, args, ProbeSettings(seed=args.seed, num_views=args.masks))
+
+
+def draw_likelihood(args: argparse.Namespace) -> int:
+    """Score every checkpoint of every run and draw.
+
+    Raises:
+        UserError: a run, its data or a checkpoint cannot be opened.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.evaluation import figures
+
+    check_arguments(args)
+    with job_closed():
+        scores = [score for folder in args.run_folders for score in _scores(folder, args)]
+        pixels = _pixel_accuracy(args)
+    picture = figures.draw_likelihood(scores, pixels=pixels)
+    _write(args.run_folders[0], "likelihood", picture, figures.likelihood_rows(scores))
+    return 0
+
+
+def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]:
+    """Yield the score of each checkpoint of a run, printed as it comes."""
+    from megavis.checkpoint.folder import saved_steps
+    from megavis.evaluation.likelihood import score_checkpoint
+    from megavis.evaluation.probe import ProbeSettings
+
+    steps = saved_steps(folder)
+    if not steps:
+        raise UserError(f"{folder} has no checkpoint yet")
+    for step in steps:
+        opened = open_run(folder, step=step, device=args.device)
+        score = score_checkpoint(
+            opened.config.name,
+            step,
+            opened.runner,
+            opened.objective,
+            probe_data(opened, args),
+            ProbeSettings(seed=args.seed),
+        )
+        sys.stdout.write(
+            f"{score.run} step {step}: validation loss {score.validation_loss:.4f},"
+            f" best layer {score.layer} {score.accuracy:.1%}\n"
+        )
+        sys.stdout.flush()
+        yield score
+
+
+def _pixel_accuracy(args: argparse.Namespace) -> float:
+    """Return the accuracy of raw pixels on the first run's images."""
+    from megavis.evaluation.probe import ProbeSettings, score_pixels
+
+    opened = open_run(args.run_folders[0], step=None, device=args.device)
+    return score_pixels(probe_data(opened, args), ProbeSettings(seed=args.seed)).accuracy
+
+
+def _write(folder: Path, name: str, picture: Any, rows: Any) -> None:
+    from megavis.evaluation.figures import write_figure
+
+    for path in write_figure(folder / "evaluation", name, picture, rows):
+        sys.stdout.write(f"{path}\n")

@@ -1,0 +1,158 @@
+"""iGPT's Figures 2 and 3 for any run: a PNG, and the numbers in it as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.data.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from megavis.evaluation.likelihood import CheckpointScore
+    from megavis.evaluation.probe_result import ProbeResult
+
+Row = Mapping[str, Any]
+
+_TRAINED, _UNTRAINED, _PIXELS = "#1f5fa8", "#8a8a8a", "#c2571a"
+
+
+def depth_rows(result: ProbeResult) -> list[Row]:
+    """Return accuracy by layer, in [0, 1]: trained, untrained (mean and range), raw pixels."""
+    rows: list[Row] = []
+    for trained, *untrained in zip(result.trained, *result.untrained, strict=True):
+        fresh = [score.accuracy for score in untrained]
+        rows.append(
+            {
+                "layer": trained.layer,
+                "trained": trained.accuracy,
+                "trained_vote": trained.vote_accuracy,
+                "untrained_mean": statistics.fmean(fresh),
+                "untrained_lowest": min(fresh),
+                "untrained_highest": max(fresh),
+                "raw_pixels": result.pixels.accuracy,
+            }
+        )
+    return rows
+
+
+def draw_depth(result: ProbeResult, *, name: str) -> Figure:
+    """Draw accuracy over depth (iGPT, Figure 2).
+
+    Args:
+        result: a probe of several layers.
+        name: of the run, for the title.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _axes("layer", "linear probe accuracy (%)")
+    columns = _columns(depth_rows(result))
+    layers = columns["layer"]
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _line(axes, layers, columns["trained"], _TRAINED, f"step {result.step}")
+    if result.num_views > 1:
+        vote = f"step {result.step}, vote of {result.num_views} masks"
+        _line(axes, layers, columns["trained_vote"], _TRAINED, vote, linestyle=":")
+    low, high = _percent(columns["untrained_lowest"]), _percent(columns["untrained_highest"])
+    axes.fill_between(layers, low, high, color=_UNTRAINED, alpha=0.2, linewidth=0)
+    networks = f"untrained, mean and range of {len(result.untrained)}"
+    _line(axes, layers, columns["untrained_mean"], _UNTRAINED, networks)
+    axes.axhline(100 * result.pixels.accuracy, color=_PIXELS, linestyle="--", label="raw pixels")
+    best = result.best
+    axes.plot(
+        [best.layer], [100 * best.accuracy], "o", markersize=12, fillstyle="none", color=_TRAINED
+    )
+    axes.set_title(
+        f"{name}: {result.num_classes} classes, {result.num_validation} validation images\n"
+        "circle: best by held-out training images",
+        fontsize="medium",
+    )
+    _legend(figure)
+    return figure
+
+
+def likelihood_rows(scores: Iterable[CheckpointScore]) -> list[Row]:
+    """Return one row a checkpoint."""
+    return [vars(score) for score in scores]
+
+
+def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
+    """Draw accuracy over validation loss, a line a run (iGPT, Figure 3).
+
+    Args:
+        scores: checkpoints of one or more runs, in the order of their steps.
+        pixels: accuracy of raw pixels, in [0, 1].
+    """
+    figure, axes = _axes("validation loss, falling to the right", "best layer's accuracy (%)")
+    axes.axhline(100 * pixels, color=_PIXELS, linestyle="--", label="raw pixels")
+    for number, run in enumerate(dict.fromkeys(score.run for score in scores)):
+        points = [score for score in scores if score.run == run]
+        losses = [score.validation_loss for score in points]
+        color = _TRAINED if number == 0 else f"C{number}"
+        _line(axes, losses, [score.accuracy for score in points], color, run)
+        for score in points:
+            axes.annotate(
+                f"{score.step}",
+                (score.validation_loss, 100 * score.accuracy),
+                textcoords="offset points",
+                xytext=(0, 7),
+                ha="center",
+                fontsize="small",
+            )
+    axes.invert_xaxis()
+    axes.margins(0.08, 0.15)
+    axes.set_title("checkpoints by step", fontsize="medium")
+    _legend(figure)
+    return figure
+
+
+def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -> list[Path]:
+    """Write `name.png` and `name.csv`, each whole or not at all; returns both. Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    folder.mkdir(parents=True, exist_ok=True)
+    picture, table = io.BytesIO(), io.StringIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    writer = csv.DictWriter(table, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    png, numbers = folder / f"{name}.png", folder / f"{name}.csv"
+    write_atomically(png, picture.getvalue())
+    write_atomically(numbers, table.getvalue().encode())
+    return [png, numbers]
+
+
+def _axes(x: str, y: str) -> tuple[Figure, Axes]:
+    # Without pyplot, which keeps global state and may look for a screen.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _line(axes: Axes, x: Any, share: Any, color: str, label: str, *, linestyle: str = "-") -> None:
+    axes.plot(x, _percent(share), linestyle, marker="o", markersize=4, color=color, label=label)
+
+
+def _legend(figure: Figure) -> None:
+    # Below the axes, where no curve can run through it.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+def _percent(shares: Iterable[float]) -> list[float]:
+    return [100 * share for share in shares]

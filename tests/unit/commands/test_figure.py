@@ -1,0 +1,58 @@
+"""Figures of a real run of three checkpoints."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megavis.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(shard_folders, tmp_path_factory):
+    """A run of 9 steps with three checkpoints."""
+    root = tmp_path_factory.mktemp("figures")
+    path = root / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {root}/runs
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 9, batch_size: 8, validate_every: 9}}
+checkpoint: {{every: 3, keep_last: 9}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    return root / "runs" / "small"
+
+
+def test_both_figures_of_a_real_run(run, capsys):
+    words = ["--device", "cpu", "--untrained-networks", "1"]
+    assert main(["figure", "depth", str(run), *words]) == 0
+    assert main(["figure", "likelihood", str(run), "--device", "cpu"]) == 0
+    assert "small step 6: validation loss" in capsys.readouterr().out
+    for name in ("depth", "likelihood"):
+        pixels = np.asarray(Image.open(run / "evaluation" / f"{name}.png").convert("RGB"))
+        assert pixels.shape[0] > 500
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
+    with open(run / "evaluation" / "depth.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["layer"] for row in rows] == ["0", "1", "2"]
+    with open(run / "evaluation" / "likelihood.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["3", "6", "9"]
+    # What training wrote down of its last step, on the same images.
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert float(rows[-1]["validation_loss"]) == pytest.approx(last["validation_loss"], rel=1e-5)
+
+
+def test_a_run_without_checkpoints_has_no_likelihood_figure(run, tmp_path, capsys):
+    shutil.copy(run / "config.yaml", tmp_path)
+    assert main(["figure", "likelihood", str(tmp_path)]) == 2
+    assert "has no checkpoint yet" in capsys.readouterr().err

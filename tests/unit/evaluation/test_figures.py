@@ -1,0 +1,102 @@
+"""What the figures show, and the loss that one of them takes."""
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.cli import main
+from megavis.data.dataset import ShardDataset
+from megavis.evaluation.figures import depth_rows, draw_depth, draw_likelihood
+from megavis.evaluation.likelihood import CheckpointScore, mean_loss
+from megavis.evaluation.linear import LayerScore
+from megavis.evaluation.probe_result import ProbeResult
+
+
+def a_result(**changes):
+    """A probe of three layers and two untrained networks, by hand."""
+    untrained = ([0.5, 0.4, 0.3], [0.3, 0.4, 0.6])
+    content = {
+        "step": 12,
+        "trained": tuple(LayerScore(i, 0.1, 0.9 - i * (2 - i) / 4, 0.6 + i / 10) for i in range(3)),
+        "untrained": tuple(
+            tuple(LayerScore(i, 0.1, 1.0, share) for i, share in enumerate(shares))
+            for shares in untrained
+        ),
+        "pixels": LayerScore(0, 0.1, 1.1, 0.35),
+        "num_fitted": 80,
+        "num_held_out": 20,
+        "num_validation": 40,
+        "num_classes": 3,
+        "num_views": 1,
+        "seed": 0,
+    }
+    return ProbeResult(**{**content, **changes})
+
+
+def curves(figure):
+    """Points of each line of a figure by label."""
+    (axes,) = figure.axes
+    return {str(line.get_label()): np.array(line.get_data()).tolist() for line in axes.lines}
+
+
+def test_depth_shows_the_three_kinds_of_features():
+    result = a_result()
+    drawn = curves(draw_depth(result, name="run"))
+    assert drawn["step 12"] == [[0, 1, 2], pytest.approx([60, 70, 80])]
+    assert drawn["untrained, mean and range of 2"] == [[0, 1, 2], pytest.approx([40, 40, 45])]
+    assert drawn["raw pixels"][1] == pytest.approx([35, 35])
+    last = depth_rows(result)[2]
+    assert (last["untrained_lowest"], last["untrained_highest"]) == (0.3, 0.6)
+
+
+def test_depth_shows_the_vote_of_masks_where_there_was_one():
+    trained = tuple(LayerScore(i, 0.1, 0.5, 0.6, 0.7) for i in range(3))
+    drawn = curves(draw_depth(a_result(trained=trained, num_views=5), name="run"))
+    assert drawn["step 12, vote of 5 masks"][1] == pytest.approx([70, 70, 70])
+
+
+def test_likelihood_has_a_line_a_run_and_loss_falls_to_the_right():
+    points = [("small", 5, 3.0, 0.5), ("small", 10, 2.5, 0.6), ("large", 10, 2.0, 0.8)]
+    scores = [CheckpointScore(run, step, loss, 1, share) for run, step, loss, share in points]
+    figure = draw_likelihood(scores, pixels=0.4)
+    drawn = curves(figure)
+    assert drawn["small"] == [[3.0, 2.5], pytest.approx([50, 60])]
+    assert drawn["large"] == [[2.0], pytest.approx([80])]
+    left, right = figure.axes[0].get_xlim()
+    assert left > right
+    assert [text.get_text() for text in figure.axes[0].texts] == ["5", "10", "10"]
+
+
+def test_a_probe_s_file_reads_back_the_same(tmp_path):
+    result = a_result()
+    result.write(tmp_path / "probe.json")
+    assert ProbeResult.read(tmp_path / "probe.json") == result
+
+
+def test_mean_loss_weighs_each_image_the_same(build, tmp_path, shard_folders):
+    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+    dataset = ShardDataset(shard_folders / "validation")
+    got = mean_loss(runner, objective, dataset, limit=10, batch_size=4)
+
+    tokens = torch.from_numpy(dataset.read_tokens(np.arange(10)).astype(np.int64))
+    mask = objective.inputs_from(tokens, sample_index=torch.arange(10))[2]
+    logits = objective.outputs(runner.predictions(objective.inputs_from(tokens, mask=mask)))
+    total = 0.0
+    for image in range(10):
+        places = mask[image].nonzero()[:, 0].tolist()
+        nats = [-float(logits[image, p].log_softmax(0)[tokens[image, p]]) for p in places]
+        total += sum(nats) / max(1, len(nats))
+    assert got == pytest.approx(total / 10, rel=1e-5)
+
+
+def test_a_probe_s_file_can_be_drawn_without_its_run(tmp_path, capsys):
+    a_result().write(tmp_path / "probe.json")
+    words = ["figure", "depth", str(tmp_path / "run"), "--probe"]
+    assert main([*words, str(tmp_path / "probe.json")]) == 0
+    assert (tmp_path / "run" / "evaluation" / "depth.png").exists()
+
+    (tmp_path / "other.json").write_text('{"step": 3}')
+    capsys.readouterr()
+    for wrong in ("other.json", "none.json"):
+        assert main([*words, str(tmp_path / wrong)]) == 2
+        assert "holds no result of `megavis probe`" in capsys.readouterr().err
