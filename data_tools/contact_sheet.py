@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     palette = Palette.load(arguments.directory / PALETTE_NAME)
     count = min(arguments.count, len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
-    size = dataset.manifest.image_size
-    images = palette.decode(dataset.read_tokens(indices)).reshape(count, size, size, 3)
+    size = dataset.manifest.image_size or 0
+    images = palette.decode(dataset.read(indices)[0]).reshape(count, size, size, 3)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out)
     say(

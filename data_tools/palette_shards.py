@@ -19,9 +19,8 @@ from data_tools.resize import CROP, RESIZE, resize_and_crop
 from data_tools.sources import Picture, list_images
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.bits import pack_tokens
+from megavis.data.codec import PaletteCodec
 from megavis.data.manifest import PALETTE_NAME, Manifest
-from megavis.data.shards import TOKEN_SUFFIX
 from megavis.tokenizers.palette import Palette
 
 
@@ -67,7 +66,7 @@ class PaletteRecipe:
     palette_path: Path
     palette_sha256: str
     num_colors: int
-    suffix: str = TOKEN_SUFFIX
+    suffix: str = PaletteCodec.suffix
     batch_size: int = 16
 
     @property
@@ -128,7 +127,8 @@ class PaletteRecipe:
 
 
 def _pack(palette: Palette, image: np.ndarray) -> bytes:
-    return pack_tokens(palette.encode(image).reshape(1, -1)).tobytes()
+    tokens = palette.encode(image)
+    return PaletteCodec(tokens.size).encode(tokens)
 
 
 @functools.lru_cache(maxsize=1)

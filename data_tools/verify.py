@@ -12,8 +12,9 @@ from data_tools.report import Progress, say
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.data.files import sha256_of_file
+from megavis.data.kinds import suffix_of
 from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.shards import TOKEN_SUFFIX, ShardReader, index_path
+from megavis.data.shards import ShardReader, index_path
 from megavis.tokenizers.palette import Palette
 
 _BATCH = 256
@@ -44,18 +45,18 @@ def find_problems(directory: Path) -> list[str]:
         UserError: there is no manifest to compare with.
     """
     manifest = Manifest.read(directory)
-    problems = []
+    problems, suffix = [], suffix_of(manifest)
     with Progress("verifying", total=manifest.num_samples, unit="samples") as progress:
         for shard in manifest.shards:
             try:
-                problems += shard_problems(directory, shard)
+                problems += shard_problems(directory, shard, suffix=suffix)
             except (UserError, OSError, tarfile.TarError) as error:
                 problems.append(f"{shard.name}: {error}")
             progress.advance(shard.num_samples)
     return problems or sample_problems(directory)
 
 
-def shard_problems(directory: Path, shard: ShardEntry) -> list[str]:
+def shard_problems(directory: Path, shard: ShardEntry, *, suffix: str) -> list[str]:
     """Compare one tar and its index with the manifest and with each other."""
     path = directory / shard.name
     num_bytes = path.stat().st_size
@@ -68,7 +69,7 @@ def shard_problems(directory: Path, shard: ShardEntry) -> list[str]:
     index = ShardReader(path).index
     with tarfile.open(path) as tar:
         members = [(member.name, member.offset_data, member.size) for member in tar]
-    names = [f"{key}.{TOKEN_SUFFIX}" for key in index.keys]
+    names = [f"{key}.{suffix}" for key in index.keys]
     if members != list(zip(names, index.offsets, index.lengths, strict=True)):
         return [f"{index_path(path).name} does not list the members of {shard.name}"]
     return []
@@ -81,7 +82,7 @@ def sample_problems(directory: Path) -> list[str]:
         palette = Palette.load(directory / PALETTE_NAME)
         for start in range(0, len(dataset), _BATCH):
             indices = np.arange(start, min(start + _BATCH, len(dataset)))
-            palette.decode(dataset.read_tokens(indices))
+            palette.decode(dataset.read(indices)[0])
     except (UserError, ValueError) as error:
         return [str(error)]
     return dataset.skipped_names

@@ -130,7 +130,7 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     for dataset in (train_data, validation_data):
         for complaint in opened.objective.check_data(dataset.manifest):
             raise UserError(f"{dataset.directory} {complaint}")
-        if dataset.manifest.tokenizer.sha256 != opened.palette.sha256:
+        if dataset.manifest.identity != opened.palette.sha256:
             raise UserError(f"{dataset.directory} was made with another palette than the run")
     return ProbeData(
         train_data, validation_data, opened.palette, args.train_images, args.validation_images

@@ -130,10 +130,10 @@ def _photographs(opened: Run, args: argparse.Namespace) -> Tensor:
     if folder is None:
         raise UserError("the run has no data.validation; name a shard folder with --images")
     dataset = ShardDataset(folder)
-    if dataset.manifest.tokenizer.sha256 != opened.palette.sha256:
+    if dataset.manifest.identity != opened.palette.sha256:
         raise UserError(f"{folder} was made with another palette than the run")
     indices = take_turns(dataset, args.num_images)
-    return opened.to_ids(dataset.read_tokens(indices).astype("int64"))
+    return opened.to_ids(dataset.read(indices)[0].astype("int64"))
 
 
 def take_turns(dataset: ShardDataset, count: int) -> Any:

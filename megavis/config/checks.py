@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.schema import Complaint, ModelConfig, ParallelConfig, RunConfig
+from megavis.config.schema import (
+    Complaint,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
 
 
 def check_config(config: RunConfig) -> Iterator[Complaint]:
     """Yield what is wrong whatever the number of processes."""
     yield from _check_sizes(config)
     yield from _check_positions(config.model)
+    yield from _check_data(config.data)
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
@@ -102,6 +109,16 @@ def _check_positions(model: ModelConfig) -> Iterator[Complaint]:
         yield (
             "model.positions",
             f"sincos wants a hidden_size that 4 divides, not {model.hidden_size}",
+        )
+
+
+def _check_data(data: DataConfig) -> Iterator[Complaint]:
+    if data.scale[0] > data.scale[1]:
+        yield "data.scale", f"{list(data.scale)} must begin with the smaller share"
+    if data.short_side is not None and data.short_side < data.image_size:
+        yield (
+            "data.short_side",
+            f"{data.short_side} is too small to cut data.image_size = {data.image_size} out of it",
         )
 
 

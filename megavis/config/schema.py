@@ -17,6 +17,7 @@ Complaint = tuple[str, str]
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -90,7 +91,16 @@ class DataConfig(Section):
     validation: str | None = None
     """Folder of held-out shards; without it no validation loss is computed."""
     image_size: Positive
-    """Side of the square images in pixels; must be that of the shards."""
+    """Side of the square images in pixels; without a crop it must be that of the shards."""
+    crop: Literal["random_resized", "center", "none"] = "none"
+    """What is cut out of JPEG shards when they are read: `random_resized` a random part for
+    training and the middle for validation, `center` the middle, `none` nothing."""
+    scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
+    """Smallest and largest share of an image's area that a `random_resized` crop takes."""
+    short_side: Positive | None = None
+    """What the shorter side is resized to before the middle is cut; `image_size` when absent."""
+    flip: bool = False
+    """Mirror every second training image, at random; latents must hold the mirrored ones too."""
 
 
 class ParallelConfig(Section):

@@ -12,7 +12,9 @@ class Batch:
     """A micro-batch of one data-parallel rank.
 
     Attributes:
-        inputs: palette ids as int64 `[b, n]` in raster order, each in [0, number of colours).
+        inputs: what the shards hold. Palette and other ids: int64 `[b, n]` in raster order, each
+            below the vocabulary size. Images: uint8 `[b, h, w, 3]`, cropped, in 0 .. 255. Latents:
+            float16 `[b, 2, c, h, w]`, mean then scale of each number.
         labels: class of each sample as int64 `[b]`; -1 where a sample has none.
         sample_index: int64 `[b]`; the position of each sample in the endless sample stream (for
             evaluation: its index in the data set). It drives all per-sample randomness, so that

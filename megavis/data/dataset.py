@@ -15,28 +15,33 @@ from typing import Any
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.bits import payload_bytes, unpack_tokens
+from megavis.data.codec import Refusals
 from megavis.data.files import sha256_of_file
+from megavis.data.kinds import codec_of
 from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.order import SampleOrder
 from megavis.data.shards import ShardIndex, index_path, map_file
+from megavis.data.transforms import Transform
 
 # Each map holds a file descriptor, and a process may have as few as 1,024 of them.
 _MAX_OPEN_MAPS = 256
 _WRONG_LENGTH = "wrong length"
-_UNKNOWN_TOKEN = "token beyond the palette"
 
 
 class ShardDataset:
     """All samples of a shard folder, by index.
 
-    A sample whose bytes cannot be its tokens (wrong length, ids beyond the palette) is replaced
-    by the next good one, counted in `skipped` and named in `skipped_names`. The choice depends on
-    the bytes alone, so every rank makes the same one.
+    A sample whose bytes cannot be one (wrong length, ids beyond the vocabulary, a damaged JPEG,
+    latents that are not finite) is replaced by the next good one, counted in `skipped` and named
+    in `skipped_names`. The choice depends on the bytes alone, so every rank makes the same one.
+
+    Args:
+        directory: the shard folder.
+        transform: what is cut out of images; where None, they are read as they are stored.
 
     Attributes:
         directory: the shard folder.
         manifest: what the folder says about itself.
-        num_tokens: tokens a sample, n.
         class_names: names of the classes; a label indexes them.
         labels: int64 `[N]`, -1 where a sample has none; a replaced sample has its stand-in's.
         skipped: number of replaced samples by reason; grows while reading.
@@ -45,27 +50,32 @@ class ShardDataset:
         UserError: the folder is unfinished, empty, damaged, or holds another palette.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, transform: Transform | None = None) -> None:
         self.directory = Path(directory)
         self.manifest = Manifest.read(self.directory)
-        self.num_tokens = self.manifest.num_tokens
+        try:
+            self.codec = codec_of(self.manifest, transform)
+        except UserError as error:
+            raise UserError(f"{self.directory} {error}") from None
         self.class_names = self.manifest.class_names
         self.skipped: Counter[str] = Counter()
         self._skipped_names: dict[str, None] = {}
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._lock = Lock()
         if not self.manifest.num_samples:
             raise UserError(f"{self.directory} holds no sample: every source file was refused")
-        _check_palette(self.directory, self.manifest)
+        if self.manifest.kind == "palette":
+            _check_palette(self.directory, self.manifest)
         indexes = [_open_index(self.directory, shard) for shard in self.manifest.shards]
         self._keys = [index.keys for index in indexes]
         self._first = np.cumsum([0] + [len(index) for index in indexes])
         self._offsets = np.concatenate([np.array(index.offsets, np.int64) for index in indexes])
-        self._stand_in = self._find_stand_ins(indexes)
+        self._lengths = np.concatenate([np.array(index.lengths, np.int64) for index in indexes])
+        self._stand_in = self._find_stand_ins()
         labels = np.concatenate([np.array(index.labels, np.int64) for index in indexes])
         if labels.min() < -1 or labels.max() >= len(self.class_names):
             raise UserError(f"{self.directory} holds labels outside its list of classes")
         self.labels = labels[self._stand_in]
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._stand_in)
@@ -81,36 +91,52 @@ class ShardDataset:
         """`shard:key: reason` of each replaced sample met so far."""
         return list(self._skipped_names)
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens uint16 `[b, n]` and labels int64 `[b]` of samples `indices` `[b]`.
+    def order(self, seed: int) -> SampleOrder:
+        """Return the order in which training sees the samples."""
+        return SampleOrder(len(self), seed)
+
+    def read(
+        self, indices: np.ndarray, *, positions: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read samples.
+
+        Args:
+            indices: int64 `[b]`.
+            positions: int64 `[b]`, which decide random crops and flips; `indices` when None.
+
+        Returns:
+            The samples as their codec gives them (ids uint16 `[b, n]`, pixels uint8
+            `[b, h, w, 3]`, latents float16 `[b, 2, c, h, w]`), and labels int64 `[b]`.
 
         Raises:
             IndexError: an index lies outside [0, N).
             UserError: a shard has vanished, or no sample is good.
         """
-        indices = self._stand_in[_checked(indices, len(self))]
-        tokens = self._unpack(indices)
-        vocabulary = self.manifest.tokenizer.num_tokens
+        indices = _checked(indices, len(self))
+        positions = indices if positions is None else positions
+        indices = self._stand_in[indices]
+        samples, refused = self._decode(indices, positions)
         for _ in range(len(self)):
-            bad = np.flatnonzero((tokens >= vocabulary).any(axis=1))
-            if not bad.size:
-                return tokens, self.labels[indices]
-            for row in bad:
-                self._name_skipped(int(indices[row]), _UNKNOWN_TOKEN)
+            if not refused:
+                return samples, self.labels[indices]
+            for row, reason in refused.items():
+                self._name_skipped(int(indices[row]), reason)
+            rows = np.array(sorted(refused))
             # The next index, and of that the stand-in, if its length is wrong in turn.
-            indices[bad] = self._stand_in[(indices[bad] + 1) % len(self)]
-            tokens[bad] = self._unpack(indices[bad])
-        raise UserError(f"{self.directory} holds no sample with ids below {vocabulary}")
-
-    def read_tokens(self, indices: np.ndarray) -> np.ndarray:
-        """Return tokens uint16 `[b, n]` of samples `indices` `[b]`; raises as `read`."""
-        return self.read(indices)[0]
+            indices[rows] = self._stand_in[(indices[rows] + 1) % len(self)]
+            samples[rows], still = self._decode(indices[rows], positions[rows])
+            refused = {int(rows[place]): reason for place, reason in still.items()}
+        raise UserError(f"{self.directory} holds no good sample; the first: {self._first_skipped}")
 
     def name_of(self, index: int) -> str:
         """Return `shard:key` of one sample."""
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
         key = self._keys[shard][index - self._first[shard]]
         return f"{self.manifest.shards[shard].name}:{key}"
+
+    @property
+    def _first_skipped(self) -> str:
+        return next(iter(self._skipped_names), "none")
 
     def verify(self) -> list[str]:
         """Read every byte; return one sentence for each shard whose SHA-256 is not right."""
@@ -120,16 +146,19 @@ class ShardDataset:
                 problems.append(f"{shard.name} does not have the SHA-256 of the manifest")
         return problems
 
-    def _unpack(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens uint16 `[b, n]` of samples that all have the right length."""
-        length = payload_bytes(self.num_tokens)
-        payload = np.empty((len(indices), length), np.uint8)
+    def _decode(self, indices: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
+        """Samples whose payloads all have the right length."""
         shards = np.searchsorted(self._first, indices, side="right") - 1
         maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
-        places = zip(shards.tolist(), self._offsets[indices].tolist(), strict=True)
-        for row, (shard, start) in enumerate(places):
-            payload[row] = maps[shard][start : start + length]
-        return unpack_tokens(payload, num_tokens=self.num_tokens)
+        starts = self._offsets[indices]
+        places = zip(
+            shards.tolist(),
+            starts.tolist(),
+            (starts + self._lengths[indices]).tolist(),
+            strict=True,
+        )
+        payloads = [maps[shard][start:stop] for shard, start, stop in places]
+        return self.codec.decode(payloads, positions)
 
     def _map(self, shard: int) -> np.ndarray:
         with self._lock:
@@ -142,25 +171,25 @@ class ShardDataset:
             self._maps.move_to_end(shard)
             return self._maps[shard]
 
-    def _find_stand_ins(self, indexes: list[ShardIndex]) -> np.ndarray:
+    def _find_stand_ins(self) -> np.ndarray:
         """For each sample the index to read instead: its own, or the next of right length."""
-        lengths = np.concatenate([np.array(index.lengths, np.int64) for index in indexes])
         ends = np.repeat([shard.num_bytes for shard in self.manifest.shards], np.diff(self._first))
-        expected = payload_bytes(self.num_tokens)
-        good = (lengths == expected) & (self._offsets >= 0) & (self._offsets + expected <= ends)
-        if not good.any():
-            raise UserError(f"{self.directory} holds no sample of {self.num_tokens} tokens")
+        inside = (self._offsets >= 0) & (self._offsets + self._lengths <= ends)
+        good = self.codec.right_length(self._lengths) & inside
         for index in np.flatnonzero(~good):
             self._name_skipped(int(index), _WRONG_LENGTH)
+        if not good.any():
+            raise UserError(f"{self.directory} holds no sample of the right length")
         places = np.flatnonzero(good)
         after = np.searchsorted(places, np.arange(len(good)))
         return places[after % len(places)]
 
     def _name_skipped(self, index: int, reason: str) -> None:
         name = f"{self.name_of(index)}: {reason}"
-        if name not in self._skipped_names:
-            self.skipped[reason] += 1
-            self._skipped_names[name] = None
+        with self._lock:
+            if name not in self._skipped_names:
+                self.skipped[reason] += 1
+                self._skipped_names[name] = None
 
 
 def _checked(indices: np.ndarray, size: int) -> np.ndarray:
@@ -193,14 +222,14 @@ def _open_index(directory: Path, shard: ShardEntry) -> ShardIndex:
 
 
 def _check_palette(directory: Path, manifest: Manifest) -> None:
-    path = directory / PALETTE_NAME
+    path, identity = directory / PALETTE_NAME, str(manifest.identity)
     try:
         centers = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         raise UserError(f"{path} is missing or damaged: write the shards again") from None
     digest = hashlib.sha256(centers.astype("<f4").tobytes()).hexdigest()
-    if digest != manifest.tokenizer.sha256:
+    if digest != identity:
         raise UserError(
             f"{path} is not the palette that made these shards "
-            f"({digest[:12]}..., the manifest says {manifest.tokenizer.sha256[:12]}...)"
+            f"({digest[:12]}..., the manifest says {identity[:12]}...)"
         )

@@ -19,7 +19,6 @@ import torch
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
-from megavis.data.order import SampleOrder
 
 _PREFETCHED_BATCHES = 4
 _POLL_SECONDS = 0.1
@@ -59,7 +58,7 @@ class BatchLoader:
         if accumulation_steps < 1 or start_step < 0:
             raise ValueError("accumulation_steps must be at least 1 and start_step at least 0")
         self.dataset = dataset
-        self.order = SampleOrder(len(dataset), seed)
+        self.order = dataset.order(seed)
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
@@ -204,9 +203,11 @@ def _evaluate(
 
 
 def _read_batch(dataset: ShardDataset, indices: np.ndarray, positions: np.ndarray) -> Batch:
-    tokens, labels = dataset.read(indices)
+    samples, labels = dataset.read(indices, positions=positions)
+    if samples.dtype == np.uint16:  # ids; torch computes little with this type
+        samples = samples.astype(np.int64)
     return Batch(
-        inputs=torch.from_numpy(tokens.astype(np.int64)),
+        inputs=torch.from_numpy(samples),
         labels=torch.from_numpy(labels),
         sample_index=torch.from_numpy(positions.copy()),
     )

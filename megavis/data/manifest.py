@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megavis.config.errors import UserError
+from megavis.data.bits import MAX_TOKENS
 from megavis.data.files import write_atomically
 
 MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 
+Kind = Literal["palette", "jpeg", "latents", "ids"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -26,10 +29,12 @@ class _Strict(BaseModel):
 class TokenizerIdentity(_Strict):
     """Which tokenizer made the tokens; training refuses shards of another one."""
 
-    kind: Literal["palette"]
+    kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = Field(
+        description="`palette`, or the kind of network: `vae`, `vqgan`"
+    )
     sha256: Sha256
-    num_tokens: Annotated[int, Field(ge=1, le=512)] = Field(
-        description="size of the vocabulary; every id is below it"
+    num_tokens: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        default=None, description="size of the vocabulary, every id is below it; latents have none"
     )
 
 
@@ -63,10 +68,20 @@ class Manifest(_Strict):
     """The whole of `manifest.json`; written last, so a folder with one is complete."""
 
     format_version: Literal[1]
-    kind: Literal["palette"]
-    image_size: Annotated[int, Field(ge=1)]
-    num_tokens: Annotated[int, Field(ge=1)] = Field(description="tokens a sample")
-    tokenizer: TokenizerIdentity
+    kind: Kind
+    image_size: Positive | None = Field(
+        description="side in pixels; none where the images of a jpeg folder differ"
+    )
+    num_tokens: Positive | None = Field(
+        default=None, description="tokens a sample of palette and ids"
+    )
+    latent_shape: Annotated[tuple[Positive, Positive, Positive], Field(strict=False)] | None = (
+        Field(default=None, description="channels, height and width of latents")
+    )
+    flipped: bool = Field(
+        default=False, description="latents of the mirrored image are stored as well"
+    )
+    tokenizer: TokenizerIdentity | None = Field(default=None, description="none for jpeg")
     preparation: Preparation
     class_names: tuple[str, ...]
     shards: tuple[ShardEntry, ...]
@@ -79,6 +94,39 @@ class Manifest(_Strict):
     def num_samples(self) -> int:
         """Number of samples over all shards."""
         return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Every id is below it; 0 where samples are no ids."""
+        return (self.tokenizer.num_tokens or 0) if self.tokenizer else 0
+
+    @property
+    def identity(self) -> str | None:
+        """SHA-256 of the tokenizer; None where there is none."""
+        return self.tokenizer.sha256 if self.tokenizer else None
+
+    @property
+    def tokenizer_kind(self) -> str:
+        """What to call the tokenizer in a message."""
+        return self.tokenizer.kind if self.tokenizer else "tokenizer"
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Manifest:
+        has_ids = self.kind in ("palette", "ids")
+        present = {
+            "tokenizer": (self.tokenizer is not None, self.kind != "jpeg"),
+            "tokenizer.num_tokens": (self.vocabulary_size > 0, has_ids),
+            "num_tokens": (self.num_tokens is not None, has_ids),
+            "latent_shape": (self.latent_shape is not None, self.kind == "latents"),
+            "image_size": (self.image_size is not None, self.image_size or self.kind != "jpeg"),
+        }
+        for name, (given, wanted) in present.items():
+            if given != bool(wanted):
+                verb = "need" if wanted else "take no"
+                raise ValueError(f"{self.kind} shards {verb} {name}")
+        if self.kind == "palette" and self.vocabulary_size > MAX_TOKENS:
+            raise ValueError(f"a palette has at most {MAX_TOKENS} colours")
+        return self
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json` into `directory`, whole or not at all. Raises OSError."""
@@ -98,7 +146,7 @@ class Manifest(_Strict):
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{path} is missing: this is not a finished shard folder; "
-                "run `python -m data_tools palette shards` (again) to finish it"
+                "run the `python -m data_tools` command that makes it (again) to finish it"
             ) from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -118,4 +166,5 @@ def _explain(path: Path, error: ValidationError) -> str:
         )
     if first["type"] == "json_invalid":
         return f"{path} is not valid JSON ({first['msg']}): write the shards again"
-    return f"{path} is not a shard manifest: {where}: {first['msg']}"
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{path} is not a shard manifest: {where + ': ' if where else ''}{text}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,29 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.bits import pack_tokens, unpack_tokens
 from megavis.data.files import atomic_writer, write_atomically
 
 INDEX_VERSION = 1
-TOKEN_SUFFIX = "tok"
 _BLOCK = tarfile.BLOCKSIZE
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample on its way into a shard.
-
-    Attributes:
-        key: webdataset key: unique in the data set, without a dot or a slash.
-        tokens: ids `[n]` in [0, 512), raster order.
-        label: class index, or -1.
-        source: name of the file that it was made from.
-    """
-
-    key: str
-    tokens: np.ndarray
-    label: int
-    source: str
 
 
 @dataclass
@@ -152,7 +133,7 @@ def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
     Args:
         path: the tar.
         job: identity of the work that makes it.
-        suffix: of each member's name: says what its bytes are.
+        suffix: of each member's name, which the codec says: `tok`, `jpg`, `lat`, `ids`.
 
     Raises:
         OSError: the disk fails.
@@ -161,20 +142,6 @@ def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
         writer = ShardWriter(file, ShardIndex(shard=path.name, job=job), suffix=suffix)
         yield writer
         writer.finish()
-
-
-def write_shard(path: Path, samples: Iterable[Sample], *, job: str) -> ShardIndex:
-    """Write a tar of palette tokens; return its index, not yet written.
-
-    Raises:
-        ValueError: webdataset would split a key.
-        OSError: the disk fails.
-    """
-    with open_shard(path, job=job, suffix=TOKEN_SUFFIX) as writer:
-        for sample in samples:
-            payload = pack_tokens(sample.tokens[None]).tobytes()
-            writer.add(sample.key, payload, label=sample.label, source=sample.source)
-    return writer.index
 
 
 def write_index(shard: Path, index: ShardIndex) -> None:
@@ -211,15 +178,10 @@ class ShardReader:
         """Return the whole tar as a read-only uint8 `[num_bytes]`, mapped, not loaded."""
         return map_file(self.path)
 
-    def read(self, number: int, *, num_tokens: int) -> np.ndarray:
-        """Return the tokens of one sample as uint16 `[num_tokens]`.
-
-        Raises:
-            ValueError: its payload does not have the length of `num_tokens` tokens.
-        """
+    def read(self, number: int) -> np.ndarray:
+        """Return the payload of one sample as uint8 `[length]`."""
         start, length = self.index.offsets[number], self.index.lengths[number]
-        payload = self.open_map()[start : start + length]
-        return unpack_tokens(payload[None], num_tokens=num_tokens)[0]
+        return self.open_map()[start : start + length]
 
 
 def map_file(path: Path) -> np.ndarray:

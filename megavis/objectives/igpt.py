@@ -149,9 +149,9 @@ class IGPT(Objective):
                 f"holds images of {manifest.image_size}² pixels; data.image_size is"
                 f" {self.config.data.image_size}"
             )
-        if manifest.tokenizer.num_tokens > self.paper.vocabulary_size:
+        if manifest.vocabulary_size > self.paper.vocabulary_size:
             yield (
-                f"has a palette of {manifest.tokenizer.num_tokens} colours;"
+                f"has a palette of {manifest.vocabulary_size} colours;"
                 f" objective.vocabulary_size is {self.paper.vocabulary_size}"
             )
 

@@ -22,6 +22,7 @@ from megavis.data.dataset import ShardDataset
 from megavis.data.files import write_atomically
 from megavis.data.loader import BatchLoader
 from megavis.data.manifest import PALETTE_NAME
+from megavis.data.transforms import Transform, evaluation_transform, training_transform
 from megavis.model.flops import training_flops
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.objectives.base import Objective
@@ -65,13 +66,16 @@ class TrainingRun:
         """
         config = loaded.config
         objective = OBJECTIVES[config.objective.name](config, context)
-        train_data = _open_data(loaded, "data.train", config.data.train, objective)
+        training = training_transform(config.data, seed=config.seed)
+        train_data = _open_data(loaded, "data.train", config.data.train, training, objective)
         validation_data = None
         if config.data.validation is not None:
             path = config.data.validation
-            validation_data = _open_data(loaded, "data.validation", path, objective)
-            if validation_data.manifest.tokenizer.sha256 != train_data.manifest.tokenizer.sha256:
-                text = f"{path} was made with another palette than {config.data.train}"
+            held_out = evaluation_transform(config.data)
+            validation_data = _open_data(loaded, "data.validation", path, held_out, objective)
+            if validation_data.manifest.identity != train_data.manifest.identity:
+                kind = train_data.manifest.tokenizer_kind
+                text = f"{path} was made with another {kind} than {config.data.train}"
                 raise loaded.source.error([("data.validation", text)])
         return cls(config, context, objective, train_data, validation_data)
 
@@ -145,7 +149,7 @@ class TrainingRun:
             step=step,
             samples_seen=step * self.config.training.batch_size,
             seed=self.config.seed,
-            tokenizer=self.train_data.manifest.tokenizer.sha256,
+            tokenizer=self.train_data.manifest.identity,
             loss_scale=engine.loss_scale(),
         )
         save_checkpoint(
@@ -163,12 +167,13 @@ class TrainingRun:
 
     def _check_same_run(self, manifest: CheckpointManifest, checkpoint: Path) -> None:
         """Refuse to go on with what would make the run another one."""
-        palette = self.train_data.manifest.tokenizer.sha256
-        if manifest.tokenizer != palette:
+        identity = self.train_data.manifest.identity
+        if manifest.tokenizer != identity:
             raise UserError(
-                f"{self.config.data.train}: its palette {palette[:12]} is not the one of"
-                f" {checkpoint}, {str(manifest.tokenizer)[:12]}; train on the shards that the run"
-                " was begun with, or choose another name"
+                f"{self.config.data.train}: its {self.train_data.manifest.tokenizer_kind}"
+                f" {str(identity)[:12]} is not the one of {checkpoint},"
+                f" {str(manifest.tokenizer)[:12]}; train on the shards that the run was begun"
+                " with, or choose another name"
             )
         path = self.folder / "config.yaml"
         before = load_config(path, objectives=objective_configs()).config
@@ -194,9 +199,11 @@ class TrainingRun:
             shutil.copyfile(palette, self.folder / PALETTE_NAME)
 
 
-def _open_data(loaded: LoadedConfig, key: str, path: str, objective: Objective) -> ShardDataset:
+def _open_data(
+    loaded: LoadedConfig, key: str, path: str, transform: Transform, objective: Objective
+) -> ShardDataset:
     try:
-        dataset = ShardDataset(path)
+        dataset = ShardDataset(path, transform)
     except UserError as error:
         raise loaded.source.error([(key, str(error))]) from None
     complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]

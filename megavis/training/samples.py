@@ -53,7 +53,7 @@ class SampleImages:
         if dataset is not None:
             # Spread over the data set, which may lie in the order of its classes.
             places = np.linspace(0, len(dataset) - 1, num_images).astype(np.int64)
-            self.originals = torch.from_numpy(dataset.read_tokens(places).astype(np.int64))
+            self.originals = torch.from_numpy(dataset.read(places)[0].astype(np.int64))
 
     def __call__(self, state: StepState) -> None:
         """Draw where it is due, but not before the first step."""

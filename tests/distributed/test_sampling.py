@@ -46,7 +46,7 @@ def sample_after_training(launch, path, overrides):
         objective = OBJECTIVES["igpt"](config, context)
         engine = Engine(config, objective, context)
         dataset = ShardDataset(config.data.train)
-        originals = torch.from_numpy(dataset.read_tokens(range(5)).astype("int64"))
+        originals = torch.from_numpy(dataset.read(range(5))[0].astype("int64"))
         loader = BatchLoader(
             dataset,
             seed=0,

@@ -47,7 +47,7 @@ def run(trained):
 @pytest.fixture
 def validation(shard_folders):
     """Ids `[32, 16]` of the images that validation losses are of."""
-    tokens = ShardDataset(shard_folders / "validation").read_tokens(np.arange(32))
+    tokens = ShardDataset(shard_folders / "validation").read(np.arange(32))[0]
     return torch.from_numpy(tokens.astype(np.int64))
 
 

@@ -104,7 +104,10 @@ class Broken:
     def __len__(self):
         return 10
 
-    def read(self, indices):
+    def order(self, seed):
+        return SampleOrder(10, seed)
+
+    def read(self, indices, *, positions):
         self.reads += 1
         if self.reads == 3:
             raise UserError("shard vanished")

@@ -23,17 +23,17 @@ def test_reads_what_was_written(folder):
     dataset = ShardDataset(path)
     order = np.random.default_rng(0).permutation(37)
     assert len(dataset) == 37
-    assert dataset.num_tokens == 16
+    assert dataset.manifest.num_tokens == 16
     assert dataset.class_names == ("a", "b", "c")
-    assert dataset.read_tokens(order).dtype == np.uint16
-    assert (dataset.read_tokens(order) == tokens[order]).all()
+    assert dataset.read(order)[0].dtype == np.uint16
+    assert (dataset.read(order)[0] == tokens[order]).all()
     assert (dataset.read(order)[1] == labels[order]).all()
     assert (dataset.labels == labels).all()
-    assert dataset.read_tokens(np.array([], np.int64)).shape == (0, 16)
+    assert dataset.read(np.array([], np.int64))[0].shape == (0, 16)
     assert dataset.verify() == []
     assert not dataset.skipped
     with pytest.raises(IndexError):
-        dataset.read_tokens(np.array([37]))
+        dataset.read(np.array([37]))[0]
 
 
 def test_few_open_maps_threads_and_pickle(folder, monkeypatch):
@@ -44,7 +44,7 @@ def test_few_open_maps_threads_and_pickle(folder, monkeypatch):
 
     def read(seed):
         order = np.random.default_rng(seed).integers(0, 37, (50, 8))
-        wrong.extend(row for row in order if (dataset.read_tokens(row) != tokens[row]).any())
+        wrong.extend(row for row in order if (dataset.read(row)[0] != tokens[row]).any())
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -131,7 +131,7 @@ def test_wrong_lengths_are_replaced_and_named(folder):
     dataset = ShardDataset(path)
     stand_in = np.arange(37)
     stand_in[[13, 14, 36]] = [15, 15, 0]
-    assert (dataset.read_tokens(np.arange(37)) == tokens[stand_in]).all()
+    assert (dataset.read(np.arange(37))[0] == tokens[stand_in]).all()
     assert (dataset.labels == labels[stand_in]).all()
     assert dataset.skipped == {"wrong length": 3}
     assert dataset.skipped_names[0] == "shard-000001.tar:000000013: wrong length"
@@ -147,11 +147,11 @@ def test_tokens_beyond_the_palette_are_replaced_and_named(tmp_path):
         read, read_labels = dataset.read(np.array([4, 1, 2, 3, 0]))
         assert read[:, 0].tolist() == [0, 3, 3, 3, 0]
         assert read_labels.tolist() == [0, 3, 3, 3, 0]
-    assert dataset.skipped == {"token beyond the palette": 3}
+    assert dataset.skipped == {"token beyond the vocabulary": 3}
 
 
 def test_no_good_sample(tmp_path):
     tokens = np.full((3, 16), 300, np.uint16)
     write_folder(tmp_path, tokens=tokens, labels=[-1] * 3, vocabulary=200, class_names=[])
-    with pytest.raises(UserError, match="no sample"):
-        ShardDataset(tmp_path).read_tokens(np.array([1]))
+    with pytest.raises(UserError, match="no good sample; .*:000000001: token"):
+        ShardDataset(tmp_path).read(np.array([1]))

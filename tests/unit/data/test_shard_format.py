@@ -11,9 +11,10 @@ import webdataset
 
 from megavis.config.errors import UserError
 from megavis.data.bits import pack_tokens, payload_bytes, unpack_tokens
+from megavis.data.codec import PaletteCodec
 from megavis.data.files import atomic_writer
 from megavis.data.manifest import Manifest
-from megavis.data.shards import Sample, ShardReader, index_path, write_index, write_shard
+from megavis.data.shards import ShardReader, index_path, open_shard, write_index
 
 
 def unpack_slowly(payload, num_tokens):
@@ -63,23 +64,28 @@ def test_index_agrees_with_tarfile_and_bytes_repeat(folder, tmp_path):
     assert [m.size for m in members] == reader.index.lengths
     assert all(m.mtime == m.uid == m.gid == 0 and m.uname == "" for m in members)
     assert reader.index.labels == labels[10:20].tolist()
-    assert (reader.read(3, num_tokens=16) == tokens[13]).all()
+    codec = PaletteCodec(16)
+    assert reader.read(3).tobytes() == codec.encode(tokens[13])
     again = tmp_path / "again.tar"
-    samples = [Sample(f"{i:09d}", tokens[i], int(labels[i]), f"{i}.png") for i in range(10, 20)]
-    write_shard(again, samples, job="test")
+    with open_shard(again, suffix="tok", job="test") as writer:
+        for i in range(10, 20):
+            payload = codec.encode(tokens[i])
+            writer.add(f"{i:09d}", payload, label=int(labels[i]), source=f"{i}.png")
     assert again.read_bytes() == reader.path.read_bytes()
 
 
 def test_a_failed_shard_leaves_nothing(tmp_path):
-    def broken():
-        yield Sample("0", np.zeros(8, np.uint16), 0, "0.png")
-        raise RuntimeError("disk on fire")
+    def write(key, error):
+        with open_shard(tmp_path / "a.tar", suffix="tok", job="x") as writer:
+            writer.add(key, b"payload", label=0, source="0.png")
+            raise error
 
     with pytest.raises(RuntimeError, match="fire"):
-        write_shard(tmp_path / "a.tar", broken(), job="x")
+        write("0", RuntimeError("disk on fire"))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="dots"):
-        write_shard(tmp_path / "a.tar", [Sample("a.b", np.zeros(8), 0, "")], job="x")
+        write("a.b", AssertionError)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_atomic_writer_keeps_the_old_file(tmp_path):
@@ -135,6 +141,13 @@ def test_manifest_round_trip(folder):
         ({"colour": 1}, "colour"),
         ({"shards": [{"name": "../x.tar"}]}, "shards.0.name"),
         ({"seed": -1}, "seed"),
+        ({"kind": "video"}, "kind"),
+        ({"kind": "jpeg"}, "manifest: jpeg shards take no tokenizer"),
+        ({"kind": "latents"}, "latents shards take no tokenizer.num_tokens"),
+        ({"tokenizer": None}, "palette shards need tokenizer"),
+        ({"num_tokens": None}, "palette shards need num_tokens"),
+        ({"latent_shape": [4, 2, 2]}, "palette shards take no latent_shape"),
+        ({"image_size": None}, "palette shards need image_size"),
     ],
 )
 def test_manifest_that_is_not_one(folder, values, message):

@@ -84,7 +84,7 @@ def test_shards_hold_the_tokens_of_pillow(images, palette_file, tmp_path, capsys
         square = resized[top : top + 16, left : left + 16]
         unit = square.reshape(-1, 1, 3) / 127.5 - 1
         expected = ((unit - palette.centers.astype(np.float64)) ** 2).sum(-1).argmin(-1)
-        assert dataset.read_tokens(np.array([number]))[0].tolist() == expected.tolist()
+        assert dataset.read(np.array([number]))[0][0].tolist() == expected.tolist()
         label = {"cats": 0, "dogs": 1}.get(name.split("/")[0], -1)
         assert dataset.labels[number] == label
     assert "15 samples" in capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_fit_then_shards_then_inspect(images, tmp_path, capsys):
     assert main(["inspect", str(out), "--out", str(sheet), "--count", "9", "--scale", "1"]) == 0
     dataset = ShardDataset(out)
     index = np.linspace(0, 14, 9).round().astype(int)[4]
-    tokens = dataset.read_tokens(np.array([index]))[0]
+    tokens = dataset.read(np.array([index]))[0][0]
     expected = Palette.load(palette).decode(tokens).reshape(16, 16, 3)
     pixels = np.asarray(Image.open(sheet))
     assert (pixels[20:36, 20:36] == expected).all()

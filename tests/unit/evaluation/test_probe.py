@@ -44,7 +44,7 @@ def test_features_are_means_of_what_each_norm_gives(build, tmp_path, data):
 
 def test_pixel_features_are_the_colours_of_the_tokens(data):
     got = pixel_features(data.train, palette=data.palette, limit=7, batch_size=3)
-    tokens = data.train.read_tokens(np.arange(7))
+    tokens = data.train.read(np.arange(7))[0]
     assert got.layers.shape == (1, 7, 48)
     for image in range(7):
         for pixel in range(16):
@@ -101,7 +101,7 @@ def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
     np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
 
     # The second view: the same images, masked as the samples one epoch later would be.
-    tokens = torch.from_numpy(data.train.read_tokens(np.arange(6)).astype(np.int64))
+    tokens = torch.from_numpy(data.train.read(np.arange(6))[0].astype(np.int64))
     inputs = objective.inputs_from(tokens, sample_index=torch.arange(6) + len(data.train))
     np.testing.assert_allclose(got.views[1], runner.features(inputs), rtol=1e-5, atol=1e-5)
     assert abs(got.views[1] - got.layers).max() > 0.1

@@ -1,0 +1,81 @@
+"""Shards of JPEG files, decoded and cropped when they are read.
+
+simplejpeg decodes, strictly: it refuses damaged files that Pillow silently accepts. Pillow reads
+what simplejpeg does not know, such as the PNG that ImageNet holds under a JPEG's name.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+from PIL import Image
+
+from megavis.data.codec import Codec, Payloads, Refusals
+from megavis.data.transforms import Transform, WrongSizeError
+
+_DAMAGED = "damaged"
+_FORMATS = ("JPEG", "PNG", "MPO")
+
+
+class DamagedImageError(ValueError):
+    """Bytes that give no image."""
+
+
+class JpegCodec(Codec):
+    """JPEG files, as cropped pixels: uint8 `[b, size, size, 3]`.
+
+    Args:
+        transform: says what is cut out of each image; None for writing alone.
+    """
+
+    suffix = "jpg"
+
+    def __init__(self, transform: Transform | None = None) -> None:
+        self._transform = transform
+
+    def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
+        """Return pixels uint8 `[b, size, size, 3]`."""
+        assert self._transform is not None
+        size = self._transform.image_size
+        pixels = np.zeros((len(payloads), size, size, 3), np.uint8)
+        refused = {}
+        draws = self._transform.draws(positions)
+        for row, payload in enumerate(payloads):
+            try:
+                pixels[row] = self._transform(decode_rgb(payload), draws[row])
+            except DamagedImageError:
+                refused[row] = _DAMAGED
+            except WrongSizeError as error:
+                refused[row] = str(error)
+        return pixels, refused
+
+
+def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
+    """Return the pixels of a JPEG or PNG file, uint8 `[h, w, 3]`.
+
+    Raises:
+        DamagedImageError: it is cut, damaged, or neither.
+    """
+    import simplejpeg
+
+    try:
+        simplejpeg.decode_jpeg_header(content)
+    except ValueError:
+        return _decode_with_pillow(bytes(content))
+    try:
+        return simplejpeg.decode_jpeg(content, colorspace="RGB", strict=True)
+    except ValueError as error:
+        raise DamagedImageError(str(error)) from None
+
+
+def _decode_with_pillow(content: bytes) -> np.ndarray:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # odd metadata; the pixels are what counts
+        try:
+            image = Image.open(io.BytesIO(content), formats=_FORMATS)
+            return np.array(image.convert("RGB"))
+        except Exception as error:
+            # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, ...
+            raise DamagedImageError(str(error)) from None

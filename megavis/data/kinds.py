@@ -1,0 +1,85 @@
+"""The kinds of shards that there are, and the codec of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megavis.config.errors import UserError
+from megavis.data.codec import Codec, IdsCodec, PaletteCodec
+from megavis.data.jpeg import JpegCodec
+from megavis.data.latents import LatentsCodec
+from megavis.data.manifest import Kind, Manifest
+from megavis.data.transforms import Transform
+
+
+def codec_of(manifest: Manifest, transform: Transform | None = None) -> Codec:
+    """Return what reads the samples of a shard folder.
+
+    Args:
+        manifest: of the folder.
+        transform: what is cut out of images; where None, they are read as they are stored.
+
+    Raises:
+        UserError: the transform asks for what this kind of shard cannot give.
+    """
+    return _CODECS[manifest.kind](manifest, transform)
+
+
+def suffix_of(manifest: Manifest) -> str:
+    """Return the suffix of a shard folder's tar members."""
+    return _SUFFIXES[manifest.kind]
+
+
+def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
+    _want_stored(manifest, transform, may_flip=False)
+    return PaletteCodec(manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size)
+
+
+def _ids(manifest: Manifest, transform: Transform | None) -> Codec:
+    _want_stored(manifest, transform, may_flip=False)
+    return IdsCodec(manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size)
+
+
+def _latents(manifest: Manifest, transform: Transform | None) -> Codec:
+    assert manifest.latent_shape is not None
+    _want_stored(manifest, transform, may_flip=manifest.flipped)
+    return LatentsCodec(manifest.latent_shape, flipped=manifest.flipped, transform=transform)
+
+
+def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
+    stored = manifest.image_size
+    if transform is None and stored is not None:
+        transform = Transform(image_size=stored)
+    if transform is None or (transform.crop == "none" and transform.image_size != stored):
+        sizes = f"images of {stored}x{stored} pixels" if stored else "images of many sizes"
+        wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
+        raise UserError(f"holds {sizes}{wanted}; set data.crop to random_resized or center")
+    return JpegCodec(transform)
+
+
+def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:
+    if transform is None:
+        return
+    if transform.crop != "none":
+        raise UserError(
+            f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"
+            " crop when they are made"
+        )
+    if transform.flip and not may_flip:
+        raise UserError(
+            f"holds {manifest.kind} shards of no mirrored images: set data.flip to false"
+        )
+
+
+_CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
+    "palette": _palette,
+    "jpeg": _jpeg,
+    "latents": _latents,
+    "ids": _ids,
+}
+_SUFFIXES: Mapping[Kind, str] = {
+    "palette": PaletteCodec.suffix,
+    "jpeg": JpegCodec.suffix,
+    "latents": LatentsCodec.suffix,
+    "ids": IdsCodec.suffix,
+}

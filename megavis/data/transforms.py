@@ -1,0 +1,208 @@
+"""What is cut out of an image when it is read: a function of its pixels, seed and position alone.
+
+Training uses the crop of Masked Autoencoders Are Scalable Vision Learners (appendix A.1: random
+resized crops and horizontal flips), evaluation the middle of the image. The position of a sample
+in the endless stream drives every draw, so that any rank, worker and resume reads the same pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megavis.config.schema import DataConfig
+
+CropKind = Literal["random_resized", "center", "none"]
+
+_ATTEMPTS = 10
+_DRAWS_AN_ATTEMPT = 4
+
+
+class WrongSizeError(ValueError):
+    """An image whose size does not fit a transform that changes none."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A rectangle of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From a decoded image of any size to a square.
+
+    Attributes:
+        image_size: side of the square in pixels.
+        crop: `random_resized`: a random part, resized; `center`: the middle, resized; `none`:
+            the image as it is stored, which must have the size.
+        scale: smallest and largest share of the image's area that a random crop takes.
+        ratio: smallest and largest width / height of a random crop.
+        short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
+            None.
+        flip: mirror every second image, at random.
+        seed: of the draws.
+    """
+
+    image_size: int
+    crop: CropKind = "none"
+    scale: tuple[float, float] = (0.2, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    short_side: int | None = None
+    flip: bool = False
+    seed: int = 0
+
+    def flips(self, positions: np.ndarray) -> np.ndarray:
+        """Return bool `[b]`: is the sample at each position int64 `[b]` mirrored?"""
+        if not self.flip:
+            return np.zeros(len(positions), bool)
+        return _uniform(positions, 1, seed=self.seed, purpose="flip")[:, 0] < 0.5
+
+    def draws(self, positions: np.ndarray) -> np.ndarray:
+        """Return float64 `[b, d]` in [0, 1): all that chance decides for each sample.
+
+        The first column is 1 for an image to mirror, else 0.
+        """
+        flips = self.flips(positions)[:, None]
+        if self.crop != "random_resized":
+            return flips.astype(np.float64)
+        count = _ATTEMPTS * _DRAWS_AN_ATTEMPT
+        crops = _uniform(positions, count, seed=self.seed, purpose="crop")
+        return np.concatenate([flips, crops], axis=1, dtype=np.float64)
+
+    def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """Cut, resize and mirror one image.
+
+        Args:
+            image: uint8 `[h, w, 3]`.
+            draws: `[d]`, a row of `draws`.
+
+        Returns:
+            uint8 `[image_size, image_size, 3]`.
+
+        Raises:
+            WrongSizeError: `crop` is `none` and the image has another size.
+        """
+        height, width = image.shape[:2]
+        size = self.image_size
+        if self.crop == "random_resized":
+            window = random_window(height, width, draws[1:], scale=self.scale, ratio=self.ratio)
+            # Cut first: the filter must not look across the border of the crop.
+            image = resize(cut(image, window), height=size, width=size)
+        elif self.crop == "center":
+            image = cut_center(image, short_side=self.short_side or size, size=size)
+        elif (height, width) != (size, size):
+            raise WrongSizeError(f"not {size}x{size} pixels")
+        return image[:, ::-1] if draws[0] else image
+
+
+def random_window(
+    height: int,
+    width: int,
+    draws: np.ndarray,
+    *,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Window:
+    """Return a random part of an image, as the random resized crop of MAE's recipe has it.
+
+    The part's share of the area is uniform in `scale`, the logarithm of width / height uniform
+    between those of `ratio`. After ten parts that do not fit, the largest one in the middle whose
+    ratio is allowed is taken.
+
+    Args:
+        height: of the image.
+        width: of the image.
+        draws: `[40]` in [0, 1): four an attempt (area, ratio, top, left).
+        scale: smallest and largest share.
+        ratio: smallest and largest width / height.
+    """
+    logarithms = (math.log(ratio[0]), math.log(ratio[1]))
+    for area, shape, top, left in draws.reshape(-1, _DRAWS_AN_ATTEMPT).tolist():
+        target = height * width * _between(area, scale)
+        proportion = math.exp(_between(shape, logarithms))
+        window_width = round(math.sqrt(target * proportion))
+        window_height = round(math.sqrt(target / proportion))
+        if 0 < window_width <= width and 0 < window_height <= height:
+            first_row = math.floor(top * (height - window_height + 1))
+            first_column = math.floor(left * (width - window_width + 1))
+            return Window(first_row, first_column, window_height, window_width)
+    window_width = min(width, max(1, round(height * ratio[1])))
+    window_height = min(height, max(1, round(width / ratio[0])))
+    top_left = ((height - window_height) // 2, (width - window_width) // 2)
+    return Window(*top_left, window_height, window_width)
+
+
+def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:
+    """Resize the shorter side to `short_side` and cut the middle: uint8 `[size, size, 3]`.
+
+    The longer side becomes round(longer · short_side / shorter); the cut begins at
+    floor((side - size) / 2).
+    """
+    height, width = image.shape[:2]
+    shorter = min(height, width)
+    height, width = round(height * short_side / shorter), round(width * short_side / shorter)
+    image = resize(image, height=height, width=width)
+    return cut(image, Window((height - size) // 2, (width - size) // 2, size, size))
+
+
+def cut(image: np.ndarray, window: Window) -> np.ndarray:
+    """Return a view of a part of an image `[h, w, 3]`."""
+    rows = slice(window.top, window.top + window.height)
+    return image[rows, window.left : window.left + window.width]
+
+
+def resize(image: np.ndarray, *, height: int, width: int) -> np.ndarray:
+    """Resize uint8 `[h, w, 3]` to `[height, width, 3]`: bicubic, antialiased.
+
+    torch's filter, several times faster than Pillow's; they differ by one or two in a few bytes of
+    a thousand.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    if image.shape[:2] == (height, width):
+        return image
+    # Channels last in memory, as torch's fast path for bytes wants it.
+    pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
+    resized = F.interpolate(pixels, size=(height, width), mode="bicubic", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
+
+
+def training_transform(config: DataConfig, *, seed: int) -> Transform:
+    """Return what the `data` section asks for in training; `seed` is the run's."""
+    return Transform(
+        image_size=config.image_size,
+        crop=config.crop,
+        scale=config.scale,
+        short_side=config.short_side,
+        flip=config.flip,
+        seed=seed,
+    )
+
+
+def evaluation_transform(config: DataConfig) -> Transform:
+    """Return the transform of held-out images: the middle where training crops at random."""
+    crop: CropKind = "none" if config.crop == "none" else "center"
+    return Transform(image_size=config.image_size, crop=crop, short_side=config.short_side)
+
+
+def _uniform(positions: np.ndarray, count: int, *, seed: int, purpose: str) -> np.ndarray:
+    """Draw float32 `[b, count]` in [0, 1) for positions int64 `[b]`."""
+    # Imported here: tools that only list or write shards start without torch.
+    import torch
+
+    from megavis.parallel.random import uniform
+
+    return uniform(torch.from_numpy(positions), count, seed=seed, purpose=purpose).numpy()
+
+
+def _between(draw: float, limits: tuple[float, float]) -> float:
+    return limits[0] + draw * (limits[1] - limits[0])

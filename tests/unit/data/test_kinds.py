@@ -1,0 +1,224 @@
+"""JPEG, latents and ids: right numbers, refusals by name, and settings that do not fit."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from PIL import Image
+from shard_folder import identity, write_payloads
+
+from megavis.config.errors import UserError
+from megavis.data.codec import IdsCodec
+from megavis.data.dataset import ShardDataset
+from megavis.data.jpeg import DamagedImageError, decode_rgb
+from megavis.data.latents import LatentsCodec
+from megavis.data.loader import BatchLoader, evaluation_batches
+from megavis.data.transforms import Transform
+
+RANDOM = np.random.default_rng(0)
+SHAPE = (3, 2, 4)
+
+
+def encoded(pixels, kind="JPEG", **options):
+    buffer = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def write_jpegs(folder, payloads, image_size):
+    return write_payloads(folder, payloads, suffix="jpg", kind="jpeg", image_size=image_size)
+
+
+def write_latents(folder, payloads, **fields):
+    return write_payloads(
+        folder,
+        payloads,
+        suffix="lat",
+        kind="latents",
+        image_size=16,
+        latent_shape=SHAPE,
+        tokenizer=identity("vae"),
+        **fields,
+    )
+
+
+def write_ids(folder, payloads):
+    return write_payloads(
+        folder,
+        payloads,
+        suffix="ids",
+        kind="ids",
+        image_size=16,
+        num_tokens=6,
+        tokenizer=identity("vqgan", num_tokens=1000),
+    )
+
+
+def batch_of(dataset, count):
+    (batch,) = evaluation_batches(
+        dataset, batch_size=count, data_parallel_rank=0, data_parallel_size=1
+    )
+    return batch
+
+
+def test_ids_round_trip(tmp_path):
+    ids = RANDOM.integers(0, 1000, (13, 6))
+    codec = IdsCodec(6, vocabulary_size=1000)
+    write_ids(tmp_path, [codec.encode(row) for row in ids])
+    batch = batch_of(ShardDataset(tmp_path), 13)
+    assert batch.inputs.dtype == torch.int64
+    assert batch.inputs.tolist() == ids.tolist()
+    (first, *_) = webdataset.WebDataset(str(tmp_path / "shard-000000.tar"), shardshuffle=False)
+    assert np.frombuffer(first["ids"], "<u2").tolist() == ids[0].tolist()
+    with pytest.raises(ValueError, match="1000"):
+        codec.encode(np.full(6, 1000))
+
+
+def test_ids_beyond_the_vocabulary_are_replaced(tmp_path):
+    ids = np.arange(4)[:, None].repeat(6, 1)
+    ids[2, 3] = 1001
+    write_ids(tmp_path, [row.astype("<u2").tobytes() for row in ids])
+    dataset = ShardDataset(tmp_path)
+    assert dataset.read(np.arange(4))[0][:, 0].tolist() == [0, 1, 3, 3]
+    assert dataset.skipped == {"token beyond the vocabulary": 1}
+
+
+def test_latents_round_trip(tmp_path):
+    latents = np.abs(RANDOM.normal(size=(5, 2, *SHAPE))).astype(np.float32)
+    codec = LatentsCodec(SHAPE)
+    write_latents(tmp_path, [codec.encode(one) for one in latents])
+    batch = batch_of(ShardDataset(tmp_path), 5)
+    assert batch.inputs.dtype == torch.float16
+    assert (batch.inputs.numpy() == latents.astype(np.float16)).all()
+    (first, *_) = webdataset.WebDataset(str(tmp_path / "shard-000000.tar"), shardshuffle=False)
+    raw = np.frombuffer(first["lat"], "<f2").reshape(2, *SHAPE)
+    assert (raw == latents[0].astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e6, -1.0])
+def test_latents_that_cannot_be_stored(wrong):
+    latents = np.ones((2, *SHAPE), np.float32)
+    latents[1, 0, 1, 2] = wrong
+    with pytest.raises(ValueError, match="finite|negative"):
+        LatentsCodec(SHAPE).encode(latents)
+
+
+def test_latents_that_are_not_finite_are_replaced(tmp_path):
+    latents = np.arange(3, dtype=np.float16).repeat(2 * 24).reshape(3, 2, *SHAPE)
+    latents[0, 1, 2, 1, 3] = np.inf
+    write_latents(tmp_path, [one.tobytes() for one in latents])
+    dataset = ShardDataset(tmp_path)
+    assert dataset.read(np.arange(3))[0][:, 0, 0, 0, 0].tolist() == [1, 1, 2]
+    assert dataset.skipped_names == ["shard-000000.tar:000000000: not finite"]
+
+
+def test_flipped_latents_by_position(tmp_path):
+    latents = np.zeros((4, 2, 2, *SHAPE), np.float32)
+    latents[:, 1] = 1
+    codec = LatentsCodec(SHAPE, flipped=True)
+    write_latents(tmp_path, [codec.encode(one) for one in latents], flipped=True)
+    plain = ShardDataset(tmp_path)
+    assert plain.read(np.arange(4))[0].max() == 0
+    transform = Transform(image_size=16, flip=True, seed=3)
+    positions = np.arange(1000)
+    read, _ = ShardDataset(tmp_path, transform).read(positions % 4, positions=positions)
+    mirrored = read.reshape(1000, -1).max(axis=1) == 1
+    assert (mirrored == transform.flips(positions)).all()
+    assert 430 < mirrored.sum() < 570
+
+
+def test_jpegs_as_they_are_stored(tmp_path):
+    pictures = [encoded(RANDOM.integers(0, 256, (8, 8, 3)).astype(np.uint8)) for _ in range(11)]
+    write_jpegs(tmp_path, pictures, 8)
+    batch = batch_of(ShardDataset(tmp_path), 11)
+    assert batch.inputs.dtype == torch.uint8
+    assert tuple(batch.inputs.shape) == (11, 8, 8, 3)
+    for row, content in zip(batch.inputs.numpy(), pictures, strict=True):
+        reference = np.asarray(Image.open(io.BytesIO(content))).astype(int)
+        # Another build of the same library: its inverse transform may round by one.
+        assert np.abs(row - reference).max() <= 1
+
+
+def test_jpeg_and_what_passes_for_it(tmp_path):
+    picture = Image.fromarray(RANDOM.integers(0, 256, (9, 12, 3)).astype(np.uint8))
+    grey, cmyk = picture.convert("L"), picture.convert("CMYK")
+    assert decode_rgb(encoded(grey)).shape == (9, 12, 3)
+    assert decode_rgb(encoded(cmyk)).shape == (9, 12, 3)
+    assert (decode_rgb(encoded(picture, "PNG")) == np.asarray(picture)).all()
+    large = encoded(picture.resize((200, 100)), quality=95)
+    for content in (b"", b"no image", large[:1000], large[:100], encoded(picture, "GIF")):
+        with pytest.raises(DamagedImageError):
+            decode_rgb(content)
+
+
+def test_bad_jpegs_are_replaced_counted_and_named(tmp_path):
+    good = [encoded(np.full((8, 8, 3), value, np.uint8)) for value in (0, 100, 200)]
+    other = encoded(np.zeros((9, 8, 3), np.uint8))
+    write_jpegs(tmp_path, [good[0], good[1][:300], other, good[2], b""], 8)
+    dataset = ShardDataset(tmp_path)
+    read, _ = dataset.read(np.arange(5))
+    assert np.abs(read[:, 4, 4, 1].astype(int) - [0, 200, 200, 200, 0]).max() <= 1
+    assert dataset.skipped == {"damaged": 1, "not 8x8 pixels": 1, "wrong length": 1}
+    assert "shard-000000.tar:000000001: damaged" in dataset.skipped_names
+
+
+def loaded_pixels(dataset, *, micro, ranks, start=0, steps=4):
+    """Pixels by position, of steps of 12 images read by so many ranks."""
+    seen = {}
+    for rank in range(ranks):
+        loader = BatchLoader(
+            dataset,
+            seed=5,
+            micro_batch_size=micro,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            accumulation_steps=12 // (micro * ranks),
+            start_step=start,
+        )
+        with loader:
+            for _ in range(steps * loader.accumulation_steps):
+                batch = next(loader)
+                seen.update(zip(batch.sample_index.tolist(), batch.inputs, strict=True))
+    return seen
+
+
+def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
+    pictures = [
+        encoded(RANDOM.integers(0, 256, (20 + i, 30, 3)).astype(np.uint8)) for i in range(7)
+    ]
+    write_jpegs(tmp_path, pictures, None)
+    transform = Transform(image_size=8, crop="random_resized", flip=True, seed=5)
+    whole = loaded_pixels(ShardDataset(tmp_path, transform), micro=12, ranks=1)
+    parts = loaded_pixels(ShardDataset(tmp_path, transform), micro=2, ranks=3)
+    resumed = loaded_pixels(ShardDataset(tmp_path, transform), micro=3, ranks=2, start=2, steps=2)
+    assert sorted(whole) == sorted(parts) == list(range(48))
+    assert sorted(resumed) == list(range(24, 48))
+    for position, pixels in whole.items():
+        assert torch.equal(pixels, parts[position])
+        assert torch.equal(pixels, resumed.get(position, pixels))
+
+
+@pytest.mark.parametrize(
+    ("kind", "transform", "message"),
+    [
+        ("jpeg", None, "images of many sizes; set data.crop"),
+        ("jpeg", Transform(image_size=8), "images of many sizes, not 8x8"),
+        ("ids", Transform(image_size=16, crop="center"), "ids shards, which cannot be cropped"),
+        ("ids", Transform(image_size=16, flip=True), "of no mirrored images"),
+        ("latents", Transform(image_size=16, flip=True), "of no mirrored images"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
+    if kind == "jpeg":
+        write_jpegs(tmp_path, [encoded(np.zeros((8, 9, 3), np.uint8))], None)
+    elif kind == "ids":
+        write_ids(tmp_path, [bytes(12)])
+    else:
+        write_latents(tmp_path, [LatentsCodec(SHAPE).encode(np.ones((2, *SHAPE)))])
+    with pytest.raises(UserError, match=message):
+        ShardDataset(tmp_path, transform)

@@ -1,0 +1,121 @@
+"""Crops: against Pillow, against the recipe written out in loops, and as a distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megavis.data.transforms import Transform, WrongSizeError, random_window
+
+RANDOM = np.random.default_rng(0)
+SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)
+
+
+def picture(height, width):
+    """A smooth random picture: noise would be all edges."""
+    small = RANDOM.integers(0, 256, (6, 7, 3)).astype(np.uint8)
+    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    return np.array(image)
+
+
+def window_by_the_recipe(height, width, draws):
+    """The random resized crop as Masked Autoencoders' recipe describes it, one line a sentence."""
+    for attempt in range(10):
+        area_draw, ratio_draw, top_draw, left_draw = draws[4 * attempt : 4 * attempt + 4]
+        share = 0.2 + 0.8 * area_draw
+        aspect = (3 / 4) * ((4 / 3) / (3 / 4)) ** ratio_draw
+        w = round((share * height * width * aspect) ** 0.5)
+        h = round((share * height * width / aspect) ** 0.5)
+        if w <= width and h <= height:
+            top = min(int(top_draw * (height - h + 1)), height - h)
+            left = min(int(left_draw * (width - w + 1)), width - w)
+            return top, left, h, w
+    return None
+
+
+def test_windows_against_the_recipe():
+    found = 0
+    for height, width in ((375, 500), (500, 375), (64, 64), (40, 200)):
+        for draws in RANDOM.random((100, 40)):
+            window = random_window(height, width, draws, scale=SCALE, ratio=RATIO)
+            expected = window_by_the_recipe(height, width, draws)
+            if expected is not None:
+                found += 1
+                assert (window.top, window.left, window.height, window.width) == expected
+    assert found > 300  # in the widest image most attempts fail
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    [
+        (10, 1000, (0, 493, 10, 13)),
+        (1000, 10, (493, 0, 13, 10)),
+        (1, 1, (0, 0, 1, 1)),
+        (1, 99, (0, 49, 1, 1)),
+    ],
+)
+def test_where_nothing_fits_the_middle_is_taken(height, width, expected):
+    window = random_window(height, width, np.full(40, 0.999), scale=SCALE, ratio=RATIO)
+    assert (window.top, window.left, window.height, window.width) == expected
+
+
+def test_shares_and_places_are_uniform():
+    """For a wide image every attempt fits: shares uniform, places uniform in what is left."""
+    windows = [
+        random_window(400, 400, draws, scale=(0.2, 0.5), ratio=RATIO)
+        for draws in RANDOM.random((2000, 40))
+    ]
+    shares = np.array([w.height * w.width / 160_000 for w in windows])
+    assert abs(shares.mean() - 0.35) < 5 * 0.3 / math.sqrt(12 * 2000)
+    places = np.array([w.top / (400 - w.height) for w in windows])
+    assert abs(places.mean() - 0.5) < 5 / math.sqrt(12 * 2000)
+
+
+def test_random_crop_against_pillow():
+    transform = Transform(image_size=24, crop="random_resized", flip=True, seed=9)
+    image = picture(60, 90)
+    positions = np.array([3, 10**12, 4, 5, 6])
+    draws = transform.draws(positions)
+    assert 0 < draws[:, 0].sum() < 5
+    for row in draws:
+        top, left, height, width = window_by_the_recipe(60, 90, row[1:])
+        part = Image.fromarray(image[top : top + height, left : left + width])
+        expected = np.asarray(part.resize((24, 24), Image.Resampling.BICUBIC)).astype(int)
+        if row[0]:
+            expected = expected[:, ::-1]
+        assert np.abs(transform(image, row) - expected).max() <= 2
+
+
+@pytest.mark.parametrize(("height", "width", "side"), [(50, 77, 32), (91, 40, 24), (24, 24, 24)])
+def test_centre_crop_against_pillow(height, width, side):
+    image = picture(height, width)
+    transform = Transform(image_size=24, crop="center", short_side=side)
+    scale = side / min(height, width)
+    new = (round(height * scale), round(width * scale))
+    resized = Image.fromarray(image).resize(new[::-1], Image.Resampling.BICUBIC)
+    top, left = (new[0] - 24) // 2, (new[1] - 24) // 2
+    expected = np.asarray(resized)[top : top + 24, left : left + 24].astype(int)
+    result = transform(image, transform.draws(np.array([0]))[0])
+    assert result.shape == (24, 24, 3)
+    assert np.abs(result - expected).max() <= 2
+
+
+def test_no_crop_changes_nothing():
+    image = picture(24, 24)
+    transform = Transform(image_size=24)
+    assert (transform(image, transform.draws(np.array([7]))[0]) == image).all()
+    with pytest.raises(WrongSizeError, match="24x24"):
+        transform(picture(24, 25), np.zeros(1))
+
+
+def test_draws_depend_on_seed_and_position_alone():
+    transform = Transform(image_size=24, crop="random_resized", flip=True, seed=9)
+    positions = np.array([5, 17, 5])
+    draws = transform.draws(positions)
+    assert (draws[0] == draws[2]).all()
+    assert (transform.draws(positions[1:2])[0] == draws[1]).all()
+    other = Transform(image_size=24, crop="random_resized", flip=True, seed=10)
+    assert (other.draws(positions)[:, 1:] != draws[:, 1:]).mean() > 0.99
