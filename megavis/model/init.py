@@ -6,6 +6,7 @@ weights are the same at every tensor-parallel size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,3 +53,23 @@ def truncated_normal(std: float) -> Fill:
 def xavier_uniform(matrix: Tensor) -> object:
     """Fill with U(±√(6 / (rows + columns))) of the whole logical matrix."""
     return nn.init.xavier_uniform_(matrix)
+
+
+def xavier_uniform_as_part_of(num_parts: int) -> Fill:
+    """Return the fill of a square matrix that other code draws as one of several stacked ones.
+
+    A Vision Transformer's queries, keys and values are usually one matrix of 3 h rows, which
+    makes its bound smaller: √(6 / (h + 3 h)).
+    """
+
+    def fill(matrix: Tensor) -> object:
+        bound = math.sqrt(6.0 / ((1 + num_parts) * matrix.shape[1]))
+        return nn.init.uniform_(matrix, -bound, bound)
+
+    return fill
+
+
+def vision_transformer() -> Initialization:
+    """Return the fills of MAE's released code: Xavier-uniform everywhere, q, k and v as one."""
+    projection = xavier_uniform_as_part_of(3)
+    return Initialization(projection, projection, *[xavier_uniform] * 3)

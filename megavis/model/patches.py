@@ -1,0 +1,62 @@
+"""From patches to the residual stream, and from there to numbers for each token.
+
+Both layers are held whole by every process of the tensor group, which all compute the same: they
+are small beside a block.
+
+Legend: b images, s tokens, h hidden size, d numbers of a patch.
+"""
+
+from __future__ import annotations
+
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from megavis.model.core import Core
+from megavis.model.init import Fill, xavier_uniform
+from megavis.model.norms import Norm
+from megavis.model.stream import State, Stream
+from megavis.model.tokens import all_tokens
+
+
+class PatchEmbedding(nn.Linear):
+    """A linear map of each patch: `[b, s, d]` to `[b, s, h]`."""
+
+    def __init__(self, patch_width: int, hidden_size: int, fill: Fill = xavier_uniform) -> None:
+        super().__init__(patch_width, hidden_size)
+        fill(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Embed, in the precision of the weights."""
+        return super().forward(patches.to(self.weight.dtype))
+
+
+class LastNorm(Norm):
+    """The norm in front of a head; gives all tokens to every process of the tensor group."""
+
+    def __init__(self, core: Core) -> None:
+        config: TransformerConfig = core.megatron
+        super().__init__(config, config.hidden_size, config.layernorm_epsilon)
+        self.config, self.tensor_group = config, core.groups.tp
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Normalise `[s, b, h]` and return it batch first and whole: `[b, s, h]`."""
+        normalised = self(hidden)
+        return all_tokens(normalised, self.config, self.tensor_group).transpose(0, 1)
+
+
+class TokenHead(nn.Module):
+    """The last norm and a linear map of each token, for example to pixels or to positions."""
+
+    def __init__(self, core: Core, num_outputs: int, fill: Fill = xavier_uniform) -> None:
+        super().__init__()
+        self.core = core
+        self.norm = LastNorm(core)
+        self.linear = nn.Linear(core.megatron.hidden_size, num_outputs)
+        fill(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, state: State) -> Tensor:
+        """Map `[s, b, h]` to `[b, s, num_outputs]`, whole on every process of the tensor group."""
+        hidden = Stream.unpack(state, self.core.carries).hidden
+        return self.linear(self.norm.whole(hidden))

@@ -1,0 +1,63 @@
+"""Patches by plain loops, and their statistics against numpy's."""
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.tokenizers.patches import (
+    denormalize_patches,
+    normalize_patches,
+    patchify,
+    standardize,
+    to_uint8,
+    unpatchify,
+)
+
+
+def draw(*shape):
+    random = np.random.default_rng(0)
+    return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8))
+
+
+def test_patches_are_what_loops_cut():
+    images = draw(2, 6, 9, 3)
+    patches = patchify(images, 3)
+    assert patches.shape == (2, 6, 27)
+    for b in range(2):
+        for row in range(2):
+            for column in range(3):
+                expected = [
+                    images[b, 3 * row + y, 3 * column + x, channel]
+                    for y in range(3)
+                    for x in range(3)
+                    for channel in range(3)
+                ]
+                assert patches[b, 3 * row + column].tolist() == expected
+    assert torch.equal(unpatchify(patches, 3, rows=2), images)
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="patches of 4 do not divide images of 6 × 8"):
+        patchify(draw(1, 6, 8, 3), 4)
+    with pytest.raises(ValueError, match="6 patches do not make 4 rows"):
+        unpatchify(torch.zeros(1, 6, 12), 2, rows=4)
+
+
+def test_standardizing_can_be_undone_to_the_byte():
+    images = draw(3, 8, 8, 3)
+    standard = standardize(images)
+    expected = (images[0, 0, 0].numpy() / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    np.testing.assert_allclose(standard[0, 0, 0], expected, rtol=1e-5)
+    assert torch.equal(to_uint8(standard), images)
+
+
+def test_normalized_patches_have_the_statistics_of_numpy():
+    patches = patchify(standardize(draw(2, 8, 8, 3)), 4)
+    normal, plain = normalize_patches(patches), patches.double().numpy()
+    expected = (plain - plain.mean(-1, keepdims=True)) / np.sqrt(
+        plain.var(-1, ddof=1, keepdims=True) + 1e-6
+    )
+    np.testing.assert_allclose(normal, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(denormalize_patches(normal, patches), patches)
+    # A patch of one colour has no variance, and stays finite.
+    assert normalize_patches(torch.ones(1, 1, 12)).abs().max() == 0
