@@ -13,6 +13,7 @@ from megavis.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megavis.data.batch import Batch
     from megavis.data.dataset import ShardDataset
     from megavis.notebook import Run
 
@@ -101,6 +102,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _picture(opened: Run, args: argparse.Namespace) -> Any:
+    from megavis.objectives.base import TokenByToken
+    from megavis.sampling.gallery import gallery_of
+
+    if not isinstance(opened.objective, TokenByToken):
+        gallery = gallery_of(opened.objective, opened.folder)
+        examples = _examples(opened, args)
+        return gallery.draw(opened.runner, examples, num_images=args.num_images)
     from megavis.sampling.pictures import picture_of_completions, picture_of_samples
 
     model = (opened.runner, opened.objective, opened.palette)
@@ -124,16 +132,28 @@ def _picture(opened: Run, args: argparse.Namespace) -> Any:
 
 def _photographs(opened: Run, args: argparse.Namespace) -> Tensor:
     """Return ids `[b, n]` of held-out photographs, classes taking turns."""
+    examples = _examples(opened, args)
+    if examples is None:
+        raise UserError("the run has no data.validation; name a shard folder with --images")
+    return opened.to_ids(examples.inputs)
+
+
+def _examples(opened: Run, args: argparse.Namespace) -> Batch | None:
+    """Return held-out images, classes taking turns; None where no folder is named."""
     from megavis.data.dataset import ShardDataset
+    from megavis.data.loader import read_batch
+    from megavis.data.transforms import evaluation_transform
 
     folder = args.images or opened.config.data.validation
     if folder is None:
-        raise UserError("the run has no data.validation; name a shard folder with --images")
-    dataset = ShardDataset(folder)
-    if dataset.manifest.identity != opened.palette.sha256:
+        return None
+    dataset = ShardDataset(folder, evaluation_transform(opened.config.data))
+    for complaint in opened.objective.check_data(dataset.manifest):
+        raise UserError(f"{folder} {complaint}")
+    if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:
         raise UserError(f"{folder} was made with another palette than the run")
     indices = take_turns(dataset, args.num_images)
-    return opened.to_ids(dataset.read(indices)[0].astype("int64"))
+    return read_batch(dataset, indices, indices).to(opened.context.device)
 
 
 def take_turns(dataset: ShardDataset, count: int) -> Any:

@@ -80,7 +80,7 @@ class BatchLoader:
     def read(self, step: int, *, micro_step: int) -> Batch:
         """Read one micro-batch of any step, in the calling thread; raises as the data set."""
         positions = self.positions(step, micro_step=micro_step)
-        return _read_batch(self.dataset, self.order.dataset_index(positions), positions)
+        return read_batch(self.dataset, self.order.dataset_index(positions), positions)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -135,7 +135,7 @@ class _Reader:
         # Micro-batches of one rank are evenly spaced, across steps as inside them.
         positions = np.arange(self._next, self._next + self._micro_batch_size, dtype=np.int64)
         self._next += self._stride
-        batch = _read_batch(self._dataset, self._order.dataset_index(positions), positions)
+        batch = read_batch(self._dataset, self._order.dataset_index(positions), positions)
         if self._device is None:
             return batch
         torch.cuda.set_device(self._device)  # a new thread starts on GPU 0
@@ -199,10 +199,11 @@ def _evaluate(
     for start in range(0, count, batch_size * num_ranks):
         each = min(batch_size, (count - start) // num_ranks)
         indices = np.arange(start + rank * each, start + (rank + 1) * each, dtype=np.int64)
-        yield _read_batch(dataset, indices, indices)
+        yield read_batch(dataset, indices, indices)
 
 
-def _read_batch(dataset: ShardDataset, indices: np.ndarray, positions: np.ndarray) -> Batch:
+def read_batch(dataset: ShardDataset, indices: np.ndarray, positions: np.ndarray) -> Batch:
+    """Read samples `indices` `[b]` that stand at `positions` `[b]`; raises as the data set."""
     samples, labels = dataset.read(indices, positions=positions)
     if samples.dtype == np.uint16:  # ids; torch computes little with this type
         samples = samples.astype(np.int64)

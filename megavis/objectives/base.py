@@ -145,6 +145,9 @@ class TokenByToken(Protocol):
     def num_tokens(self) -> int:
         """Places of the sequence."""
 
+    def check_generation(self) -> None:
+        """Raise UserError when models of this config cannot be sampled."""
+
     def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the inputs of the places [start, stop), given the ids before `stop - 1`."""
 

@@ -199,6 +199,14 @@ class IGPT(Objective):
         """Put ids `[b, n]` from the run's order into raster order."""
         return ordered[:, self.permutation().argsort().to(ordered.device)]
 
+    def check_generation(self) -> None:
+        """Raise UserError in BERT mode, which predicts from both sides."""
+        if self.paper.mode != "autoregressive":
+            raise UserError(
+                "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
+                " objective.mode autoregressive"
+            )
+
     def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the inputs of the places [start, stop) alone, for generation with a cache.
 
@@ -210,11 +218,7 @@ class IGPT(Objective):
         Raises:
             UserError: in BERT mode, which predicts from both sides.
         """
-        if self.paper.mode != "autoregressive":
-            raise UserError(
-                "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
-                " objective.mode autoregressive"
-            )
+        self.check_generation()
         previous = F.pad(ids, (1, 0), value=NOTHING)[:, start:stop]
         return previous, self.permutation()[None, start:stop].to(ids.device)
 

@@ -37,6 +37,7 @@ class WorkerPool:
         threads: int = 1,
         max_jobs: int = 12,
         preload: Sequence[str] = (),
+        quiet: bool = False,
     ) -> None:
         """Start the processes.
 
@@ -48,9 +49,10 @@ class WorkerPool:
             preload: modules that one server imports once; workers are then forks of it and start
                 at once. The first pool of a process decides. Not where jobs use a GPU: CUDA does
                 not outlive a fork.
+            quiet: drop what the workers print; what they raise is reported in any case.
         """
         self._num_workers, self._threads, self._max_jobs = num_workers, threads, max_jobs
-        self._preload = preload
+        self._preload, self._quiet = preload, quiet
         self._start()
 
     def _start(self) -> None:
@@ -64,7 +66,8 @@ class WorkerPool:
         self._jobs = 0
         for _ in range(self._num_workers):
             mine, theirs = starter.Pipe()
-            process = starter.Process(target=_serve, args=(theirs, self._threads), daemon=True)
+            settings = (theirs, self._threads, self._quiet)
+            process = starter.Process(target=_serve, args=settings, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -129,8 +132,10 @@ class WorkerPool:
         self.close()
 
 
-def _serve(pipe: Connection, threads: int) -> None:
+def _serve(pipe: Connection, threads: int, quiet: bool) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     # What libraries print belongs to the log, not to the table of the command that started us.
     sys.stdout = sys.stderr
     import torch

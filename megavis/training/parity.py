@@ -107,7 +107,7 @@ def compare_layouts(
         tolerance: largest relative difference that passes.
         report: called with each comparison as it is done.
     """
-    pool = WorkerPool(num_processes)
+    pool = WorkerPool(num_processes, quiet=True)
     try:
         reference = pool.run(train_briefly, 1, config, steps)[0]
         comparisons = []
@@ -120,7 +120,7 @@ def compare_layouts(
                 result = Comparison(
                     layout_name(parallel), float("inf"), float("inf"), tolerance, str(error)
                 )
-                pool = WorkerPool(num_processes)
+                pool = WorkerPool(num_processes, quiet=True)
             comparisons.append(result)
             report(result)
         return comparisons

@@ -1,20 +1,18 @@
-"""Image grids while a run trains: completions of held-out images, or samples from nothing."""
+"""Image grids while a run trains, of held-out images or from nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import PALETTE_NAME
+from megavis.data.loader import read_batch
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective, TokenByToken
+from megavis.objectives.base import Objective
+from megavis.sampling.gallery import gallery_of
 from megavis.sampling.grids import save_png
-from megavis.sampling.pictures import picture_of_completions, picture_of_samples
-from megavis.tokenizers.palette import Palette
 from megavis.training.hooks import StepState
 
 
@@ -33,8 +31,8 @@ class SampleImages:
         """Set up.
 
         Args:
-            run_folder: holds the palette and takes the pictures.
-            dataset: held-out images whose upper half is given; None draws from nothing.
+            run_folder: takes the pictures.
+            dataset: held-out images to start from; None draws from nothing.
             objective: the paper.
             every: steps between two grids.
             num_images: images of a grid.
@@ -42,18 +40,16 @@ class SampleImages:
         Raises:
             UserError: when this paper's models cannot be sampled so, before any work is done.
         """
-        if not isinstance(objective, TokenByToken):
-            raise UserError(
-                f"training.sample_every: {objective.config.objective.name} is not generated id by"
-                " id; set it to 0"
-            )
-        objective.inputs_at(torch.zeros(1, objective.num_tokens, dtype=torch.int64), 0, 1)
+        try:
+            self.gallery = gallery_of(objective, run_folder)
+        except UserError as error:
+            raise UserError(f"training.sample_every: {error}; set it to 0") from None
         self.folder, self.every, self.num_images = run_folder, every, num_images
-        self.originals = None
+        self.examples = None
         if dataset is not None:
             # Spread over the data set, which may lie in the order of its classes.
             places = np.linspace(0, len(dataset) - 1, num_images).astype(np.int64)
-            self.originals = torch.from_numpy(dataset.read(places)[0].astype(np.int64))
+            self.examples = read_batch(dataset, places, places)
 
     def __call__(self, state: StepState) -> None:
         """Draw where it is due, but not before the first step."""
@@ -61,19 +57,8 @@ class SampleImages:
             return
         engine = state.engine
         runner = Runner(engine.layers, engine.context)
-        palette = Palette.load(self.folder / PALETTE_NAME)
-        if self.originals is None:
-            pixels = picture_of_samples(
-                runner, engine.objective, palette, num_images=self.num_images
-            )
-        else:
-            pixels = picture_of_completions(
-                runner,
-                engine.objective,
-                palette,
-                originals=self.originals.to(engine.context.device),
-                num_given=engine.objective.num_tokens // 2,
-            )
+        examples = self.examples and self.examples.to(engine.context.device)
+        pixels = self.gallery.draw(runner, examples, num_images=self.num_images)
         if engine.context.is_main:
             save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
             state.images["samples"] = pixels

@@ -1,0 +1,81 @@
+"""The picture that shows how a run is doing, whatever its paper.
+
+What an objective can do is a protocol (`TokenByToken`, ...); for each protocol one class here, or
+in a file of its own, turns a model and some held-out images into a grid. `megavis train` draws it
+every `training.sample_every` steps, `megavis sample` on demand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.data.manifest import PALETTE_NAME
+from megavis.model.runner import Runner
+from megavis.objectives.base import Objective, TokenByToken
+from megavis.sampling.pictures import picture_of_completions, picture_of_samples
+from megavis.tokenizers.palette import Palette
+
+
+class Gallery(Protocol):
+    """Draws one kind of picture; built before the run starts, so it refuses what cannot be."""
+
+    def __init__(self, objective: Any, run_folder: Path) -> None:
+        """Set up; raises UserError when this config's models cannot be drawn so."""
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """Return a grid uint8 `[H, W, 3]`; every process of the job calls this together.
+
+        Args:
+            runner: the model.
+            examples: held-out images to start from, on the runner's device; None where there are
+                none, and images are drawn from nothing.
+            num_images: how many.
+
+        Raises:
+            UserError: when this picture needs held-out images and has none.
+        """
+
+
+class TokenGallery:
+    """Images id by id: samples from nothing, or completions of upper halves."""
+
+    def __init__(self, objective: TokenByToken, run_folder: Path) -> None:
+        objective.check_generation()
+        self.objective: Any = objective
+        self.folder = run_folder
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """See `Gallery.draw`."""
+        palette = Palette.load(self.folder / PALETTE_NAME)
+        if examples is None:
+            return picture_of_samples(runner, self.objective, palette, num_images=num_images)
+        return picture_of_completions(
+            runner,
+            self.objective,
+            palette,
+            originals=examples.inputs,
+            num_given=self.objective.num_tokens // 2,
+        )
+
+
+GALLERIES: list[tuple[type, type[Gallery]]] = [
+    (TokenByToken, TokenGallery),
+]
+"""Which class draws for which protocol; the first that fits."""
+
+
+def gallery_of(objective: Objective, run_folder: Path) -> Gallery:
+    """Return what draws this objective's picture.
+
+    Raises:
+        UserError: when nothing does.
+    """
+    for protocol, gallery in GALLERIES:
+        if isinstance(objective, protocol):
+            return gallery(objective, run_folder)
+    raise UserError(f"{objective.config.objective.name} has no picture to draw")
