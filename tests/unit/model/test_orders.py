@@ -1,0 +1,101 @@
+"""Orders of generation, against loops that read as the paper's sentences do."""
+
+import pytest
+import torch
+
+from megavis.model.orders import fixed_order, random_orders, take_places, to_raster
+
+SIDE = 16
+
+
+def blocks_in_raster_order(side, block):
+    """Cut the grid into blocks; each is the list of its cells in raster order."""
+    for top in range(0, side, block):
+        for left in range(0, side, block):
+            yield [
+                row * side + column
+                for row in range(top, top + block)
+                for column in range(left, left + block)
+            ]
+
+
+def nested_raster(side, block):
+    """Order the blocks in raster order; order the patches within each in raster order."""
+    return [cell for cells in blocks_in_raster_order(side, block) for cell in cells]
+
+
+def round_robin(side, block):
+    """One patch is selected from each block; cycle through the blocks repeatedly."""
+    waiting = list(blocks_in_raster_order(side, block))
+    order = []
+    while any(waiting):
+        order += [cells.pop(0) for cells in waiting]
+    return order
+
+
+@pytest.mark.parametrize("block", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "loop"), [("nested_raster", nested_raster), ("round_robin", round_robin)]
+)
+def test_a_fixed_order_is_that_of_the_loop(kind, loop, block):
+    order = fixed_order(kind, height=SIDE, width=SIDE, block=block)
+    assert order.tolist() == loop(SIDE, block)
+    assert sorted(order.tolist()) == list(range(SIDE * SIDE))
+
+
+def test_raster_is_raster():
+    assert fixed_order("raster", height=3, width=5).tolist() == list(range(15))
+
+
+def test_a_grid_need_not_be_square():
+    assert fixed_order("nested_raster", height=2, width=4, block=2).tolist() == [
+        0,
+        1,
+        4,
+        5,
+        2,
+        3,
+        6,
+        7,
+    ]
+    assert fixed_order("round_robin", height=2, width=4, block=2).tolist() == [
+        0,
+        2,
+        1,
+        3,
+        4,
+        6,
+        5,
+        7,
+    ]
+
+
+def test_a_block_must_divide():
+    with pytest.raises(ValueError, match="do not divide"):
+        fixed_order("round_robin", height=14, width=14, block=4)
+
+
+def test_random_orders_are_permutations_of_their_own_that_the_sample_decides():
+    index = torch.arange(200)
+    orders = random_orders(index, 36, seed=3)
+    assert torch.equal(orders.sort(dim=1).values, torch.arange(36).expand(200, -1))
+    assert len({tuple(order) for order in orders.tolist()}) == 200
+    assert torch.equal(random_orders(index[7:9], 36, seed=3), orders[7:9])
+    # Each cell stands at each place equally often: 200 draws in 36 cells, 5.6 each on average.
+    counts = torch.bincount(orders[:, 0], minlength=36)
+    assert counts.max() < 18
+
+
+@pytest.mark.parametrize("trailing", [(), (5,)])
+def test_values_go_into_an_order_and_back(trailing):
+    values = torch.randn(3, 12, *trailing, generator=torch.Generator().manual_seed(0))
+    for order in (
+        fixed_order("round_robin", height=4, width=3, block=1),
+        random_orders(torch.arange(3), 12, seed=0),
+    ):
+        placed = take_places(values, order)
+        rows = order.expand(3, -1)
+        for image in range(3):
+            for place in range(12):
+                assert torch.equal(placed[image, place], values[image, rows[image, place]])
+        assert torch.equal(to_raster(placed, order), values)
