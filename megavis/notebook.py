@@ -124,28 +124,33 @@ class Run:
         """Return the head's raw outputs for inputs in the paper's own form.
 
         Args:
-            inputs: for iGPT ids `[b, n]` in raster order, or photographs as `to_ids` takes them.
-            **conditions: for iGPT's BERT mode `mask`, bool `[b, n]`.
+            inputs: in the paper's own form: ids `[b, n]` in raster order, patches, latents; where
+                the run has a palette also photographs, as `to_ids` takes them.
+            **conditions: what the paper's `inputs_from` takes besides, for example `mask`, bool
+                `[b, n]`, for iGPT's BERT mode.
 
         Returns:
-            For iGPT logits `[b, n, v]` in the run's order of the pixels.
+            What the paper's `outputs` says, for iGPT logits `[b, n, v]` in the run's order.
         """
-        sequence_inputs = self.objective.inputs_from(self.to_ids(inputs), **conditions)
+        sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **conditions)
         return self.objective.outputs(self.runner.predictions(sequence_inputs))
 
-    def features(self, inputs: Any, layer: int | None = None, **conditions: Any) -> Tensor:
+    def features(
+        self, inputs: Any, layer: int | None = None, *, sample_index: Tensor | None = None
+    ) -> Tensor:
         """Return the mean over tokens of each norm's output (iGPT, section 2.4).
 
         Args:
-            inputs: as `outputs` takes them.
+            inputs: what shards of the run's kind hold (`Batch.inputs`); where the run has a palette
+                also photographs, as `to_ids` takes them.
             layer: l in 0 .. L, negative from the end; all when absent.
-            **conditions: as `outputs` takes them.
+            sample_index: as `loss` takes it.
 
         Returns:
             float32 `[b, h]`, or `[L + 1, b, h]` for all layers.
         """
-        sequence_inputs = self.objective.inputs_from(self.to_ids(inputs), **conditions)
-        features = self.runner.features(sequence_inputs)
+        batch = self._batch(inputs, sample_index)
+        features = self.runner.features(self.objective.feature_inputs(batch))
         if layer is None:
             return features
         if not -len(features) <= layer < len(features):
@@ -157,14 +162,10 @@ class Run:
         """Return the objective's loss, for iGPT in nats a token.
 
         Args:
-            inputs: as `outputs` takes them.
+            inputs: as `features` takes them.
             sample_index: int64 `[b]`, which drives random masks; 0 .. b - 1 when absent.
         """
-        ids = self.to_ids(inputs)
-        index = torch.arange(len(ids)) if sample_index is None else sample_index
-        labels = torch.full((len(ids),), -1)
-        batch = Batch(ids, labels, index).to(self.context.device)
-        sequence = self.objective.sequence(batch)
+        sequence = self.objective.sequence(self._batch(inputs, sample_index))
         predictions = self.runner.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))
 
@@ -217,6 +218,17 @@ class Run:
     def images(self, ids: Tensor) -> np.ndarray:
         """Return the pixels of ids `[b, n]` in raster order: uint8 `[b, h, w, 3]`."""
         return to_pixels(ids, self.palette)
+
+    def _batch(self, inputs: Any, sample_index: Tensor | None) -> Batch:
+        own = self._own_form(inputs)
+        index = torch.arange(len(own)) if sample_index is None else sample_index
+        return Batch(own, torch.full((len(own),), -1), index).to(self.context.device)
+
+    def _own_form(self, inputs: Any) -> Tensor:
+        """Return inputs on the run's device, as ids where the run has a palette."""
+        if (self.folder / PALETTE_NAME).exists():
+            return self.to_ids(inputs)
+        return torch.as_tensor(inputs).to(self.context.device)
 
     def to_ids(self, inputs: Any) -> Tensor:
         """Return ids int64 `[b, n]` on the run's device.
