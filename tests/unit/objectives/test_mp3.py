@@ -1,0 +1,168 @@
+"""MP3 against its definition: a set of patches, a few of them seen, a place named for each."""
+
+import math
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.flops import training_flops
+from megavis.model.runner import Runner
+from megavis.model.stack import LocalLayers, Stack
+from megavis.objectives import OBJECTIVES, objective_configs
+
+CONFIG = """\
+name: small
+objective: {name: mp3, patch_size: 4, mask_ratio: 0.5}
+model:
+  {num_layers: 3, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm, add_bias: true}
+data: {train: shards/train, image_size: 16}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 3, batch_size: 4}
+"""
+PLACES = 16
+
+
+@pytest.fixture
+def make(context, tmp_path):
+    """Objective, and its layers with weights large enough that what came before matters."""
+
+    def make(*words, kind=None):
+        path = tmp_path / "c.yaml"
+        path.write_text(CONFIG)
+        config = load_config(path, words, objectives=objective_configs()).config
+        objective = OBJECTIVES["mp3"](config, context)
+        if kind is not None:
+            object.__setattr__(objective.core, "visibility_kind", kind)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return objective, Runner(layers, context)
+
+    return make
+
+
+def draw_images(count=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (count, 16, 16, 3), generator=generator, dtype=torch.uint8)
+
+
+def batch_of(images, first=0):
+    return Batch(images, torch.full((len(images),), -1), torch.arange(first, first + len(images)))
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_permuting_patches_permutes_what_is_predicted(make, class_token):
+    objective, runner = make(f"objective.class_token={str(class_token).lower()}")
+    patches = objective.patches(draw_images())
+    context = objective.choose(torch.arange(3), 0.5)
+    order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
+    plain = objective.outputs(runner.predictions(objective.inputs_with(patches, context)))
+    # Patch order[i] now stands at place i, so what stood at p stands at argsort(order)[p].
+    moved = objective.inputs_with(patches[:, order], order.argsort()[context])
+    permuted = objective.outputs(runner.predictions(moved))
+    torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(plain[:, 0], plain[:, 1], atol=1e-2)
+
+
+def test_without_masking_it_is_full_attention_without_positions(make):
+    objective, runner = make("objective.mask_ratio=0.0")
+    _, full = make("objective.mask_ratio=0.0", kind="full")
+    inputs = objective.sequence(batch_of(draw_images())).inputs
+    torch.testing.assert_close(
+        runner.predictions(inputs), full.predictions(inputs), rtol=1e-5, atol=1e-5
+    )
+    features = objective.feature_inputs(batch_of(draw_images()))
+    torch.testing.assert_close(
+        runner.predictions(features), full.predictions(inputs), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_masked_patches_give_no_keys_and_values(make):
+    objective, runner = make()
+    patches = objective.patches(draw_images(1))
+    context = objective.choose(torch.arange(1), 0.5)
+    masked = [p for p in range(PLACES) if p not in context[0].tolist()]
+    watched, seen = masked[0], context[0].tolist()
+    patches.requires_grad_()
+    state = objective.inputs_with(patches, context)
+    for layer in runner.layers.modules:
+        state = layer(state)
+    objective.outputs(state)[0, watched].sum().backward()
+    moved = (patches.grad[0].abs().sum(-1) > 0).nonzero().flatten().tolist()
+    assert moved == sorted([watched, *seen])
+
+
+def test_keys_and_values_are_computed_for_the_context_alone(make):
+    objective, runner = make("objective.mask_ratio=0.75")
+    counts = []
+    for block in runner.layers.modules[1:-1]:
+        block.self_attention.linear_kv.register_forward_hook(
+            lambda _, inputs, __: counts.append(len(inputs[0]))
+        )
+    runner.predictions(objective.sequence(batch_of(draw_images())).inputs)
+    assert counts == [4 + 1] * 3
+
+
+def test_loss_and_accuracy_are_those_of_loops(make):
+    objective, _ = make()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, PLACES + 1, PLACES, generator=generator)
+    targets = objective.sequence(batch_of(draw_images())).targets
+    nats, right = 0.0, 0
+    for image in range(3):
+        for patch in range(PLACES):
+            row = logits[image, 1 + patch].double().tolist()
+            nats += math.log(sum(math.exp(x) for x in row)) - row[patch]
+            right += row.index(max(row)) == patch
+    assert float(objective.loss(logits, targets)) == pytest.approx(nats / 48, rel=1e-5)
+    accuracy = objective.metrics(logits, targets)["accuracy"]
+    assert float(accuracy) == pytest.approx(right / 48)
+    assert 0 < right < 48
+
+
+def test_context_is_drawn_for_the_sample_not_for_its_place_in_a_batch(make):
+    objective, _ = make()
+    whole = objective.choose(torch.arange(6), 0.5)
+    assert torch.equal(objective.choose(torch.arange(4, 6), 0.5), whole[4:])
+    assert not torch.equal(whole[0].sort().values, whole[1].sort().values)
+    assert all(len(set(row.tolist())) == 8 for row in whole)
+
+
+def test_every_patch_is_context_equally_often(make):
+    objective, _ = make()
+    context = objective.choose(torch.arange(4000), 0.75)
+    assert context.shape == (4000, 4)
+    shares = torch.bincount(context.flatten(), minlength=PLACES) / 4000
+    # Five standard deviations of a mean of 4,000 draws with probability 1/4.
+    assert (shares - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
+
+
+def test_operations_fall_with_the_mask_ratio_as_the_count_says(make):
+    objective, _ = make()
+    model = objective.config.model.model_copy(update={"num_layers": 12, "hidden_size": 768})
+    n, c, h = PLACES + 1, 8 + 1, 768
+    block = n * (2 * h * h + 8 * h * h) + c * 2 * h * h + 2 * n * c * h
+    by_hand = 3 * 2 * (12 * block + n * h * PLACES)
+    assert training_flops(model, objective.workload()) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
+        (["model.positions=learned"], "learned tells what the model has to find out"),
+        (
+            ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+            "17 tokens do not divide",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_key(make, words, said):
+    with pytest.raises(UserError, match=said):
+        make(*words)
