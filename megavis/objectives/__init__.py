@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from megavis.config.schema import ObjectiveConfig
 from megavis.objectives.base import Objective
+from megavis.objectives.gvp import GVP
 from megavis.objectives.igpt import IGPT
 from megavis.objectives.mp3 import MP3
 
 OBJECTIVES: Mapping[str, type[Objective]] = {
+    "gvp": GVP,
     "igpt": IGPT,
     "mp3": MP3,
 }

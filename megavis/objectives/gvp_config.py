@@ -1,0 +1,104 @@
+"""What a GVP config may say (sections 3.2, 4.1 and 5 of the paper).
+
+Legend: T patches, S condition tokens, K predicted groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megavis.config.schema import Complaint, NonNegative, ObjectiveConfig, Positive, RunConfig
+from megavis.objectives import gvp_segmentation as segmentation
+
+
+class GVPConfig(ObjectiveConfig):
+    """The keys of GVP."""
+
+    name: Literal["gvp"] = "gvp"
+    patch_size: Positive = 16
+    """Side of a patch in pixels."""
+    order: Literal["random", "raster"] = "random"
+    """z: a permutation of its own for each image, or rows from top to bottom (table 3)."""
+    segmentation: Literal["fixed", "random", "mixed", "given"] = "mixed"
+    """How groups are cut (section 3.2, appendix B); `given`: by `boundaries`."""
+    num_groups: Positive = 20
+    """K, groups that are predicted."""
+    boundaries: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    """n_0 to n_{K-1} for `given`: how many tokens, in order, stand before the end of each group."""
+    num_condition_tokens: NonNegative = 1
+    """S, learned tokens that stand for y_extra; 1 is a class token."""
+    normalize_targets: bool = False
+    """Predict each patch standardised by its own mean and deviation, as MAE does."""
+
+    def num_patches(self, config: RunConfig) -> int:
+        """Return T."""
+        return (config.data.image_size // self.patch_size) ** 2
+
+    def bounds(self, config: RunConfig) -> tuple[int, int]:
+        """Return the smallest n_0 and the largest n_{K-1} that any image can have.
+
+        Tokens before the first are never asked for, tokens from the last on are never seen: neither
+        is computed. Both must be known without a look at what was drawn, so drawn groups give 0
+        and T.
+        """
+        num_patches = self.num_patches(config)
+        if self.boundaries is not None:
+            return self.boundaries[0], self.boundaries[-1]
+        if self.segmentation == "fixed":
+            fixed = segmentation.fixed_length(num_patches, self.num_groups)
+            return int(fixed[0]), int(fixed[-1])
+        return 0, num_patches
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want patches that fill the image, and groups that fit them."""
+        if config.data.image_size % self.patch_size:
+            yield (
+                "objective.patch_size",
+                f"{self.patch_size} does not divide data.image_size {config.data.image_size}",
+            )
+            return
+        if config.model.positions is None and config.model.hidden_size % 4:
+            yield (
+                "model.hidden_size",
+                f"{config.model.hidden_size} does not divide by 4, as sin-cos positions want",
+            )
+        faults = [*self._check_groups(self.num_patches(config))]
+        yield from faults
+        if config.parallel.sequence_parallel and not faults:
+            yield from self._check_split(config)
+
+    def _check_groups(self, num_patches: int) -> Iterator[Complaint]:
+        if (self.segmentation == "given") != (self.boundaries is not None):
+            yield (
+                "objective.boundaries",
+                "belongs to segmentation given, and to it alone: set both or neither",
+            )
+        elif self.boundaries is not None:
+            fault = segmentation.fault_of_boundaries(self.boundaries, num_patches)
+            if fault:
+                yield "objective.boundaries", fault
+        elif self.segmentation != "given":
+            most = segmentation.most_groups(self.segmentation, num_patches)
+            if self.num_groups > most:
+                yield (
+                    "objective.num_groups",
+                    f"{self.num_groups} groups cannot be cut from {num_patches} patches with"
+                    f" {self.segmentation} length; use at most {most}",
+                )
+
+    def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
+        """Sequence parallelism splits all tokens, and those that the head reads."""
+        tensor = config.parallel.tensor_model_parallel_size
+        first, last = self.bounds(config)
+        num_queries = self.num_patches(config) - first
+        num_tokens = self.num_condition_tokens + last + num_queries
+        if num_tokens % tensor or num_queries % tensor:
+            yield (
+                "parallel.sequence_parallel",
+                f"{num_tokens} tokens, {num_queries} of them queries, do not divide by"
+                f" tensor_model_parallel_size {tensor}; change objective.num_condition_tokens, or"
+                " set it to false",
+            )

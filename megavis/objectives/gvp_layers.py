@@ -1,0 +1,86 @@
+"""The first layer of GVP: content and query tokens, and who sees whom (section 4.1).
+
+Legend: b images, S condition tokens, c content tokens of the image, q query tokens, d numbers of a
+patch, h hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megavis.model.core import Core
+from megavis.model.embeddings import to_stream
+from megavis.model.init import normal
+from megavis.model.positions import PositionKind, Positions
+from megavis.model.stream import State, Stream
+
+TwoStreams = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""What the first layer takes.
+
+Content `[b, c, d]`, its places int64 `[b, c]` in raster order, its groups int64 `[b, c]`; the
+places int64 `[b, q]` that are asked for, and their groups int64 `[b, q]`. No queries (q = 0) leave
+the content stream alone.
+"""
+
+
+class TwoStreamEmbedding(nn.Module):
+    """The start of both streams: H⁽⁰⁾ = [y; x] + E_pos and G⁽⁰⁾ = w + E_pos.
+
+    The paper writes G⁽⁰⁾ = w without positions. Then all tokens of a group would get one and the
+    same prediction, and requirement (1) of section 4.1 wants g(x_{z<t}, z_t), which knows z_t.
+    """
+
+    def __init__(
+        self, core: Core, content: nn.Module, *, side: int, condition: int, positions: PositionKind
+    ) -> None:
+        """Build.
+
+        Args:
+            core: sizes and groups.
+            content: embeds content, `[b, c, ...]` to `[b, c, h]`.
+            side: of the square grid of tokens.
+            condition: S, learned vectors that stand for y_extra; the first is the class token.
+            positions: E_pos; condition tokens have no place.
+        """
+        super().__init__()
+        width = core.megatron.hidden_size
+        self.core, self.side, self.linear_content = core, side, content
+        self.positions = Positions(
+            positions, height=side, width=side, hidden_size=width, fill=normal(0.02)
+        )
+        self.query = nn.Parameter(torch.empty(width))
+        nn.init.normal_(self.query, std=0.02)
+        self.condition: nn.Parameter | None = None
+        if condition:
+            self.condition = nn.Parameter(torch.empty(condition, width))
+            nn.init.normal_(self.condition, std=0.02)
+
+    def forward(self, inputs: TwoStreams) -> State:
+        """Embed; the state's tokens are condition, content, queries, and groups are carried."""
+        content, places, groups, query_places, query_groups = inputs
+        hidden = self.linear_content(content)
+        parts = [self.positions(hidden, self._coordinates(places))]
+        if query_places.shape[1]:
+            query = self.query.to(hidden.dtype).expand(*query_places.shape, -1)
+            parts.append(self.positions(query, self._coordinates(query_places)))
+        extra = 0
+        if self.condition is not None:
+            extra = len(self.condition)
+            parts.insert(0, self.condition.to(hidden.dtype).expand(len(hidden), -1, -1))
+        carried = {
+            # y_extra stands in G_0, which all tokens see.
+            "content_groups": nn.functional.pad(groups, (extra, 0)).contiguous(),
+            "query_groups": query_groups.contiguous(),
+            **self._carried_positions(torch.cat([places, query_places], dim=1), extra),
+        }
+        return Stream(to_stream(torch.cat(parts, dim=1), self.core), carried).pack()
+
+    def _coordinates(self, places: Tensor) -> Tensor:
+        return torch.stack([places // self.side, places % self.side], dim=-1)
+
+    def _carried_positions(self, places: Tensor, extra: int) -> dict[str, Tensor]:
+        """Return what rotary kinds carry; they do not turn condition tokens (row and column 0)."""
+        return self.positions.carried(
+            nn.functional.pad(self._coordinates(places), (0, 0, extra, 0))
+        )

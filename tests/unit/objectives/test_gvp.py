@@ -1,0 +1,182 @@
+"""GVP's two streams against the paper's equations, and against the models that it contains."""
+
+import random
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.model.stream import Stream
+from megavis.model.visibility import Visibility
+from megavis.objectives.gvp import content_alone, two_streams
+from megavis.objectives.gvp_layers import TwoStreamEmbedding
+from megavis.objectives.gvp_segmentation import groups_of
+
+CONFIG = """\
+name: small
+objective: {name: gvp, patch_size: 4, num_groups: 3}
+model:
+  num_layers: 3
+  hidden_size: 16
+  num_attention_heads: 2
+  normalization: layer_norm
+  norm_epsilon: 1e-6
+  activation: gelu
+  add_bias: true
+data: {train: shards/train, image_size: 12}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-2}
+training: {steps: 3, batch_size: 8}
+"""
+SIDE, PATCHES = 3, 9
+
+
+@pytest.fixture
+def build(context, tmp_path):
+    """Build a GVP of nine patches; every parameter random."""
+    from megavis.config.load import load_config
+    from megavis.model.runner import Runner
+    from megavis.model.stack import LocalLayers, Stack
+    from megavis.objectives import OBJECTIVES, objective_configs
+
+    def build(*words):
+        path = tmp_path / "gvp.yaml"
+        path.write_text(CONFIG)
+        config = load_config(path, words, objectives=objective_configs()).config
+        objective = OBJECTIVES["gvp"](config, context)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        return objective, Runner(layers, context)
+
+    return build
+
+
+def photographs(count=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(256, (count, 12, 12, 3), generator=generator, dtype=torch.uint8)
+
+
+def batch_of(images, first=0):
+    index = torch.arange(first, first + len(images))
+    return Batch(images, torch.full((len(images),), -1), index)
+
+
+# Who sees whom.
+
+
+def by_equations(num_tokens, condition, order, boundaries):
+    """M_h^z and M_g^z, true where 0: equations (9) to (12), one number after the other.
+
+    All is counted from 1 as in the paper: order z_1 .. z_T, boundaries n_0 .. n_{K-1}. In the last
+    line of (11) M_g compares f(j - S) with itself in print; f(i - S) is what is meant.
+    """
+    size, first = condition + num_tokens, condition + boundaries[0]  # S + m - 1
+
+    def group(t):
+        return sum(n < t for n in boundaries)
+
+    def sees(i, j, *, own):
+        if j <= first:
+            return True
+        if i <= first:
+            return False
+        ours, theirs = group(i - condition), group(j - condition)
+        return ours >= theirs if own else ours > theirs
+
+    place = {i: i for i in range(1, condition + 1)}  # z'(i)
+    place |= {z + condition: i + condition for i, z in enumerate(order, start=1)}
+    rows = range(1, size + 1)
+    return tuple(
+        torch.tensor([[sees(place[i], place[j], own=own) for j in rows] for i in rows])
+        for own in (True, False)
+    )
+
+
+def by_megavis(embedding, num_tokens, condition, order, boundaries):
+    """The same two masks from what the first layer hands to the blocks."""
+    z = torch.tensor([order]) - 1
+    groups = groups_of(torch.tensor([boundaries]), num_tokens)
+    patches = torch.zeros(1, num_tokens, 48)
+    stream = Stream.unpack(
+        embedding(two_streams(patches, z, groups, z, groups)), ("content_groups", "query_groups")
+    )
+    mask = Visibility("two_stream", **stream.carried).dense_mask(len(stream.hidden))[0]
+    places = z[0].argsort() + condition  # where the tokens of raster order stand
+    content = torch.cat([torch.arange(condition), places])
+    return mask[content][:, content], mask[places + num_tokens][:, content]
+
+
+def draw_case(source):
+    num_tokens, condition = source.randint(1, PATCHES), source.randint(0, 3)
+    order = source.sample(range(1, num_tokens + 1), num_tokens)
+    num_groups = source.randint(1, num_tokens)
+    boundaries = sorted(source.sample(range(num_tokens), num_groups))
+    return num_tokens, condition, order, boundaries
+
+
+def test_visibility_is_that_of_the_equations(build):
+    objective, runner = build()
+    patches = runner.layers.modules[0].linear_content
+    embeddings = {
+        condition: TwoStreamEmbedding(
+            objective.core, patches, side=SIDE, condition=condition, positions="none"
+        )
+        for condition in range(4)
+    }
+    source = random.Random(0)
+    for _ in range(500):
+        case = draw_case(source)
+        content, query = by_equations(*case)
+        ours = by_megavis(embeddings[case[1]], *case)
+        assert torch.equal(ours[0], content), case
+        # Of condition tokens no query is computed: no loss reads them.
+        assert torch.equal(ours[1], query[case[1] :]), case
+
+
+def test_the_masks_printed_in_appendix_a():
+    # S = 2, z = [2, 3, 4, 5, 1], G_0 = [x_2], G_1 = [x_3, x_4], G_2 = [x_5, x_1]: equation (19).
+    content, query = by_equations(5, 2, [2, 3, 4, 5, 1], [1, 3])
+    condition, middle, last = "1101000", "1101110", "1111111"
+    rows = [condition, condition, last, condition, middle, middle, last]
+    assert ["".join(str(int(x)) for x in row) for row in content] == rows
+    rows = [condition, condition, middle, condition, condition, condition, middle]
+    assert ["".join(str(int(x)) for x in row) for row in query] == rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradients_are_zero_exactly_where_nothing_is_seen(build, seed):
+    source = random.Random(seed)
+    num_tokens, condition, order, boundaries = draw_case(source)
+    objective, runner = build(f"objective.num_condition_tokens={condition}")
+    embedding, *blocks, _ = runner.layers.modules
+    seen_by = by_megavis(embedding, num_tokens, condition, order, boundaries)
+    z = torch.tensor([order]) - 1
+    groups = groups_of(torch.tensor([boundaries]), num_tokens)
+    inputs = two_streams(torch.randn(1, num_tokens, 48), z, groups, z, groups)
+    stream = Stream.unpack(embedding(inputs), objective.carries)
+    hidden = stream.hidden.detach().requires_grad_()
+    state = stream.with_hidden(hidden).pack()
+    places = z[0].argsort() + condition
+    content = torch.cat([torch.arange(condition), places])
+    for number, block in enumerate(blocks):
+        state = block(state)
+        out = Stream.unpack(state, objective.carries).hidden
+        first = condition + num_tokens if number == len(blocks) - 1 else 0
+        assert len(out) == len(hidden) - first, "the last block gives queries alone"
+        for row, token in [*enumerate(content), *enumerate(places + num_tokens, condition)]:
+            if token < first:
+                continue
+            weights = torch.randn(16, generator=torch.Generator().manual_seed(row))
+            (gradient,) = torch.autograd.grad(
+                (out[token - first, 0] * weights).sum(), hidden, retain_graph=True
+            )
+            moved = gradient[:, 0].abs().sum(-1) > 0
+            is_query = token >= condition + num_tokens
+            expected = torch.zeros(len(hidden), dtype=torch.bool)
+            expected[content] = seen_by[1][row - condition] if is_query else seen_by[0][row]
+            expected[token] = True  # the residual
+            assert torch.equal(moved, expected), (number, token)

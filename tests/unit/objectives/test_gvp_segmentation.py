@@ -1,0 +1,106 @@
+"""Orders and groups against the code of the paper's appendix B, and against its own examples."""
+
+import itertools
+import statistics
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.objectives import gvp_segmentation as segmentation
+
+SAMPLES = 20_000
+
+
+def draw(kind, num_tokens, num_groups, count=SAMPLES, first=0):
+    index = torch.arange(first, first + count)
+    return segmentation.draw_boundaries(
+        kind, index, num_tokens=num_tokens, num_groups=num_groups, seed=0
+    )
+
+
+def assert_equally_often(rows, expected):
+    """All of `expected` come, and nothing else, each within five deviations of its share."""
+    counts = dict.fromkeys(expected, 0)
+    for row in rows:
+        counts[tuple(row)] += 1
+    share = 1 / len(counts)
+    deviation = (len(rows) * share * (1 - share)) ** 0.5
+    assert max(abs(c - len(rows) * share) for c in counts.values()) < 5 * deviation
+
+
+def test_orders_are_uniform_permutations():
+    order = segmentation.random_order(torch.arange(SAMPLES), 4, seed=0)
+    assert_equally_often(order.tolist(), itertools.permutations(range(4)))
+
+
+def test_random_length_takes_every_choice_of_boundaries_equally_often():
+    rows = draw("random", 6, 3).tolist()
+    assert_equally_often(rows, itertools.combinations(range(1, 6), 3))
+
+
+def test_mixed_length_ends_the_condition_of_the_last_group_at_a_normal_share():
+    num_tokens, num_groups = 16, 4
+    rows = draw("mixed", num_tokens, num_groups).tolist()
+    share = statistics.NormalDist(0.5, 0.1)
+    for last in range(num_groups, num_tokens):
+        # All that would round to less than K is clamped to it, all above T - 1 likewise.
+        low = 0.0 if last == num_groups else share.cdf((last - 0.5) / num_tokens)
+        high = 1.0 if last == num_tokens - 1 else share.cdf((last + 0.5) / num_tokens)
+        expected = SAMPLES * (high - low)
+        count = sum(row[-1] == last for row in rows)
+        assert abs(count - expected) <= 5 * max(expected, 1.0) ** 0.5
+    before_eight = [row[:-1] for row in rows if row[-1] == 8]
+    assert_equally_often(before_eight, itertools.combinations(range(1, 8), num_groups - 1))
+
+
+@pytest.mark.parametrize("num_groups", [1, 5, 14, 15])
+def test_clamped_boundaries_are_still_legal(num_groups):
+    for kind in ("random", "mixed"):
+        for row in draw(kind, 16, num_groups, count=500).tolist():
+            assert len(row) == num_groups
+            assert segmentation.fault_of_boundaries(row, 16) is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_groups", "expected"),
+    [
+        (196, 1, [98]),
+        (196, 5, [32, 65, 98, 130, 163]),
+        (10, 3, [2, 5, 7]),
+        (196, 196, list(range(196))),
+    ],
+)
+def test_fixed_length_is_the_formula(num_tokens, num_groups, expected):
+    rows = draw("fixed", num_tokens, num_groups, count=2)
+    assert rows.tolist() == [expected, expected]
+
+
+def test_draws_belong_to_the_sample():
+    for kind in ("random", "mixed"):
+        assert torch.equal(draw(kind, 16, 5, count=9)[4:], draw(kind, 16, 5, count=5, first=4))
+
+
+@pytest.mark.parametrize("num_groups", [1, 4, 15])
+def test_typical_boundaries_are_legal(num_groups):
+    for kind in ("fixed", "random", "mixed"):
+        row = segmentation.typical_boundaries(kind, 16, num_groups).tolist()
+        assert segmentation.fault_of_boundaries(row, 16) is None
+    assert segmentation.typical_boundaries("mixed", 196, 20)[-1] == 98
+
+
+def test_groups_of_the_printed_example():
+    # Appendix A: G_0 = [1], G_1 = [2, 3], G_2 = [4, 5].
+    assert segmentation.groups_of(torch.tensor([[1, 3]]), 5).tolist() == [[0, 1, 1, 2, 2]]
+    assert segmentation.groups_of(torch.tensor([[0, 1, 2]]), 3).tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("boundaries", [[], [3, 2], [2, 2], [-1, 2], [2, 5]])
+def test_boundaries_that_cut_no_groups_are_named(boundaries):
+    assert str(boundaries) in segmentation.fault_of_boundaries(boundaries, 5)
+
+
+@pytest.mark.parametrize("order", [[[0, 1, 1]], [[0, 1]], [[1, 2, 3]], [0, 1, 2]])
+def test_what_is_no_permutation_is_refused(order):
+    with pytest.raises(UserError, match="permutation of the 3 tokens"):
+        segmentation.check_order(torch.tensor(order), 3)
