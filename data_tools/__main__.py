@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from data_tools import contact_sheet, palette_fit, palette_shards, photographs, verify
+from data_tools import contact_sheet, jpeg_shards, palette_fit, palette_shards, photographs, verify
 from megavis.config.errors import UserError
 
 
@@ -59,6 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
         "palette shards demo/images/train --palette demo/palette.npy --out demo/train --size 32",
         palette_shards.add_arguments,
         palette_shards.run,
+    )
+    _add(
+        verbs,
+        "jpeg",
+        "write an image folder as shards of JPEG files",
+        "jpeg demo/images/train --out demo/jpeg_train --size 32",
+        jpeg_shards.add_arguments,
+        jpeg_shards.run,
     )
     _add(
         verbs,

@@ -1,4 +1,4 @@
-"""`inspect`: a contact sheet of a shard folder, decoded from its tokens."""
+"""`inspect`: a contact sheet of a shard folder, decoded from its tokens or files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from PIL import Image
 from data_tools.report import say
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import PALETTE_NAME
+from megavis.data.manifest import PALETTE_NAME, Manifest
+from megavis.data.transforms import Transform
 from megavis.tokenizers.palette import Palette
 
 _GAP = 2
+_LOOK = 64  # side at which pictures of many sizes are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the sheet and say what it shows. Raises UserError."""
     if min(arguments.count, arguments.scale) < 1:
         raise UserError("--count and --scale must be at least 1")
-    dataset = ShardDataset(arguments.directory)
-    palette = Palette.load(arguments.directory / PALETTE_NAME)
+    dataset = ShardDataset(arguments.directory, whole_images(arguments.directory))
     count = min(arguments.count, len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
-    size = dataset.manifest.image_size or 0
-    images = palette.decode(dataset.read(indices)[0]).reshape(count, size, size, 3)
+    images = _pixels(dataset, indices)
+    size = images.shape[1]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out)
     say(
@@ -43,6 +44,28 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(dataset.class_names)} classes"
     )
     return 0
+
+
+def whole_images(directory: Path) -> Transform | None:
+    """Return how to look at JPEG files of many sizes: their centres; None where not needed."""
+    manifest = Manifest.read(directory)
+    if manifest.kind != "jpeg" or manifest.image_size is not None:
+        return None
+    return Transform(image_size=_LOOK, crop="center")
+
+
+def _pixels(dataset: ShardDataset, indices: np.ndarray) -> np.ndarray:
+    """Return the samples as pixels uint8 `[n, s, s, 3]`. Raises UserError where nothing decodes."""
+    samples, _ = dataset.read(indices)
+    if dataset.manifest.kind == "jpeg":
+        return samples
+    if dataset.manifest.kind != "palette":
+        raise UserError(
+            f"{dataset.directory} holds {dataset.manifest.kind}, which need their network"
+        )
+    size = dataset.manifest.image_size or 0
+    palette = Palette.load(dataset.directory / PALETTE_NAME)
+    return palette.decode(samples).reshape(len(indices), size, size, 3)
 
 
 def tile(images: np.ndarray, *, scale: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_tools.contact_sheet import whole_images
 from data_tools.report import Progress, say
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
@@ -78,11 +79,14 @@ def shard_problems(directory: Path, shard: ShardEntry, *, suffix: str) -> list[s
 def sample_problems(directory: Path) -> list[str]:
     """Decode every sample of a folder whose shards are whole."""
     try:
-        dataset = ShardDataset(directory)
-        palette = Palette.load(directory / PALETTE_NAME)
+        dataset = ShardDataset(directory, whole_images(directory))
+        palette = None
+        if dataset.manifest.kind == "palette":
+            palette = Palette.load(directory / PALETTE_NAME)
         for start in range(0, len(dataset), _BATCH):
-            indices = np.arange(start, min(start + _BATCH, len(dataset)))
-            palette.decode(dataset.read(indices)[0])
+            samples, _ = dataset.read(np.arange(start, min(start + _BATCH, len(dataset))))
+            if palette is not None:
+                palette.decode(samples)
     except (UserError, ValueError) as error:
         return [str(error)]
     return dataset.skipped_names

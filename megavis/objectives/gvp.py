@@ -14,8 +14,8 @@ d numbers of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch

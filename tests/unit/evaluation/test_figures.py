@@ -78,7 +78,7 @@ def test_mean_loss_weighs_each_image_the_same(build, tmp_path, shard_folders):
     dataset = ShardDataset(shard_folders / "validation")
     got = mean_loss(runner, objective, dataset, limit=10, batch_size=4)
 
-    tokens = torch.from_numpy(dataset.read_tokens(np.arange(10)).astype(np.int64))
+    tokens = torch.from_numpy(dataset.read(np.arange(10))[0].astype(np.int64))
     mask = objective.inputs_from(tokens, sample_index=torch.arange(10))[2]
     logits = objective.outputs(runner.predictions(objective.inputs_from(tokens, mask=mask)))
     total = 0.0

@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 
-from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.model.stream import Stream
 from megavis.model.visibility import Visibility
-from megavis.objectives.gvp import content_alone, two_streams
+from megavis.objectives.gvp import two_streams
 from megavis.objectives.gvp_layers import TwoStreamEmbedding
 from megavis.objectives.gvp_segmentation import groups_of
 

@@ -17,7 +17,11 @@ CONFIG = """\
 name: small
 objective: {name: mp3, patch_size: 4, mask_ratio: 0.5}
 model:
-  {num_layers: 3, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm, add_bias: true}
+  num_layers: 3
+  hidden_size: 32
+  num_attention_heads: 4
+  normalization: layer_norm
+  add_bias: true
 data: {train: shards/train, image_size: 16}
 parallel: {zero_stage: 0}
 optimizer: {learning_rate: 1e-3}

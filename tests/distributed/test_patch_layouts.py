@@ -1,0 +1,61 @@
+"""Papers on patches in several layouts: what they carry, see and read must travel and add up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_layouts import STEPS, TOLERANCE, largest_difference, make_config, with_layout
+
+from megavis.training.parity import train_briefly
+
+OBJECTIVES = {
+    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
+    "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
+}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"zero_stage": 3}),
+    (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def patch_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A config on JPEG shards of the same photographs."""
+    from data_tools.__main__ import main
+
+    folder = tmp_path_factory.mktemp("patches")
+    source, target = str(shards / "crops" / "train"), str(folder / "train")
+    assert main(["jpeg", source, "--out", target, "--size", "16"]) == 0
+
+    def config(name: str) -> Path:
+        path = folder / f"{name}.yaml"
+        path.write_text(
+            f"""\
+name: {name}
+output: {folder}/runs
+objective: {OBJECTIVES[name]}
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 4
+  normalization: layer_norm
+  add_bias: true
+data: {{train: {target}, image_size: 16, crop: random_resized, flip: true}}
+optimizer: {{learning_rate: 1e-3}}
+training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2}}
+"""
+        )
+        return path
+
+    return config
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_layouts_give_the_curve_of_one_process(run_job: Any, patch_config: Any, name: str) -> None:
+    config = make_config(patch_config(name))
+    reference = run_job(train_briefly, 1, config, STEPS)[0]
+    assert reference[-1][0] < reference[0][0], "nothing was learned"
+    for processes, layout in LAYOUTS:
+        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout

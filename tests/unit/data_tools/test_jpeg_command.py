@@ -1,0 +1,75 @@
+"""`jpeg`: image folders to JPEG shards, and what training reads of them."""
+
+import numpy as np
+import pytest
+import webdataset
+from image_files import bad_files, encoded, real_jpegs, real_picture
+from PIL import Image
+
+from data_tools.__main__ import main
+from megavis.data.dataset import ShardDataset
+from megavis.data.manifest import Manifest
+from megavis.data.transforms import Transform
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Six JPEGs in two classes, a PNG, and the bad files."""
+    root = tmp_path / "images"
+    for number, path in enumerate(real_jpegs()[:6]):
+        folder = root / ("cats", "dogs")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        small = Image.open(path).convert("RGB").resize((60, 40 + number))
+        (folder / f"{number}.jpg").write_bytes(encoded(small, "JPEG"))
+    (root / "dogs" / "plain.png").write_bytes(encoded(real_picture(), "PNG"))
+    for name, (content, _) in bad_files().items():
+        (root / "dogs" / name).write_bytes(content)
+    return root
+
+
+def test_files_are_kept_byte_for_byte(images, tmp_path):
+    out = tmp_path / "out"
+    assert main(["jpeg", str(images), "--out", str(out)]) == 0
+    originals = {path.read_bytes() for path in images.rglob("*.jpg")}
+    stored = [
+        s["jpg"] for s in webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0)
+    ]
+    assert sum(content in originals for content in stored) >= 6
+    assert Manifest.read(out).image_size is None
+    dataset = ShardDataset(out, Transform(image_size=24, crop="center"))
+    pixels, labels = dataset.read(np.arange(len(dataset)))
+    assert pixels.shape == (len(dataset), 24, 24, 3)
+    assert set(labels.tolist()) == {0, 1}
+    assert main(["verify", str(out)]) == 0
+
+
+def test_squares_are_pillows(images, tmp_path):
+    out = tmp_path / "out"
+    assert main(["jpeg", str(images), "--out", str(out), "--size", "20", "--quality", "100"]) == 0
+    dataset = ShardDataset(out)
+    pixels, _ = dataset.read(np.arange(len(dataset)))
+    picture = Image.open(images / "cats" / "0.jpg").convert("RGB")
+    resized = picture.resize((30, 20), Image.Resampling.BICUBIC).crop((5, 0, 25, 20))
+    errors = [np.abs(image.astype(int) - np.asarray(resized)).mean() for image in pixels]
+    assert min(errors) < 2.0  # of 255; JPEG at its best quality
+    assert main(["verify", str(out)]) == 0
+    assert main(["inspect", str(out), "--out", str(tmp_path / "sheet.png"), "--count", "4"]) == 0
+
+
+def test_a_second_run_changes_nothing(images, tmp_path):
+    out = tmp_path / "out"
+    words = ["jpeg", str(images), "--out", str(out), "--size", "16", "--samples-per-shard", "4"]
+    assert main(words) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix == ".tar"}
+    (out / sorted(before)[0]).unlink()
+    assert main([*words, "--workers", "2"]) == 0
+    assert {p.name: p.read_bytes() for p in out.iterdir() if p.suffix == ".tar"} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--size", "0"], "--size must be at least 1"), (["--quality", "0"], "--quality must lie in")],
+)
+def test_mistakes_are_one_sentence(images, tmp_path, capsys, words, message):
+    assert main(["jpeg", str(images), "--out", str(tmp_path / "out"), *words]) == 2
+    assert message in capsys.readouterr().err
