@@ -18,17 +18,25 @@ from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens
 
 
-class PatchEmbedding(nn.Linear):
-    """A linear map of each patch: `[b, s, d]` to `[b, s, h]`."""
+class WholeLinear(nn.Linear):
+    """A linear map with a bias of zeros, computed in the precision of its weights.
 
-    def __init__(self, patch_width: int, hidden_size: int, fill: Fill = xavier_uniform) -> None:
-        super().__init__(patch_width, hidden_size)
+    It fills its own matrix: ZeRO-3 splits weights as soon as the module that holds them is built,
+    and a fill from outside would find nothing left to fill.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, fill: Fill = xavier_uniform) -> None:
+        super().__init__(num_inputs, num_outputs)
         fill(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, patches: Tensor) -> Tensor:
-        """Embed, in the precision of the weights."""
-        return super().forward(patches.to(self.weight.dtype))
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map `[..., num_inputs]` to `[..., num_outputs]`."""
+        return super().forward(inputs.to(self.weight.dtype))
+
+
+class PatchEmbedding(WholeLinear):
+    """A linear map of each patch: `[b, s, d]` to `[b, s, h]`."""
 
 
 class LastNorm(Norm):
@@ -52,9 +60,7 @@ class TokenHead(nn.Module):
         super().__init__()
         self.core = core
         self.norm = LastNorm(core)
-        self.linear = nn.Linear(core.megatron.hidden_size, num_outputs)
-        fill(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
 
     def forward(self, state: State) -> Tensor:
         """Map `[s, b, h]` to `[b, s, num_outputs]`, whole on every process of the tensor group."""

@@ -7,7 +7,7 @@ blocks, and scores what the head gives.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -116,13 +116,6 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Score the head's output; a float32 scalar, the mean over the images."""
-
-    def metrics(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return further scalars by name, each a mean over the images; validation reports them.
-
-        Takes what `loss` takes. None by default.
-        """
-        return {}
 
     @abstractmethod
     def outputs(self, predictions: Any) -> Tensor:

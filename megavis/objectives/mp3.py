@@ -225,7 +225,7 @@ class MP3(Objective):
         (places,) = targets
         return F.cross_entropy(self.outputs(predictions).float().transpose(1, 2), places)
 
-    def metrics(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return `accuracy`, the share of patches whose likeliest place is the true one."""
         (places,) = targets
         return {"accuracy": (self.outputs(predictions).argmax(-1) == places).float().mean()}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
 from megavis.model.flops import peak_flops
@@ -90,19 +89,18 @@ class LogMetrics:
 
 
 class Validate:
-    """Mean loss and metrics on held-out images, every N steps and before the first."""
+    """Mean loss on held-out images, every N steps and before the first."""
 
     def __init__(self, dataset: ShardDataset, every: int, num_images: int) -> None:
         self.dataset, self.every, self.num_images = dataset, every, num_images
 
     def __call__(self, state: StepState) -> None:
-        """Record `validation_loss`, and `validation_` and each metric's name, where it is due."""
+        """Record `validation_loss` where it is due."""
         if state.is_due(self.every):
-            for name, value in self.scores(state.engine).items():
-                state.record[f"validation_{name}"] = value
+            state.record["validation_loss"] = self.loss(state.engine)
 
-    def scores(self, engine: Engine) -> dict[str, float]:
-        """Return the mean `loss` and metrics over the held-out images; every process calls this."""
+    def loss(self, engine: Engine) -> float:
+        """Return the mean loss over the held-out images; every process calls this."""
         runner = Runner(engine.layers, engine.context)
         batches = evaluation_batches(
             self.dataset,
@@ -111,24 +109,15 @@ class Validate:
             data_parallel_size=engine.context.data.size,
             limit=min(self.num_images, len(self.dataset)),
         )
-        sums, names = torch.zeros((), device=engine.context.device), []
+        total = torch.zeros(2, device=engine.context.device, dtype=torch.float64)
         for batch in batches:
-            means = self._means(engine, runner, batch.to(engine.context.device))
-            names = list(means)
-            values = torch.stack(list(means.values())).double()
-            sums = sums + torch.cat([values, values.new_ones(1)]) * len(batch)
-        torch.distributed.all_reduce(sums, group=engine.context.data.group)
-        *totals, images = sums.tolist()
-        return {name: total / images for name, total in zip(names, totals, strict=True)}
-
-    @torch.no_grad()
-    def _means(self, engine: Engine, runner: Runner, batch: Batch) -> dict[str, Tensor]:
-        """Return loss and metrics of one batch, scalars on the device."""
-        objective = engine.objective
-        sequence = objective.sequence(batch)
-        predictions = runner.predictions(sequence.inputs)
-        metrics = objective.metrics(predictions, sequence.targets)
-        return {"loss": objective.loss(predictions, sequence.targets), **metrics}
+            sequence = engine.objective.sequence(batch.to(engine.context.device))
+            predictions = runner.predictions(sequence.inputs)
+            with torch.no_grad():
+                loss = engine.objective.loss(predictions, sequence.targets)
+            total += torch.stack([loss.double() * len(batch), total.new_tensor(len(batch))])
+        torch.distributed.all_reduce(total, group=engine.context.data.group)
+        return float(total[0] / total[1])
 
 
 class SaveCheckpoint:
@@ -177,8 +166,8 @@ class ShowProgress:
         """Advance the bar; write the step's numbers where there are any."""
         if state.loss is not None:
             self._bar.update(1)
-        hidden = ("samples_seen", "tokens_per_s", "mfu")
-        text = "  ".join(f"{k} {v:.4g}" for k, v in state.record.items() if k not in hidden)
+        shown = ("loss", "validation_loss", "lr", "grad_norm", "samples_per_s")
+        text = "  ".join(f"{k} {state.record[k]:.4g}" for k in shown if k in state.record)
         if text:
             tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)
         if state.step == state.last_step:
