@@ -24,6 +24,17 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def image_shards(shards: Path) -> Path:
+    """A folder with `train` and `validation` jpeg shards of the same crops, 16²."""
+    from image_shards import write_image_shards
+
+    folder = shards / "images"
+    for part in ("train", "validation"):
+        write_image_shards(shards / "crops" / part, folder / part)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config that trains on them in seconds: three blocks, so that stages are uneven."""
     path = tmp_path_factory.mktemp("configs") / "tiny.yaml"

@@ -65,6 +65,9 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[Complaint]:
 def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
+    if config.objective.has_blocks and not model.num_layers:
+        text = "must say num_layers (1 or more), hidden_size and num_attention_heads"
+        yield "model", f"{text}: {config.objective.name} has Transformer blocks"
     if model.hidden_size % model.num_attention_heads:
         yield (
             "model.num_attention_heads",
@@ -81,7 +84,7 @@ def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
             "model.ffn_hidden_size",
             f"{model.mlp_size} does not divide by tensor_model_parallel_size {tensor}",
         )
-    if parallel.pipeline_model_parallel_size > model.num_layers:
+    if parallel.pipeline_model_parallel_size > max(1, model.num_layers):
         yield (
             "parallel.pipeline_model_parallel_size",
             f"{model.num_layers} layers cannot fill"

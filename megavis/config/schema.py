@@ -8,7 +8,7 @@ section belongs to its paper: `objectives` hands its classes to the loader.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
@@ -36,6 +36,9 @@ class Section(BaseModel):
 class ObjectiveConfig(Section):
     """What every paper's section has; each paper's own class adds its keys."""
 
+    has_blocks: ClassVar[bool] = True
+    """False where there is no Transformer, and so no `model` section."""
+
     name: str
     """The paper's short name, for example `igpt`."""
 
@@ -47,8 +50,8 @@ class ObjectiveConfig(Section):
 class ModelConfig(Section):
     """The Transformer, in Megatron's names."""
 
-    num_layers: Positive
-    """Transformer blocks."""
+    num_layers: NonNegative
+    """Transformer blocks; 0 for what has none, such as a VAE."""
     hidden_size: Positive
     """Width of the residual stream."""
     num_attention_heads: Positive
@@ -81,6 +84,9 @@ class ModelConfig(Section):
     def mlp_size(self) -> int:
         """Width of the MLP, given or 4 × hidden_size."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+NO_BLOCKS = ModelConfig(num_layers=0, hidden_size=1, num_attention_heads=1)
 
 
 class DataConfig(Section):
@@ -195,7 +201,8 @@ class RunConfig(Section):
     """Decides initial weights, sample order and every random draw."""
     objective: SerializeAsAny[ObjectiveConfig]
     """The paper's own keys; `name` says which paper."""
-    model: ModelConfig
+    model: ModelConfig = NO_BLOCKS
+    """The Transformer; absent for what has none, such as a VAE."""
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig

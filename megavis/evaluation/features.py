@@ -17,7 +17,7 @@ from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
 from megavis.tokenizers.palette import Palette
 
 
@@ -56,7 +56,7 @@ class LabelledFeatures:
 
 def layer_features(
     runner: Runner,
-    objective: Objective,
+    objective: Trainable,
     dataset: ShardDataset,
     *,
     limit: int | None = None,
@@ -100,7 +100,7 @@ def view_of(batch: Batch, number: int, dataset: ShardDataset) -> Batch:
     return dataclasses.replace(batch, sample_index=batch.sample_index + number * len(dataset))
 
 
-def has_random_inputs(objective: Objective, dataset: ShardDataset) -> bool:
+def has_random_inputs(objective: Trainable, dataset: ShardDataset) -> bool:
     """Say whether the model's inputs hold random draws, as BERT's masks."""
     batch = next(_batches(dataset, limit=8, batch_size=8))
     one, other = (objective.sequence(view_of(batch, view, dataset)).inputs for view in (0, 1))

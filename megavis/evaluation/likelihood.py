@@ -11,7 +11,7 @@ from megavis.data.loader import evaluation_batches
 from megavis.evaluation.linear import best_layer, divide, score_layers
 from megavis.evaluation.probe import ProbeData, ProbeSettings
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CheckpointScore:
 @torch.no_grad()
 def mean_loss(
     runner: Runner,
-    objective: Objective,
+    objective: Trainable,
     dataset: ShardDataset,
     *,
     limit: int | None = None,
@@ -66,7 +66,7 @@ def score_checkpoint(
     name: str,
     step: int,
     runner: Runner,
-    objective: Objective,
+    objective: Trainable,
     data: ProbeData,
     settings: ProbeSettings,
 ) -> CheckpointScore:

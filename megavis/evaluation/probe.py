@@ -23,7 +23,7 @@ from megavis.evaluation.linear import LayerScore, best_layer, divide, score_laye
 from megavis.evaluation.low_data import LowDataScore, score_low_data
 from megavis.evaluation.probe_result import ProbeResult
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
 from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
@@ -68,7 +68,7 @@ class ProbeData:
             pixel_features(self.validation, palette=self.palette, limit=self.num_validation),
         )
 
-    def features(self, runner: Runner, objective: Objective, *, num_views: int = 1) -> Pair:
+    def features(self, runner: Runner, objective: Trainable, *, num_views: int = 1) -> Pair:
         """Return a network's features of both sets; the validation images in so many views."""
         train, validation = self.train, self.validation
         return (
@@ -115,7 +115,7 @@ class ProbeSettings:
 def probe(
     trained: Runner,
     untrained: Iterable[Runner],
-    objective: Objective,
+    objective: Trainable,
     data: ProbeData,
     *,
     step: int,

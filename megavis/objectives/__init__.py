@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megavis.config.schema import ObjectiveConfig
-from megavis.objectives.base import Objective
 from megavis.objectives.gvp import GVP
 from megavis.objectives.igpt import IGPT
 from megavis.objectives.mp3 import MP3
+from megavis.objectives.trainable import Trainable
+from megavis.objectives.vae import VAEObjective
 
-OBJECTIVES: Mapping[str, type[Objective]] = {
+OBJECTIVES: Mapping[str, type[Trainable]] = {
     "gvp": GVP,
     "igpt": IGPT,
     "mp3": MP3,
+    "vae": VAEObjective,
 }
 
 

@@ -1,49 +1,34 @@
 """What an objective owes: one paper, in terms of sequences, layers and a loss.
 
 An objective knows nothing of ranks. It turns a batch into a sequence, names the layers around the
-blocks, and scores what the head gives.
+blocks, and scores what the head gives. What the engine asks of it stands in `trainable.py`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
 from megavis.model.core import Block, Core
-from megavis.model.flops import Workload
+from megavis.model.flops import Workload, training_flops
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
+from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 
-
-@dataclass(frozen=True)
-class Sequence:
-    """An image as the model sees it.
-
-    Attributes:
-        inputs: what the first layer takes; every tensor has the batch as its first dimension.
-        targets: what the loss takes besides the head's output, likewise.
-    """
-
-    inputs: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
+__all__ = ["Objective", "Sequence", "TokenByToken"]
 
 
-class Objective(ABC):
+class Objective(Trainable):
     """One paper's way from a batch to a loss."""
 
-    config_type: ClassVar[type[ObjectiveConfig]]
-
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
-        self.config = config
+        super().__init__(config, context)
         self.core = Core.create(
             config,
             groups=context.megatron_groups(),
@@ -67,16 +52,6 @@ class Objective(ABC):
         return ()
 
     @property
-    def carries_gradient(self) -> bool:
-        """True where a carried tensor is a float, whose gradient then travels back."""
-        return False
-
-    @property
-    @abstractmethod
-    def num_tokens(self) -> int:
-        """Places of the sequence."""
-
-    @property
     @abstractmethod
     def num_outputs(self) -> int:
         """Numbers that the head gives for each place, over all processes."""
@@ -86,9 +61,9 @@ class Objective(ABC):
         causal = self.visibility_kind == "causal"
         return Workload.of_one_stream(self.num_tokens, self.num_outputs, causal=causal)
 
-    @abstractmethod
-    def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Yield what is wrong with shards of this kind for this config, a sentence each."""
+    def flops_per_image(self) -> float:
+        """Return the operations of a training step for one image, by the workload."""
+        return training_flops(self.config.model, self.workload())
 
     @abstractmethod
     def initialization(self) -> Initialization:
@@ -102,28 +77,12 @@ class Objective(ABC):
     def build_head(self) -> nn.Module:
         """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
 
-    @abstractmethod
-    def sequence(self, batch: Batch) -> Sequence:
-        """Turn a batch into a sequence; random draws depend on seed and sample alone."""
-
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return `Sequence.inputs` for features; those of training unless a paper says otherwise.
 
         Every token of this sequence counts in a mean over tokens.
         """
         return self.sequence(batch).inputs
-
-    @abstractmethod
-    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Score the head's output; a float32 scalar, the mean over the images."""
-
-    @abstractmethod
-    def outputs(self, predictions: Any) -> Tensor:
-        """Turn the head's output into the paper's own form, whole and batch first."""
-
-    @abstractmethod
-    def inputs_from(self, inputs: Any, **conditions: Any) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for a user's own inputs in the paper's form."""
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, blocks, head."""

@@ -19,14 +19,15 @@ from megavis.config.errors import UserError
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers
 from megavis.model.visibility import KeyValueCache
-from megavis.objectives.base import Objective, TokenByToken
+from megavis.objectives.base import TokenByToken
+from megavis.objectives.trainable import Trainable
 from megavis.parallel.random import uniform
 from megavis.sampling.choice import Choice
 
 
 def generate(
     runner: Runner,
-    objective: Objective,
+    objective: Trainable,
     *,
     batch_size: int,
     prefix: Tensor | None = None,

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective, TokenByToken
+from megavis.objectives.base import TokenByToken
+from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import Axis
 from megavis.sampling.autoregressive import generate
 
 
 def sample_ids(
     runner: Runner,
-    objective: Objective,
+    objective: Trainable,
     *,
     num_images: int,
     originals: Tensor | None = None,

@@ -16,8 +16,13 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective, TokenByToken
-from megavis.sampling.pictures import picture_of_completions, picture_of_samples
+from megavis.objectives.base import TokenByToken
+from megavis.objectives.trainable import Reconstructs, Trainable
+from megavis.sampling.pictures import (
+    picture_of_completions,
+    picture_of_reconstructions,
+    picture_of_samples,
+)
 from megavis.tokenizers.palette import Palette
 
 
@@ -63,13 +68,27 @@ class TokenGallery:
         )
 
 
+class ReconstructionGallery:
+    """A tokenizer in training: images above what comes out."""
+
+    def __init__(self, objective: Reconstructs, run_folder: Path) -> None:
+        self.objective = objective
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """See `Gallery.draw`."""
+        if examples is None:
+            raise UserError("reconstructions need images: give data.validation")
+        return picture_of_reconstructions(runner, self.objective, examples.inputs)
+
+
 GALLERIES: list[tuple[type, type[Gallery]]] = [
     (TokenByToken, TokenGallery),
+    (Reconstructs, ReconstructionGallery),
 ]
 """Which class draws for which protocol; the first that fits."""
 
 
-def gallery_of(objective: Objective, run_folder: Path) -> Gallery:
+def gallery_of(objective: Trainable, run_folder: Path) -> Gallery:
     """Return what draws this objective's picture.
 
     Raises:

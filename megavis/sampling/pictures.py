@@ -1,4 +1,4 @@
-"""From a model and a palette to the two pictures of a run: samples, and completions.
+"""From a model to the pictures of a run: samples, completions, reconstructions.
 
 Legend: b images, n pixels of an image.
 """
@@ -11,9 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective, TokenByToken
+from megavis.objectives.base import TokenByToken
+from megavis.objectives.trainable import Reconstructs, Trainable
 from megavis.sampling.batches import given_pixels, sample_ids
-from megavis.sampling.grids import completion_grid, sample_grid
+from megavis.sampling.grids import completion_grid, image_grid, sample_grid
 from megavis.tokenizers.palette import Palette
 
 
@@ -32,7 +33,7 @@ def to_pixels(ids: Tensor, palette: Palette) -> np.ndarray:
 
 
 def picture_of_samples(
-    runner: Runner, objective: Objective, palette: Palette, *, num_images: int, **options: Any
+    runner: Runner, objective: Trainable, palette: Palette, *, num_images: int, **options: Any
 ) -> np.ndarray:
     """Draw images and put them into a grid; every process calls this together.
 
@@ -52,7 +53,7 @@ def picture_of_samples(
 
 def picture_of_completions(
     runner: Runner,
-    objective: Objective,
+    objective: Trainable,
     palette: Palette,
     *,
     originals: Tensor,
@@ -91,3 +92,26 @@ def picture_of_completions(
     given = given_pixels(objective, num_given).numpy().reshape(pixels.shape[1:3])
     columns = [to_pixels(ids, palette) for ids in completed.split(len(originals))]
     return completion_grid(pixels, given, columns)
+
+
+def picture_of_reconstructions(
+    runner: Runner, objective: Reconstructs, originals: Tensor
+) -> np.ndarray:
+    """Show images above what a tokenizer makes of them; every process calls this together.
+
+    Args:
+        runner: the model.
+        objective: the tokenizer in training.
+        originals: uint8 `[b, H, W, 3]`.
+
+    Returns:
+        uint8 `[H, W, 3]`, pairs of rows: originals, reconstructions.
+    """
+    inputs = objective.inputs_from(originals.to(runner.context.device))
+    made = objective.reconstruction(runner.predictions(inputs)).cpu().numpy()
+    images, columns = originals.cpu().numpy(), min(len(originals), 8)
+    rows = []
+    for start in range(0, len(images) - columns + 1, columns):
+        part = slice(start, start + columns)
+        rows += [list(images[part]), list(made[part])]
+    return image_grid(rows)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
-from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import DeepSpeedView, ParallelContext
 from megavis.parallel.random import derive_seed
 from megavis.training.deepspeed_config import deepspeed_config
@@ -36,7 +36,7 @@ class Engine:
         deepspeed: DeepSpeed's engine, for checkpoints.
     """
 
-    def __init__(self, config: RunConfig, objective: Objective, context: ParallelContext) -> None:
+    def __init__(self, config: RunConfig, objective: Trainable, context: ParallelContext) -> None:
         self.config, self.objective, self.context = config, objective, context
         self._pipelined = context.pipeline.size > 1
         plans = objective.layer_plans()
@@ -47,7 +47,9 @@ class Engine:
         self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]
         module = self._pipeline(plans) if self._pipelined else self._stack(plans, settings)
         self.layers = self._local_layers(plans, module)
-        optimizer = build_optimizer(self.layers.named_parameters(), config.optimizer)
+        optimizer = build_optimizer(
+            self.layers.named_parameters(), config.optimizer, objective.group_options
+        )
         self._norm_of_zero_0: GradientNorm | None = None
         if config.parallel.zero_stage == 0:
             self._norm_of_zero_0 = GradientNorm(
@@ -105,7 +107,7 @@ class Engine:
         """
         rate = self.rate(step)
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["learning_rate_scale"]
         self.deepspeed.train()
         self._seed_dropout(step)
         if self._pipelined:

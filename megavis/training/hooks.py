@@ -88,6 +88,9 @@ class LogMetrics:
         return speeds
 
 
+_COUNT = "images"
+
+
 class Validate:
     """Mean loss on held-out images, every N steps and before the first."""
 
@@ -97,10 +100,14 @@ class Validate:
     def __call__(self, state: StepState) -> None:
         """Record `validation_loss` where it is due."""
         if state.is_due(self.every):
-            state.record["validation_loss"] = self.loss(state.engine)
+            measured = self.measure(state.engine)
+            state.record.update({f"validation_{name}": v for name, v in measured.items()})
 
-    def loss(self, engine: Engine) -> float:
-        """Return the mean loss over the held-out images; every process calls this."""
+    def measure(self, engine: Engine) -> dict[str, float]:
+        """Return the mean loss over the held-out images, and what else the objective measures.
+
+        Every process calls this.
+        """
         runner = Runner(engine.layers, engine.context)
         batches = evaluation_batches(
             self.dataset,
@@ -109,15 +116,20 @@ class Validate:
             data_parallel_size=engine.context.data.size,
             limit=min(self.num_images, len(self.dataset)),
         )
-        total = torch.zeros(2, device=engine.context.device, dtype=torch.float64)
+        sums: dict[str, Tensor] = {}
         for batch in batches:
             sequence = engine.objective.sequence(batch.to(engine.context.device))
             predictions = runner.predictions(sequence.inputs)
             with torch.no_grad():
                 loss = engine.objective.loss(predictions, sequence.targets)
-            total += torch.stack([loss.double() * len(batch), total.new_tensor(len(batch))])
+                measured = engine.objective.measures(predictions, sequence.targets)
+            one = torch.ones((), device=loss.device)
+            for name, value in {"loss": loss, **measured, _COUNT: one}.items():
+                sums[name] = sums.get(name, 0.0) + value.double() * len(batch)
+        total = torch.stack(list(sums.values()))
         torch.distributed.all_reduce(total, group=engine.context.data.group)
-        return float(total[0] / total[1])
+        means = dict(zip(sums, (total / total[-1]).tolist(), strict=True))
+        return {name: mean for name, mean in means.items() if name != _COUNT}
 
 
 class SaveCheckpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,17 +11,30 @@ from torch import nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
+from megavis.objectives.trainable import GroupOptions
+
+OptionsOf = Callable[[str], GroupOptions]
+
+
+NO_OPTIONS = GroupOptions()
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    options_of: OptionsOf = lambda name: NO_OPTIONS,
 ) -> torch.optim.Optimizer:
     """Return decoupled-decay Adam over the parameters.
+
+    Args:
+        named_parameters: by the names that they have in every layout.
+        config: what holds for all.
+        options_of: what the objective does differently for the parameter of a name.
 
     Raises:
         UserError: when NVIDIA Apex is asked for and absent.
     """
-    groups = parameter_groups(named_parameters, config.weight_decay)
+    groups = parameter_groups(named_parameters, config.weight_decay, options_of)
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.betas,
@@ -33,19 +46,30 @@ def build_optimizer(
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    options_of: OptionsOf = lambda name: NO_OPTIONS,
 ) -> list[dict[str, Any]]:
-    """Split parameters by weight decay: matrices of linear layers decay, all others do not."""
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    """Split parameters by what the optimizer does with them.
+
+    Matrices of linear layers decay, all others do not; within both, by the objective's options.
+    `learning_rate_scale` of a group multiplies the scheduled rate.
+    """
+    groups: dict[tuple[bool, GroupOptions], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
-        is_matrix = name.endswith("weight") and ".linear" in name
-        (decayed if is_matrix and weight_decay else others).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        decays = bool(weight_decay) and name.endswith("weight") and ".linear" in name
+        groups.setdefault((decays, options_of(name)), []).append(parameter)
+    # Those that decay first, whatever the order of the layers.
+    ordered = sorted(groups.items(), key=lambda item: not item[0][0])
+    return [
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if decays else 0.0,
+            "learning_rate_scale": options.learning_rate_scale,
+            **({} if options.betas is None else {"betas": options.betas}),
+        }
+        for (decays, options), parameters in ordered
     ]
-    return [group for group in groups if group["params"]]
 
 
 def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:

@@ -23,9 +23,8 @@ from megavis.data.files import write_atomically
 from megavis.data.loader import BatchLoader
 from megavis.data.manifest import PALETTE_NAME
 from megavis.data.transforms import Transform, evaluation_transform, training_transform
-from megavis.model.flops import training_flops
 from megavis.objectives import OBJECTIVES, objective_configs
-from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
@@ -48,7 +47,7 @@ class TrainingRun:
 
     config: RunConfig
     context: ParallelContext
-    objective: Objective
+    objective: Trainable
     train_data: ShardDataset
     validation_data: ShardDataset | None
 
@@ -120,9 +119,10 @@ class TrainingRun:
 
     def _hooks(self, first_step: int, extra: Sequence[Hook]) -> list[Hook]:
         settings, paper = self.config.training, self.objective
-        flops = training_flops(self.config.model, paper.workload())
         log = LogMetrics(
-            settings.log_every, flops_per_image=flops, tokens_per_image=paper.num_tokens
+            settings.log_every,
+            flops_per_image=paper.flops_per_image(),
+            tokens_per_image=paper.num_tokens,
         )
         hooks: list[Hook] = [log]
         if self.validation_data is not None and settings.validate_every:
@@ -200,7 +200,7 @@ class TrainingRun:
 
 
 def _open_data(
-    loaded: LoadedConfig, key: str, path: str, transform: Transform, objective: Objective
+    loaded: LoadedConfig, key: str, path: str, transform: Transform, objective: Trainable
 ) -> ShardDataset:
     try:
         dataset = ShardDataset(path, transform)

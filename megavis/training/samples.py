@@ -10,7 +10,7 @@ from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import read_batch
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
 from megavis.sampling.gallery import gallery_of
 from megavis.sampling.grids import save_png
 from megavis.training.hooks import StepState
@@ -24,7 +24,7 @@ class SampleImages:
         run_folder: Path,
         dataset: ShardDataset | None,
         *,
-        objective: Objective,
+        objective: Trainable,
         every: int,
         num_images: int,
     ) -> None:

@@ -112,7 +112,7 @@ def test_a_legal_file_is_read_with_its_defaults(read):
         (
             "  name: igpt",
             "  name: dalle",
-            "config.yaml:3: objective.name: must say which paper: one of igpt, not 'dalle'",
+            "config.yaml:3: objective.name: must say which paper: one of igpt, vae, not 'dalle'",
         ),
         (
             "  name: igpt",
@@ -216,7 +216,10 @@ def test_a_word_fills_a_section_that_the_file_leaves_empty(read, small):
         ("name.of.run=x", "command line: name.of.run: 'name' holds a value, not keys"),
         ("training={steps: 1, batch_size: x}", "command line: training.batch_size: input should"),
         ("training={steps: 1}", "command line: training.batch_size: is missing and has no default"),
-        ("model.num_layers=0", "command line: model.num_layers: input should be greater than 0"),
+        (
+            "model.num_layers=-1",
+            "command line: model.num_layers: input should be greater than or equal to 0",
+        ),
         ("parallel.zero_stage=4", "command line: parallel.zero_stage: input should be 0, 1, 2 or"),
     ],
 )

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from megavis.parallel.random import derive_seed, seeded, uniform
+from megavis.parallel.random import derive_seed, normal, seeded, uniform
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -114,3 +114,15 @@ def test_seeded_decides_what_is_drawn_and_restores_the_generator():
         assert torch.equal(torch.randn(4), first)
     with seeded(7, "weights", "blocks.1"):
         assert not torch.equal(torch.randn(4), first)
+
+
+def test_normals_are_standard_and_belong_to_their_sample():
+    index = torch.arange(2000)
+    draws = normal(index, 50, seed=0, purpose="noise")
+    probability = torch.distributions.Normal(0.0, 1.0).cdf(draws.flatten().double())
+    ordered = probability.sort().values
+    expected = (torch.arange(len(ordered)) + 0.5) / len(ordered)
+    # Kolmogorov's distance; 1.95 / sqrt(n) has a chance of 0.1 %.
+    assert float((ordered - expected).abs().max()) < 1.95 / len(ordered) ** 0.5
+    assert draws.isfinite().all()
+    assert torch.equal(normal(index[7:9], 50, seed=0, purpose="noise"), draws[7:9])

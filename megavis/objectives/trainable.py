@@ -1,0 +1,122 @@
+"""What the engine, the loop and their side jobs ask of anything that is trained.
+
+A paper with Transformer blocks is an `Objective` (`base.py`), which fills in most of this; a
+tokenizer in training, which has none, is a `Trainable` of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.stack import LayerPlan
+from megavis.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """An image as the model sees it.
+
+    Attributes:
+        inputs: what the first layer takes; every tensor has the batch as its first dimension.
+        targets: what the loss takes besides the head's output, likewise.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How the optimizer treats a parameter differently from what the config says of all.
+
+    Attributes:
+        learning_rate_scale: multiplies the scheduled learning rate.
+        betas: Adam's decay rates; those of the config when None.
+    """
+
+    learning_rate_scale: float = 1.0
+    betas: tuple[float, float] | None = None
+
+
+class Trainable(ABC):
+    """A list of layers, what goes in, and how what comes out is scored."""
+
+    config_type: ClassVar[type[ObjectiveConfig]]
+
+    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Places of the sequence."""
+
+    @abstractmethod
+    def flops_per_image(self) -> float:
+        """Return the floating-point operations of a training step for one image."""
+
+    @abstractmethod
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Yield what is wrong with shards of this kind for this config, a sentence each."""
+
+    @abstractmethod
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return the model, first layer first."""
+
+    @abstractmethod
+    def sequence(self, batch: Batch) -> Sequence:
+        """Turn a batch into a sequence; random draws depend on seed and sample alone."""
+
+    @abstractmethod
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Score the last layer's output; a float32 scalar, the mean over the images."""
+
+    @abstractmethod
+    def outputs(self, predictions: Any) -> Tensor:
+        """Turn the last layer's output into the paper's own form, whole and batch first."""
+
+    @abstractmethod
+    def inputs_from(self, inputs: Any, **conditions: Any) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for a user's own inputs in the paper's form."""
+
+    @property
+    def carries_gradient(self) -> bool:
+        """True where a tensor beside the hidden states has a gradient that travels back."""
+        return False
+
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for features of the Transformer's blocks.
+
+        Raises:
+            UserError: when there are no blocks.
+        """
+        name = self.config.objective.name
+        raise UserError(f"{name} has no Transformer blocks whose features could be read")
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return other numbers of a batch, means over its images, that validation records."""
+        return {}
+
+    def group_options(self, name: str) -> GroupOptions:
+        """Return what the optimizer does differently for the parameter of this name."""
+        return GroupOptions()
+
+
+@runtime_checkable
+class Reconstructs(Protocol):
+    """What is offered besides, where images go in and the same images come out."""
+
+    def inputs_from(self, inputs: Any, **conditions: Any) -> tuple[Tensor, ...]:
+        """Return the inputs for images uint8 `[b, H, W, 3]`."""
+
+    def reconstruction(self, predictions: Any) -> Tensor:
+        """Return the images that came out, uint8 `[b, H, W, 3]`."""

@@ -1,0 +1,152 @@
+"""Density-based classifier-free guidance: draws from p(z | c)^(1+w) · p(z | ∅)^-w.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 3.4 and appendix D. Of a mixture, the
+component is drawn from the conditional prediction; its Gaussians with and without the class are
+then guided number by number, by rejection: proposals from N(μ_c, 2 · max(σ_c, σ_u)), a bound taken
+over 1001 points in μ_c ± 10, at most 1000 tries, and where none is accepted a draw from the
+conditional Gaussian.
+
+Legend: m numbers to draw, all independent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megavis.model.mixture import gaussian_log_prob
+from megavis.parallel.random import normal, uniform
+
+MAX_TRIES = 1000
+_REACH, _NUM_POINTS = 10.0, 1001
+_TRIES_AT_ONCE = 10
+
+
+@dataclass(frozen=True)
+class Guided:
+    """The unnormalised guided density of independent numbers.
+
+    Attributes:
+        mean: μ_c, `[...]`.
+        log_scale: log σ_c, `[...]`.
+        other_mean: μ_u of the prediction without the class, `[...]`.
+        other_log_scale: log σ_u, `[...]`.
+        weight: w, 0 or more; at 0 the conditional Gaussian is left.
+    """
+
+    mean: Tensor
+    log_scale: Tensor
+    other_mean: Tensor
+    other_log_scale: Tensor
+    weight: float
+
+    def log_density(self, values: Tensor) -> Tensor:
+        """Return (1 + w) log p(z | c) - w log p(z | ∅) at `values` `[...]`: float32 `[...]`."""
+        conditional = gaussian_log_prob(values, self.mean, self.log_scale)
+        other = gaussian_log_prob(values, self.other_mean, self.other_log_scale)
+        return (1.0 + self.weight) * conditional - self.weight * other
+
+    @property
+    def proposal_log_scale(self) -> Tensor:
+        """Logarithm of the proposal's scale, twice the larger of the two."""
+        return torch.maximum(self.log_scale, self.other_log_scale) + math.log(2.0)
+
+    def log_bound(self) -> Tensor:
+        """Return log of max over the points of the density, divided by the proposal's mode.
+
+        The log-density is a parabola. Over evenly spaced points its largest value is at one of
+        the two next to the vertex, or at an end, so four points tell the maximum over all 1001.
+        """
+        sharpness = (1.0 + self.weight) * torch.exp(-2.0 * self.log_scale)
+        other = self.weight * torch.exp(-2.0 * self.other_log_scale)
+        # Where the parabola has no top, its vertex is of no interest and an end is the largest.
+        shift = other * (self.mean - self.other_mean) / (sharpness - other)
+        step = 2.0 * _REACH / (_NUM_POINTS - 1)
+        nearest = torch.floor(shift.nan_to_num(nan=0.0) / step)
+        offsets = [nearest * step, (nearest + 1.0) * step]
+        offsets += [torch.full_like(shift, -_REACH), torch.full_like(shift, _REACH)]
+        points = torch.stack([o.clamp(-_REACH, _REACH) for o in offsets]) + self.mean
+        highest = self.log_density(points).amax(0)
+        return highest + self.proposal_log_scale + 0.5 * math.log(2.0 * math.pi)
+
+    def select(self, rows: Tensor) -> Guided:
+        """Return the densities of some of m numbers."""
+        return Guided(
+            self.mean[rows],
+            self.log_scale[rows],
+            self.other_mean[rows],
+            self.other_log_scale[rows],
+            self.weight,
+        )
+
+
+@dataclass
+class Acceptance:
+    """How rejection fared, over all draws so far."""
+
+    numbers: int = 0
+    found: int = 0
+    proposals: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share of the proposals that were accepted."""
+        return self.found / max(1, self.proposals)
+
+    @property
+    def share_found(self) -> float:
+        """Share of the numbers for which a proposal was accepted; 0.999 in the paper."""
+        return self.found / max(1, self.numbers)
+
+
+def draw_guided(
+    guided: Guided, keys: Tensor, *, seed: int, purpose: str, acceptance: Acceptance
+) -> Tensor:
+    """Draw one value of each guided density.
+
+    The tries are made a few at once, for those numbers alone that have none yet.
+
+    Args:
+        guided: of m numbers, `[m]` each.
+        keys: int64 `[m]`, which with `seed` and `purpose` decide the draw of each number.
+        seed: decides every draw.
+        purpose: what the draw is for.
+        acceptance: counts are added to it.
+
+    Returns:
+        float32 `[m]`.
+    """
+    fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
+    values = guided.mean + guided.log_scale.exp() * fallback
+    log_bound = guided.log_bound()
+    waiting = torch.arange(len(keys), device=keys.device)
+    for first in range(0, MAX_TRIES, _TRIES_AT_ONCE):
+        if not len(waiting):
+            break
+        part, name = guided.select(waiting), f"{purpose}/{first}"
+        noise = normal(keys[waiting], _TRIES_AT_ONCE, seed=seed, purpose=f"{name}/value")
+        heights = uniform(keys[waiting], _TRIES_AT_ONCE, seed=seed, purpose=f"{name}/height")
+        accepted, proposals = _try(part, log_bound[waiting], noise.t(), heights.t())
+        hit, place = accepted.max(dim=0)
+        values[waiting[hit]] = proposals.gather(0, place[None])[0][hit]
+        tried = torch.where(hit, place + 1, _TRIES_AT_ONCE)
+        acceptance.proposals += int(tried.sum())
+        acceptance.found += int(hit.sum())
+        waiting = waiting[~hit]
+    acceptance.numbers += len(keys)
+    return values
+
+
+def _try(
+    guided: Guided, log_bound: Tensor, noise: Tensor, heights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Propose; returns which proposals `[tries, m]` are accepted, and the proposals."""
+    log_scale = guided.proposal_log_scale
+    proposals = guided.mean + log_scale.exp() * noise
+    ceiling = log_bound + gaussian_log_prob(proposals, guided.mean, log_scale)
+    # A height of 0 is below every density.
+    accepted = heights.log() + ceiling < guided.log_density(proposals)
+    return accepted, proposals

@@ -1,0 +1,171 @@
+"""Training a VAE: its losses against plain arithmetic, whose gradient is whose, and what falls."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vae_config import write_config
+
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.discriminator import Discriminator, squared_slope
+from megavis.model.perceptual import PerceptualDistance
+from megavis.model.stack import Stack
+from megavis.objectives import OBJECTIVES, objective_configs
+
+
+@pytest.fixture
+def small(tmp_path, context):
+    """The objective, its layers and a batch of random images."""
+    config = load_config(write_config(tmp_path), objectives=objective_configs()).config
+    objective = OBJECTIVES["vae"](config, context)
+    stack = Stack(objective.layer_plans(), objective.loss)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (3, 16, 16, 3), generator=generator, dtype=torch.uint8)
+    return objective, stack, Batch(images, torch.zeros(3).long(), torch.arange(3))
+
+
+def run_layers(stack, inputs):
+    state = inputs
+    for layer in stack.layers:
+        state = layer(state)
+    return state
+
+
+def test_loss_is_the_weighted_sum_of_its_terms(small):
+    objective, stack, batch = small
+    sequence = objective.sequence(batch)
+    pixels, made, mean, log_variance, for_generator, real, fake, slope = run_layers(
+        stack, sequence.inputs
+    )
+    expected = F.mse_loss(made, batch.inputs.permute(0, 3, 1, 2) / 255.0)
+    kl = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance)
+    expected = expected + 1e-4 * kl.sum() / 3
+    expected = expected + 0.1 * -torch.log(torch.sigmoid(for_generator)).mean()
+    expected = expected - torch.log(torch.sigmoid(real)).mean()
+    expected = expected - torch.log(1 - torch.sigmoid(fake)).mean() + 5.0 * slope.mean()
+    torch.testing.assert_close(stack(sequence.inputs, ()), expected)
+
+
+def test_each_side_learns_from_its_own_loss_alone(small):
+    objective, stack, batch = small
+    inputs = objective.sequence(batch).inputs
+    stack(inputs, ()).backward()
+    together = {n: p.grad.clone() for n, p in stack.named_parameters()}
+
+    def gradients(loss_of):
+        stack.zero_grad()
+        loss_of(objective.measures(run_layers(stack, inputs), ())).backward()
+        return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
+
+    generator = gradients(lambda m: m["squared_error"] + 1e-4 * m["kl"] + 0.1 * m["adversarial"])
+    discriminator = gradients(lambda m: m["discriminator"] + 5.0 * m["squared_slope"])
+    assert generator.keys().isdisjoint(discriminator)
+    assert generator.keys() | discriminator.keys() == together.keys()
+    for name, gradient in {**generator, **discriminator}.items():
+        torch.testing.assert_close(gradient, together[name], msg=name)
+
+
+def test_squared_slope_is_that_of_finite_differences():
+    torch.manual_seed(0)
+    network = Discriminator(8, 4).double()
+    pixels = torch.rand(1, 3, 8, 8, dtype=torch.float64)
+    steps = torch.eye(pixels.numel(), dtype=torch.float64).view(-1, 3, 8, 8) * 1e-6
+    with torch.no_grad():
+        slope = (network(pixels + steps) - network(pixels - steps)) / 2e-6
+    found = squared_slope(network, pixels)
+    torch.testing.assert_close(found.double()[0], slope.square().sum(), rtol=1e-4, atol=0)
+    found.sum().backward()
+    assert network.conv_in.weight.grad.abs().sum() > 0
+
+
+def vgg():
+    """VGG-16's features as torch's own modules, with random weights."""
+    torch.manual_seed(0)
+    layers, width = [], 3
+    for outputs, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(count):
+            layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.ReLU()]
+            width = outputs
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers)
+
+
+def test_perceptual_distance_is_that_of_plain_layers(tmp_path):
+    from safetensors.torch import save_file
+
+    features = vgg()
+    weights = {f"features.{n}": t for n, t in features.state_dict().items()}
+    save_file(weights, tmp_path / "vgg.safetensors")
+    torch.save(weights, tmp_path / "vgg.pth")
+    first, second = torch.rand(2, 2, 3, 32, 32).unbind(0)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    pair = [((x - mean[:, None, None]) / std[:, None, None]) for x in (first, second)]
+    expected = torch.zeros(2)
+    for number, layer in enumerate(features):
+        pair = [layer(x) for x in pair]
+        if number in (3, 8, 15, 22, 29):
+            one, two = (x / x.norm(dim=1, keepdim=True).clamp(min=1e-6) for x in pair)
+            expected += ((one - two) ** 2).sum(1).mean((1, 2))
+    for name in ("vgg.safetensors", "vgg.pth"):
+        found = PerceptualDistance.load(tmp_path / name)(first, second)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_files_without_vgg_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=r"no features\.0\.weight"):
+        PerceptualDistance.load(tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match="no file of VGG-16 weights"):
+        PerceptualDistance.load(tmp_path / "missing.pth")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["objective.perceptual_weight=0.1"], "objective.perceptual_weights"),
+        (["objective.filters=40"], "objective.filters"),
+        (["data.image_size=18"], "data.image_size"),
+        (["parallel.tensor_model_parallel_size=2"], "parallel.tensor_model_parallel_size"),
+        (["parallel.zero_stage=3"], "parallel.zero_stage"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, words, key):
+    with pytest.raises(UserError, match=key):
+        load_config(write_config(tmp_path), words, objectives=objective_configs())
+
+
+def test_an_objective_with_blocks_wants_a_model_section(tmp_path):
+    path = tmp_path / "no_model.yaml"
+    path.write_text(
+        "name: x\nobjective: {name: igpt}\ndata: {train: t, image_size: 8}\n"
+        "optimizer: {learning_rate: 1e-3}\ntraining: {steps: 1, batch_size: 1}\n"
+    )
+    with pytest.raises(UserError, match="model"):
+        load_config(path, objectives=objective_configs())
+
+
+def test_the_discriminator_has_its_own_rates(small):
+    from megavis.training.optimizer import build_optimizer
+
+    objective, stack, _ = small
+    named = [(f"vae.{n}", p) for n, p in stack.layers[0].named_parameters()]
+    named += [(f"discriminator.{n}", p) for n, p in stack.layers[1].named_parameters()]
+    optimizer = build_optimizer(named, objective.config.optimizer, objective.group_options)
+    first, second = optimizer.param_groups
+    assert len(first["params"]) == len(list(stack.layers[0].parameters()))
+    assert (first["betas"], first["learning_rate_scale"]) == ((0.0, 0.99), 1.0)
+    assert (second["betas"], second["learning_rate_scale"]) == ((0.5, 0.9), pytest.approx(2.0))
+
+
+def test_posterior_noise_belongs_to_the_sample(small):
+    objective, _, batch = small
+    _, noise = objective.sequence(batch).inputs
+    assert noise.shape == (3, 4, 4, 4)
+    last = Batch(batch.inputs[2:], batch.labels[2:], batch.sample_index[2:])
+    assert torch.equal(objective.sequence(last).inputs[1], noise[2:])
+    assert np.isfinite(objective.flops_per_image())

@@ -1,0 +1,93 @@
+"""Guided draws against the density that the paper's sampler has, found by plain numeric sums."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from megavis.sampling.guidance import Acceptance, Guided, draw_guided
+
+
+def guided(mean, scale, other_mean, other_scale, weight):
+    values = (mean, math.log(scale), other_mean, math.log(other_scale))
+    return Guided(*(torch.tensor([v]) for v in values), weight)
+
+
+CASES = [(0.3, 0.5, 0.0, 1.0, 0.4), (-1.0, 1.0, 0.5, 1.2, 2.0), (0.0, 0.1, 3.0, 0.3, 0.8)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bound_is_the_largest_over_the_papers_points(case):
+    density = guided(*case)
+    points = density.mean + torch.linspace(-10, 10, 1001)
+    highest = density.log_density(points).max()
+    proposal = Normal(case[0], 2 * max(case[1], case[3])).log_prob(torch.tensor(case[0]))
+    torch.testing.assert_close(density.log_bound()[0], highest - proposal, rtol=1e-4, atol=1e-4)
+
+
+def test_bound_of_a_density_without_a_top_is_at_an_end():
+    density = guided(0.0, 1.0, 0.5, 0.4, 2.0)
+    points = torch.linspace(-10, 10, 1001)
+    proposal = Normal(0.0, 2.0).log_prob(torch.tensor(0.0))
+    highest = density.log_density(points).max() - proposal
+    torch.testing.assert_close(density.log_bound()[0], highest, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_have_the_samplers_density(case):
+    """The paper's bound holds at the proposal's mode alone; elsewhere the ceiling cuts."""
+    count, density = 40_000, guided(*case)
+    many = Guided(*(t.expand(count) for t in _tensors(density)), density.weight)
+    acceptance = Acceptance()
+    draws = draw_guided(many, torch.arange(count), seed=0, purpose="test", acceptance=acceptance)
+    mean, scale, other_mean, other_scale, weight = case
+    grid = torch.linspace(mean - 8, mean + 8, 20_001, dtype=torch.float64)
+    target = (1 + weight) * Normal(mean, scale).log_prob(grid)
+    target = (target - weight * Normal(other_mean, other_scale).log_prob(grid)).exp()
+    proposal = Normal(mean, 2 * max(scale, other_scale)).log_prob(grid).exp()
+    reached = torch.minimum(target, proposal * density.log_bound().double().exp())
+    reached = reached / reached.sum()
+    expected = (reached * grid).sum()
+    variance = (reached * (grid - expected) ** 2).sum()
+    error = 4 * math.sqrt(float(variance) / count)
+    assert float(draws.mean()) == pytest.approx(float(expected), abs=error)
+    assert float(draws.var()) == pytest.approx(float(variance), rel=0.05)
+    assert acceptance.share_found > 0.999
+    assert 0.02 < acceptance.rate <= 1
+
+
+def _tensors(density):
+    return density.mean, density.log_scale, density.other_mean, density.other_log_scale
+
+
+def test_no_weight_leaves_the_conditional_gaussian():
+    count = 40_000
+    columns = [torch.full((count,), v) for v in (1.0, math.log(0.5), 7.0, 0.0)]
+    draws = draw_guided(
+        Guided(*columns, 0.0), torch.arange(count), seed=1, purpose="t", acceptance=Acceptance()
+    )
+    assert float(draws.mean()) == pytest.approx(1.0, abs=0.01)
+    assert float(draws.std()) == pytest.approx(0.5, rel=0.02)
+
+
+def test_where_nothing_is_accepted_the_conditional_gaussian_is_drawn():
+    # The bound is at the end of the reach, far above the density near the mean.
+    count = 1000
+    columns = [torch.full((count,), v) for v in (0.0, 0.0, 0.5, math.log(0.3))]
+    acceptance = Acceptance()
+    draws = draw_guided(
+        Guided(*columns, 2.0), torch.arange(count), seed=0, purpose="t", acceptance=acceptance
+    )
+    assert acceptance.share_found < 0.1
+    assert float(draws.std()) == pytest.approx(1.0, rel=0.15)
+
+
+def test_a_draw_depends_on_its_key_alone():
+    density = guided(*CASES[0])
+    many = Guided(*(t.expand(10) for t in _tensors(density)), density.weight)
+    whole = draw_guided(many, torch.arange(10), seed=3, purpose="t", acceptance=Acceptance())
+    some = many.select(torch.tensor([7, 2]))
+    keys = torch.tensor([7, 2])
+    again = draw_guided(some, keys, seed=3, purpose="t", acceptance=Acceptance())
+    assert torch.equal(whole[keys], again)
