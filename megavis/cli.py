@@ -12,6 +12,7 @@ from megavis.config.errors import UserError
 # Each command and its module; `import` is a word of Python, so its module has another name.
 _COMMANDS = {
     "train": "train",
+    "search-lr": "search_lr",
     "parity": "parity",
     "params": "params",
     "sample": "sample",

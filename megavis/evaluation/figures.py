@@ -51,7 +51,7 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _axes("layer", "linear probe accuracy (%)")
+    figure, axes = plain_axes("layer", "linear probe accuracy (%)")
     columns = _columns(depth_rows(result))
     layers = columns["layer"]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -89,7 +89,7 @@ def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
         scores: checkpoints of one or more runs, in the order of their steps.
         pixels: accuracy of raw pixels, in [0, 1].
     """
-    figure, axes = _axes("validation loss, falling to the right", "best layer's accuracy (%)")
+    figure, axes = plain_axes("validation loss, falling to the right", "best layer's accuracy (%)")
     axes.axhline(100 * pixels, color=_PIXELS, linestyle="--", label="raw pixels")
     for number, run in enumerate(dict.fromkeys(score.run for score in scores)):
         points = [score for score in scores if score.run == run]
@@ -128,7 +128,8 @@ def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -
     return [png, numbers]
 
 
-def _axes(x: str, y: str) -> tuple[Figure, Axes]:
+def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:
+    """Return an empty figure with two labelled axes."""
     # Without pyplot, which keeps global state and may look for a screen.
     from matplotlib.figure import Figure
 

@@ -33,6 +33,13 @@ class StepState:
     engine: Engine
     record: dict[str, float] = field(default_factory=dict)
     images: dict[str, np.ndarray] = field(default_factory=dict)
+    stop: str | None = None
+    """Why training ends here and now; a hook sets it, the same on every process."""
+
+    @property
+    def is_last(self) -> bool:
+        """True where no step follows."""
+        return self.step == self.last_step or self.stop is not None
 
     def is_due(self, every: int) -> bool:
         """True every so many steps and at the end; never where `every` is 0."""
@@ -158,7 +165,7 @@ class CollectGarbage:
         """Collect where it is due; at the end, give control back to Python."""
         if state.is_due(self.every):
             gc.collect()
-        if state.step == state.last_step:
+        if state.is_last:
             gc.enable()
 
 
@@ -182,5 +189,5 @@ class ShowProgress:
         text = "  ".join(f"{k} {state.record[k]:.4g}" for k in shown if k in state.record)
         if text:
             tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)
-        if state.step == state.last_step:
+        if state.is_last:
             self._bar.close()

@@ -20,7 +20,7 @@ def train(
     metrics: MetricsWriter | None,
     save: Hook,
 ) -> None:
-    """Train from `first_step` to `last_step`.
+    """Train from `first_step` to `last_step`, or until a hook stops.
 
     Args:
         engine: the model in training.
@@ -38,6 +38,8 @@ def train(
         state = StepState(step + 1, last_step, loss, engine)
         _after_step(state, hooks, metrics)
         save(state)
+        if state.stop is not None:
+            return
 
 
 def _after_step(state: StepState, hooks: Sequence[Hook], metrics: MetricsWriter | None) -> None:

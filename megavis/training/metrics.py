@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -59,3 +60,16 @@ def drop_steps_after(path: Path, step: int) -> None:
         except (json.JSONDecodeError, KeyError):
             continue
     write_atomically(path, "".join(kept).encode())
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's `metrics.jsonl`; none where the run has not begun."""
+    path = run_folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        # A kill may leave the last line torn.
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records

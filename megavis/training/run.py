@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -220,16 +221,19 @@ def _require_device(loaded: LoadedConfig, device: str | None) -> None:
         raise loaded.source.error([("training.precision", text)])
 
 
-def run_training(
-    loaded: LoadedConfig, launch: Launch, *, device: str | None = None, hooks: Sequence[Hook] = ()
-) -> None:
-    """Join the job that the launcher started and train.
+@contextlib.contextmanager
+def open_job(
+    loaded: LoadedConfig, launch: Launch, *, device: str | None = None
+) -> Iterator[ParallelContext]:
+    """Join the job that the launcher started, in the config's layout, and leave it in the end.
 
     Args:
         loaded: the checked config.
         launch: this process's place in the job.
         device: `cpu` or `cuda`; what the machine has when None.
-        hooks: side jobs besides the usual ones.
+
+    Raises:
+        UserError: the config does not fit the number of processes or the device.
     """
     loaded.require_world(launch.world_size)
     _require_device(loaded, device)
@@ -241,6 +245,21 @@ def run_training(
         device=device,
     )
     try:
-        TrainingRun.open(loaded, context).train(hooks)
+        yield context
     finally:
         close_context()
+
+
+def run_training(
+    loaded: LoadedConfig, launch: Launch, *, device: str | None = None, hooks: Sequence[Hook] = ()
+) -> None:
+    """Join the job that the launcher started and train.
+
+    Args:
+        loaded: the checked config.
+        launch: this process's place in the job.
+        device: `cpu` or `cuda`; what the machine has when None.
+        hooks: side jobs besides the usual ones.
+    """
+    with open_job(loaded, launch, device=device) as context:
+        TrainingRun.open(loaded, context).train(hooks)

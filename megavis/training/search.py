@@ -1,0 +1,198 @@
+"""The learning-rate search of iGPT (Generative Pretraining from Pixels, sections 3.4 and A.1).
+
+Rates are tried one after the other from large to small, until the final validation loss starts to
+rise. Too high a rate shows as a loss spike from which training does not come back; such a run is
+given up as soon as that is plain. Every run is an ordinary run folder, so that a search that was
+killed goes on: finished and given-up runs are kept, an interrupted one resumes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig
+from megavis.config.schema import RunConfig
+from megavis.data.files import write_atomically
+from megavis.parallel.context import ParallelContext
+from megavis.training.hooks import StepState
+from megavis.training.metrics import read_metrics
+from megavis.training.run import TrainingRun
+
+PAPER_RATES = (0.01, 0.003, 0.001, 0.0003, 0.0001)
+"""Section 3.4, which ends in dots; the smallest rate of Table 5 is 0.0003."""
+
+_GIVEN_UP = "given_up.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rate."""
+
+    rate: float
+    folder: str
+    state: Literal["finished", "given up", "unfinished"]
+    step: int
+    """Where the run ended."""
+    validation_loss: float
+    """The final one; infinite where the run did not finish."""
+
+
+class SpikeWatch:
+    """A hook that gives a run up whose loss went up and stays up, or is not a number."""
+
+    def __init__(self, folder: Path, patience: int) -> None:
+        """Watch a run.
+
+        Args:
+            folder: of the run; says what was logged before an interruption, and is told of the end.
+            patience: logged losses in a row that must be up.
+        """
+        self._folder, self._patience = folder, patience
+        self._losses: list[float] | None = None
+
+    def __call__(self, state: StepState) -> None:
+        """Look at the step's loss where it was logged; every process decides the same."""
+        if state.loss is None or "loss" not in state.record:
+            return
+        if self._losses is None:
+            self._losses = _logged_losses(self._folder, before=state.step)
+        self._losses.append(state.record["loss"])
+        context = state.engine.context
+        # The main process decides: a sum that rounds differently elsewhere must not part them.
+        verdict = torch.tensor(float(is_lost(self._losses, self._patience)), device=context.device)
+        dist.broadcast(verdict, src=0, group=context.world.group)
+        if not verdict:
+            return
+        state.stop = "the loss went up and stays up"
+        if context.is_main:
+            told = {"step": state.step, "steps": state.last_step, "reason": state.stop}
+            write_atomically(self._folder / _GIVEN_UP, json.dumps(told).encode())
+
+
+def is_lost(losses: Sequence[float], patience: int) -> bool:
+    """Return whether training has had a loss spike from which it does not come back.
+
+    A loss is up where it lies above the lowest one so far by more than half of what the run had
+    gained since its first, and by more than 5 % of the first, which keeps the noise of a plateau
+    out.
+
+    Args:
+        losses: all logged losses, in order.
+        patience: so many in a row, up to the last, must be up; one that is not finite is enough.
+    """
+    if not all(map(math.isfinite, losses)):
+        return True
+    lowest, in_a_row = math.inf, 0
+    for loss in losses:
+        lowest = min(lowest, loss)
+        height = max(0.5 * (losses[0] - lowest), 0.05 * abs(losses[0]))
+        in_a_row = in_a_row + 1 if loss > lowest + height else 0
+    return in_a_row >= patience
+
+
+def search_rates(
+    loaded: LoadedConfig,
+    rates: Sequence[float],
+    context: ParallelContext,
+    *,
+    patience: int = 10,
+    report: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Try rates from large to small until the final validation loss starts to rise.
+
+    Args:
+        loaded: the config of all runs but for the rate and the name.
+        rates: in any order, each above 0.
+        context: the job; every process calls this together.
+        patience: see `is_lost`.
+        report: called on every process with each outcome, those of an earlier search too.
+
+    Returns:
+        The outcomes, largest rate first.
+
+    Raises:
+        UserError: when there is nothing to compare: no validation data, or no rate above 0.
+    """
+    if loaded.config.data.validation is None:
+        raise UserError("the search compares validation losses: set data.validation")
+    if not rates or not all(rate > 0 and math.isfinite(rate) for rate in rates):
+        raise UserError(f"the rates must be numbers above 0, not {list(rates)}")
+    outcomes: list[Outcome] = []
+    for rate in sorted(set(rates), reverse=True):
+        config = config_for(loaded.config, rate)
+        outcome = _agree(read_outcome(config), context)
+        if outcome.state == "unfinished":
+            run = TrainingRun.open(LoadedConfig(config, loaded.source), context)
+            run.train([SpikeWatch(run.folder, patience)])
+            del run
+            # An engine lies in cycles of references, and the next one needs its memory.
+            gc.collect()
+            outcome = _agree(read_outcome(config), context)
+        outcomes.append(outcome)
+        report(outcome)
+        if len(outcomes) > 1 and outcome.validation_loss > outcomes[-2].validation_loss:
+            break
+    return outcomes
+
+
+def best_of(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Return the run with the lowest final validation loss; None where none finished."""
+    finished = [outcome for outcome in outcomes if outcome.state == "finished"]
+    return min(finished, key=lambda outcome: outcome.validation_loss, default=None)
+
+
+def config_for(config: RunConfig, rate: float) -> RunConfig:
+    """Return the config of one rate's run, which at least ends with a validation loss."""
+    training = config.training
+    every = training.validate_every or training.steps
+    return config.model_copy(
+        update={
+            "name": f"{config.name}-lr-{rate:g}",
+            "optimizer": config.optimizer.model_copy(update={"learning_rate": rate}),
+            "training": training.model_copy(update={"validate_every": every}),
+        }
+    )
+
+
+def read_outcome(config: RunConfig) -> Outcome:
+    """Return what the run's folder says of it."""
+    folder, steps = Path(config.folder), config.training.steps
+    rate = config.optimizer.learning_rate
+    given_up = folder / _GIVEN_UP
+    if given_up.exists():
+        told = json.loads(given_up.read_text(encoding="utf-8"))
+        # Another schedule is another run: what it was given up for need not happen again.
+        if told["steps"] == steps:
+            return Outcome(rate, str(folder), "given up", told["step"], math.inf)
+    records = read_metrics(folder)
+    last = records[-1] if records else {"step": 0}
+    loss = last.get("validation_loss", math.nan)
+    if last["step"] < steps:
+        return Outcome(rate, str(folder), "unfinished", int(last["step"]), math.inf)
+    if not math.isfinite(loss):
+        return Outcome(rate, str(folder), "given up", steps, math.inf)
+    return Outcome(rate, str(folder), "finished", steps, loss)
+
+
+def _logged_losses(folder: Path, *, before: int) -> list[float]:
+    records = read_metrics(folder)
+    return [r["loss"] for r in records if "loss" in r and r["step"] < before]
+
+
+def _agree(outcome: Outcome, context: ParallelContext) -> Outcome:
+    """Return what the main process has read: the folder may look older on another node."""
+    told: list[Any] = [outcome]
+    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
+    agreed = told[0]
+    assert isinstance(agreed, Outcome)
+    return agreed

@@ -1,0 +1,31 @@
+"""Several processes search together and agree on what to give up and when to stop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavis.config.load import load_config
+from megavis.objectives import objective_configs
+from megavis.parallel.launch import Launch
+from megavis.training.run import open_job
+from megavis.training.search import Outcome, search_rates
+
+
+def search(launch: Launch, path: str, overrides: list[str]) -> list[Outcome]:
+    loaded = load_config(path, overrides, objectives=objective_configs())
+    with open_job(loaded, launch, device="cpu") as context:
+        return search_rates(loaded, [1e5, 1e-2], context, patience=3, report=lambda _: None)
+
+
+@pytest.mark.parametrize("layout", ["zero_stage=3", "pipeline_model_parallel_size=2"])
+def test_two_processes_search_as_one(
+    run_job: Any, tiny_config: Path, tmp_path: Path, layout: str
+) -> None:
+    words = [f"output={tmp_path}", "training.steps=8", "schedule.warmup_steps=0"]
+    ours = run_job(search, 2, str(tiny_config), [*words, f"parallel.{layout}"])
+    alone = run_job(search, 1, str(tiny_config), [*words, "name=alone"])[0]
+    assert ours[0] == ours[1]
+    assert [outcome.state for outcome in ours[0]] == ["given up", "finished"]
+    assert [outcome.step for outcome in ours[0]] == [outcome.step for outcome in alone]
+    assert ours[0][1].validation_loss == pytest.approx(alone[1].validation_loss, rel=1e-5)

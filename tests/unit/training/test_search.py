@@ -1,0 +1,143 @@
+"""The search for a learning rate: when it stops, what it gives up, and how it goes on."""
+
+import csv
+import json
+import math
+
+import pytest
+from PIL import Image
+
+from megavis.cli import main
+from megavis.training.search import is_lost
+
+
+@pytest.fixture
+def config(shard_folders, tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {tmp_path}/runs
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1.0}}
+training: {{steps: 30, batch_size: 8, log_every: 1, validation_images: 16}}
+checkpoint: {{every: 5}}
+"""
+    )
+    return path
+
+
+def search(path, *words):
+    return main(["search-lr", str(path), "--device", "cpu", *words])
+
+
+def table(path):
+    with (path.parent / "runs/small-search/search.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_from_large_to_small_until_the_loss_rises(config, capsys):
+    # Adam's steps are as long as the rate: 1e5 destroys the network, 1e-6 leaves it as it was.
+    rates = ["1e-6", "1e-2", "1e5", "1e-7"]
+    assert search(config, "--rates", ",".join(rates), "--patience", "3") == 0
+    rows = table(config)
+    assert [row["learning_rate"] for row in rows] == ["100000", "0.01", "1e-06"]
+    assert [row["state"] for row in rows] == ["given up", "finished", "finished"]
+    assert [row["best"] for row in rows] == ["", "yes", ""]
+    losses = [float(row["validation_loss"]) for row in rows[1:]]
+    assert losses[0] < losses[1], "the last rate is the one at which the loss rose"
+    runs = config.parent / "runs"
+    assert not (runs / "small-lr-1e-07").exists()
+    given_up = metrics(runs / "small-lr-100000")
+    assert given_up[-1]["step"] == int(rows[0]["step"]) < 30
+    # What the table says is what the run logged, and the run is one like any other.
+    last = metrics(runs / "small-lr-0.01")[-1]
+    assert (last["step"], f"{last['validation_loss']:.6f}") == (30, rows[1]["validation_loss"])
+    assert main(["report", str(runs / "small-lr-0.01")]) == 0
+    picture = Image.open(runs / "small-search/search.png")
+    assert picture.size[0] > 300
+    assert "| 0.01 | finished | 30 |" in (runs / "small-search/search.md").read_text()
+
+    # Asked again, it has nothing left to do: what was given up stays given up.
+    before = {run: metrics(run) for run in runs.glob("small-lr-*")}
+    assert search(config, "--rates", ",".join(rates), "--patience", "3") == 0
+    assert table(config) == rows
+    assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
+
+
+def test_an_interrupted_run_is_finished_and_the_others_are_kept(config):
+    one = ["train", str(config), "--device", "cpu", "name=small-lr-0.003"]
+    one += ["optimizer.learning_rate=3e-3", "training.validate_every=30"]
+    assert main([*one, "name=whole"]) == 0
+
+    class KilledError(Exception):
+        pass
+
+    def kill(step):
+        def save(self, at, *rest):
+            result = real(self, at, *rest)
+            if at == step:
+                raise KilledError
+            return result
+
+        return save
+
+    from megavis.training.run import TrainingRun
+
+    real = TrainingRun._save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "_save", kill(10))
+        with pytest.raises(KilledError):
+            search(config, "--rates", "1e-2,3e-3")
+    runs = config.parent / "runs"
+    assert metrics(runs / "small-lr-0.01")[-1]["step"] == 10
+    assert search(config, "--rates", "1e-2,3e-3") == 0
+    assert [row["state"] for row in table(config)] == ["finished", "finished"]
+    ours, whole = metrics(runs / "small-lr-0.003"), metrics(runs / "whole")
+    assert [m["loss"] for m in ours if "loss" in m] == [m["loss"] for m in whole if "loss" in m]
+    resumed = [m["step"] for m in metrics(runs / "small-lr-0.01")]
+    assert resumed == sorted(set(resumed))
+    assert resumed[-1] == 30
+
+
+@pytest.mark.parametrize(
+    ("losses", "lost"),
+    [
+        ([6.2, 5.0, 4.0, 3.9, 3.8], False),
+        ([6.2, 5.0, 4.0, 5.4, 5.4, 5.4], True),
+        ([6.2, 5.0, 4.0, 5.4, 5.4, 4.5], False),  # it comes back
+        ([6.2, 5.0, 4.0, 5.0, 5.0, 5.0], False),  # not half of what was gained
+        ([6.2, 6.1, 6.2, 6.3, 6.25, 6.2], False),  # noise of a plateau
+        ([6.2, 6.6, 6.7, 6.8], True),
+        ([6.2, 6.6, 6.7], False),  # not long enough
+        ([6.2, math.nan], True),
+        ([6.2, math.inf], True),
+        ([], False),
+    ],
+)
+def test_a_spike_from_which_a_run_does_not_come_back(losses, lost):
+    assert is_lost(losses, 3) is lost
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--rates", "1e-2", "data.validation=null"], "set data.validation"),
+        (["--rates", "0,1e-2"], "must be numbers above 0"),
+    ],
+)
+def test_what_cannot_be_searched(config, capsys, words, expected):
+    assert search(config, *words) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_words_that_are_no_rates(config, capsys):
+    with pytest.raises(SystemExit):
+        search(config, "--rates", "fast,slow")
+    assert "'fast,slow' is not a list of numbers" in capsys.readouterr().err
