@@ -112,7 +112,8 @@ def test_a_legal_file_is_read_with_its_defaults(read):
         (
             "  name: igpt",
             "  name: dalle",
-            "config.yaml:3: objective.name: must say which paper: one of gvp, igpt, mp3, vae, not 'dalle'",
+            "config.yaml:3: objective.name: must say which paper: one of gvp, igpt, mp3, vae, not"
+            " 'dalle'",
         ),
         (
             "  name: igpt",
