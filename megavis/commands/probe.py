@@ -20,6 +20,7 @@ from megavis.commands.probing import (
 )
 
 if TYPE_CHECKING:
+    from megavis.evaluation.concatenation import ConcatenatedScore
     from megavis.evaluation.linear import LayerScore
     from megavis.evaluation.probe_result import ProbeResult
 
@@ -110,7 +111,7 @@ def table(result: ProbeResult) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _vote(score: LayerScore) -> str:
+def _vote(score: LayerScore | ConcatenatedScore) -> str:
     return "" if score.vote_accuracy is None else f"{score.vote_accuracy:>7.1%}"
 
 
@@ -133,9 +134,8 @@ def _concatenated(result: ProbeResult) -> Iterator[str]:
     trained, *untrained = result.concatenated
     mean = sum(score.accuracy for score in untrained) / len(untrained)
     layers = f"{trained.layers[0]}-{trained.layers[-1]}"
-    vote = "" if trained.vote_accuracy is None else f"{trained.vote_accuracy:>7.1%}"
     yield (
-        f"{layers:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{vote}"
+        f"{layers:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{_vote(trained)}"
         f"  {trained.num_features} features together"
     )
 

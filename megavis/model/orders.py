@@ -67,9 +67,10 @@ def random_orders(sample_index: Tensor, num_cells: int, *, seed: int) -> Tensor:
 
 
 def take_places(values: Tensor, order: Tensor) -> Tensor:
-    """Put `values` `[b, n, ...]` from raster order into `order` `[n]` or `[b, n]`."""
-    index = order.expand(len(values), -1).reshape(*values.shape[:2], *[1] * (values.ndim - 2))
-    return values.gather(1, index.expand_as(values))
+    """Take of `values` `[b, n, ...]` those at `order` `[m]` or `[b, m]`: `[b, m, ...]`."""
+    index = order.expand(len(values), -1)
+    index = index.reshape(*index.shape, *[1] * (values.ndim - 2))
+    return values.gather(1, index.expand(-1, -1, *values.shape[2:]))
 
 
 def to_raster(ordered: Tensor, order: Tensor) -> Tensor:

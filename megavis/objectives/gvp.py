@@ -26,6 +26,7 @@ from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
+from megavis.model.orders import random_orders, take_places
 from megavis.model.patches import PatchEmbedding, TokenHead
 from megavis.model.positions import PositionKind, carried_names
 from megavis.model.visibility import Kind
@@ -108,7 +109,7 @@ class GVP(Objective):
         first, last = self.paper.bounds(self.config)
         asked, asked_groups = order[:, first:], groups[:, first:]
         inputs = two_streams(patches, order[:, :last], groups[:, :last], asked, asked_groups)
-        targets = take(patches, asked)
+        targets = take_places(patches, asked)
         if self.paper.normalize_targets:
             targets = normalize_patches(targets)
         return Sequence(inputs, (targets, asked_groups))
@@ -117,7 +118,7 @@ class GVP(Objective):
         """Return z and the group of each of its places, int64 `[b, T]` both."""
         paper, count, seed = self.paper, self.num_tokens, self.config.seed
         if paper.order == "random":
-            order = segmentation.random_order(sample_index, count, seed=seed)
+            order = random_orders(sample_index, count, seed=seed)
         else:
             order = raster(sample_index, count)
         if paper.segmentation == "given":
@@ -238,7 +239,7 @@ def two_streams(
         asked_groups: of the queries, int64 `[b, q]`. Those of G_0 see what G_1 sees, by equation
             (11); nothing is learned from them.
     """
-    return take(patches, seen), seen, groups, asked, asked_groups.clamp(min=1)
+    return take_places(patches, seen), seen, groups, asked, asked_groups.clamp(min=1)
 
 
 def content_alone(patches: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
@@ -250,8 +251,3 @@ def raster(sample_index: Tensor, num_tokens: int) -> Tensor:
     """Return the order 0, 1, ..., T - 1 for each image: int64 `[b, T]`."""
     places = torch.arange(num_tokens, device=sample_index.device)
     return places.expand(len(sample_index), -1)
-
-
-def take(patches: Tensor, places: Tensor) -> Tensor:
-    """Return the patches `[b, m, d]` of `[b, T, d]` at `places` `[b, m]`."""
-    return patches.gather(1, places[:, :, None].expand(-1, -1, patches.shape[-1]))

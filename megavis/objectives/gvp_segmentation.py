@@ -25,12 +25,6 @@ MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
 """p ~ N(0.5, 0.1): the second number is the deviation in the code of appendix B."""
 
 
-def random_order(sample_index: Tensor, num_tokens: int, *, seed: int) -> Tensor:
-    """Draw z uniformly from all permutations: int64 `[b, T]`, the token at each place."""
-    draws = uniform(sample_index, num_tokens, seed=seed, purpose="order")
-    return draws.argsort(dim=1, stable=True)
-
-
 def draw_boundaries(
     kind: Segmentation, sample_index: Tensor, *, num_tokens: int, num_groups: int, seed: int
 ) -> Tensor:

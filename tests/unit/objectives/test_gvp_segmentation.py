@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
+from megavis.model.orders import random_orders
 from megavis.objectives import gvp_segmentation as segmentation
 
 SAMPLES = 20_000
@@ -30,7 +31,7 @@ def assert_equally_often(rows, expected):
 
 
 def test_orders_are_uniform_permutations():
-    order = segmentation.random_order(torch.arange(SAMPLES), 4, seed=0)
+    order = random_orders(torch.arange(SAMPLES), 4, seed=0)
     assert_equally_often(order.tolist(), itertools.permutations(range(4)))
 
 
