@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(
         palette_verbs,
         "fit",
-        "fit a palette to the colours of an image folder",
+        "fit a palette to the colours of images",
         "palette fit demo/images/train --out demo/palette.npy --num-colors 512",
         palette_fit.add_arguments,
         palette_fit.run,
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(
         palette_verbs,
         "shards",
-        "write an image folder as shards of palette tokens",
+        "write images as shards of palette tokens",
         "palette shards demo/images/train --palette demo/palette.npy --out demo/train --size 32",
         palette_shards.add_arguments,
         palette_shards.run,
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(
         verbs,
         "jpeg",
-        "write an image folder as shards of JPEG files",
+        "write images as shards of JPEG files",
         "jpeg demo/images/train --out demo/jpeg_train --size 32",
         jpeg_shards.add_arguments,
         jpeg_shards.run,

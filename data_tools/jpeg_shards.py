@@ -17,26 +17,23 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
+from data_tools.layouts import add_source_arguments, open_source
 from data_tools.resize import CROP, RESIZE, resize_and_crop
-from data_tools.sources import Picture, list_images
+from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.jpeg import DamagedImageError, JpegCodec, decode_rgb
-from megavis.data.manifest import Manifest
 
 _JPEG_START = b"\xff\xd8\xff"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jpeg` to its parser."""
-    parser.add_argument("image_folder", type=Path)
+    add_source_arguments(parser)
     parser.add_argument(
         "--size", type=int, help="side of the stored squares; absent: pictures stay as they are"
     )
     parser.add_argument("--quality", type=int, default=95, help="of what is encoded, 1 to 100")
-    parser.add_argument(
-        "--classes-from", type=Path, help="a shard folder whose class numbers to share"
-    )
     add_job_arguments(parser)
 
 
@@ -46,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--size must be at least 1")
     if not 1 <= arguments.quality <= 100:
         raise UserError("--quality must lie in 1 to 100")
-    known = Manifest.read(arguments.classes_from).class_names if arguments.classes_from else None
-    source = list_images(arguments.image_folder, class_names=known)
+    source = open_source(arguments)
     return run_job(source, JpegRecipe(arguments.size, arguments.quality), arguments, label="jpeg")
 
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image
+from data_tools.layouts import add_source_arguments, open_source
 from data_tools.report import Progress, say
 from data_tools.resize import resize_and_crop
-from data_tools.sources import FileSource, list_images
+from data_tools.sources import Part, Picture, Source
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
 
 # Neighbouring pixels say little about each other's colour cluster; more images beat more pixels.
 _MIN_PIXELS_AN_IMAGE = 64
+_ALL = 1 << 62  # files of one part, where a source can be cut anywhere
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette fit` to its parser."""
-    parser.add_argument("image_folder", type=Path)
+    add_source_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="the .npy file to write")
     parser.add_argument("--num-colors", type=int, default=MAX_COLORS)
     parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
@@ -32,9 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Fit and write a palette, say its error. Raises UserError."""
     if arguments.pixels < 1 or arguments.size < 1 or arguments.seed < 0:
         raise UserError("--pixels and --size must be at least 1, and --seed at least 0")
-    folder = list_images(arguments.image_folder)
     pixels = sample_pixels(
-        folder, num_pixels=arguments.pixels, size=arguments.size, seed=arguments.seed
+        open_source(arguments),
+        num_pixels=arguments.pixels,
+        size=arguments.size,
+        seed=arguments.seed,
     )
     palette, error = fit_palette(pixels, num_colors=arguments.num_colors, seed=arguments.seed)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -43,26 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def sample_pixels(source: FileSource, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
+def sample_pixels(source: Source, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
     Images come in random order and give equally many pixels, at least 64 each, so that a large
-    source is not read whole. Files that give no image are passed over.
+    source is not read whole: of webdataset tars, in random order, only the beginnings. Files that
+    give no image are passed over.
 
     Raises:
         UserError: no file gives an image.
     """
     random = np.random.default_rng(seed)
-    num_files = len(source.files)
-    each = max(-(-num_pixels // num_files), _MIN_PIXELS_AN_IMAGE)
+    parts = source.parts(files_per_part=_ALL, seed=seed)
+    num_files = sum(part.num_files for part in parts)
+    each = max(-(-num_pixels // num_files) if num_files else 0, _MIN_PIXELS_AN_IMAGE)
     each = min(each, size * size)
-    wanted = min(num_pixels, each * num_files)
+    wanted = -(-num_pixels // each)
     samples: list[np.ndarray] = []
-    [part] = source.parts(files_per_part=num_files, seed=seed)
-    with Progress("reading images", total=-(-wanted // each)) as progress:
-        for picture in part.pictures(lambda name, reason: None):
-            if len(samples) * each >= wanted:
-                break
+    with Progress("reading images", total=min(wanted, num_files)) as progress:
+        for picture in _pictures(parts, count=wanted, random=random):
             try:
                 image = resize_and_crop(decode_image(picture.content), size=size)
             except RefusedImageError:
@@ -70,9 +75,26 @@ def sample_pixels(source: FileSource, *, num_pixels: int, size: int, seed: int) 
             chosen = random.choice(size * size, each, replace=False)
             samples.append(image.reshape(-1, 3)[chosen])
             progress.advance()
+            if len(samples) == wanted:
+                break
     if not samples:
         raise UserError(f"{source.root} holds no image that can be read")
     return np.concatenate(samples)[:num_pixels]
+
+
+def _pictures(parts: list[Part], *, count: int, random: np.random.Generator) -> Iterator[Picture]:
+    """Yield pictures of all parts: a share of `count` from the beginning of each, then the rest."""
+    if len(parts) == 1:
+        yield from parts[0].pictures(_ignore)
+        return
+    order, share = random.permutation(len(parts)).tolist(), -(-count // len(parts))
+    for start, stop in ((0, share), (share, None)):
+        for number in order:
+            yield from itertools.islice(parts[number].pictures(_ignore), start, stop)
+
+
+def _ignore(name: str, reason: str) -> None:
+    pass
 
 
 def _summary(palette: Palette, error: float, num_pixels: int, out: Path) -> str:

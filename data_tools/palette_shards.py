@@ -15,18 +15,19 @@ import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
+from data_tools.layouts import add_source_arguments, open_source
 from data_tools.resize import CROP, RESIZE, resize_and_crop
-from data_tools.sources import Picture, list_images
+from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.codec import PaletteCodec
-from megavis.data.manifest import PALETTE_NAME, Manifest
+from megavis.data.manifest import PALETTE_NAME
 from megavis.tokenizers.palette import Palette
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette shards` to its parser."""
-    parser.add_argument("image_folder", type=Path)
+    add_source_arguments(parser)
     parser.add_argument("--palette", type=Path, required=True, help="a .npy file of `palette fit`")
     parser.add_argument(
         "--size",
@@ -34,9 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         help="side of the images: 32, 48, 64; of several each gets its folder below --out",
-    )
-    parser.add_argument(
-        "--classes-from", type=Path, help="a shard folder whose class numbers to share"
     )
     add_job_arguments(parser)
 
@@ -47,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if min(sizes) < 1:
         raise UserError("--size must be at least 1")
     palette = Palette.load(arguments.palette)
-    known = Manifest.read(arguments.classes_from).class_names if arguments.classes_from else None
-    source = list_images(arguments.image_folder, class_names=known)
+    source = open_source(arguments)
     recipe = PaletteRecipe(sizes, arguments.palette.resolve(), palette.sha256, len(palette))
     return run_job(source, recipe, arguments, label="palette shards")
 

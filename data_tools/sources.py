@@ -9,9 +9,11 @@ do not depend on which.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +24,13 @@ from megavis.config.errors import UserError
 # Called with a name and a reason for each file that gives no picture.
 Refuse = Callable[[str, str], None]
 
+# No photograph is larger; what claims to be is not read into memory.
+MAX_FILE_BYTES = 1 << 30
+CUT_OFF = "cut off by the end of its tar"
+TOO_LARGE = "too large"
+_DUPLICATE = "duplicate name: the last one counts"
+_NOT_REGULAR = "not a regular file"
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -29,7 +38,7 @@ class Picture:
 
     Attributes:
         key: unique in the source, without a dot or a slash: the key of its sample.
-        name: path below the source, with `/`.
+        name: path below the source, with `/`; can be printed.
         label: index of its class, or -1.
         content: the bytes of the file, not decoded.
     """
@@ -79,11 +88,12 @@ class SourceFile:
     """One file of a list.
 
     Attributes:
-        name: its identity: path below the source, with `/`.
+        name: its identity: path below the source, with `/`; can be printed.
         label: index of its class, or -1.
         num_bytes: size; -1 where it cannot be asked.
-        path: where it is read, below the root; empty: as its name.
+        path: where it is read, below the root; empty: as its name; ".": the root is a file.
         offset: where it begins in `path`, for a member of a tar; -1: it is the whole file.
+        refused: why it gives no picture, where that is known without reading it.
     """
 
     name: str
@@ -91,6 +101,11 @@ class SourceFile:
     num_bytes: int
     path: str = ""
     offset: int = -1
+    refused: str = ""
+
+    def but_refused(self, reason: str) -> SourceFile:
+        """Return it as refused for a reason; itself where the reason is empty."""
+        return replace(self, refused=self.refused or reason) if reason else self
 
     def read(self, root: Path) -> bytes:
         """Return its bytes; fewer than `num_bytes` where a tar was cut. Raises OSError."""
@@ -118,13 +133,16 @@ class FileSlice:
     def pictures(self, refuse: Refuse) -> Iterator[Picture]:
         """Yield the files of the slice, in its order."""
         for place, file in self.files:
+            if file.refused or file.num_bytes > MAX_FILE_BYTES:
+                refuse(file.name, file.refused or TOO_LARGE)
+                continue
             try:
                 content = file.read(self.root)
             except OSError:
                 refuse(file.name, "unreadable file")
                 continue
             if file.offset >= 0 and len(content) < file.num_bytes:
-                refuse(file.name, "cut off by the end of its tar")
+                refuse(file.name, CUT_OFF)
                 continue
             yield Picture(f"{place:09d}", file.name, file.label, content)
 
@@ -149,14 +167,26 @@ class FileSource:
 
     @classmethod
     def of(
-        cls, files: Iterable[SourceFile], *, description: str, root: Path, classes: Sequence[str]
+        cls,
+        files: Iterable[SourceFile],
+        *,
+        description: str,
+        root: Path,
+        classes: Sequence[str],
+        extra: str = "",
     ) -> FileSource:
-        """Make a source of files in any order."""
-        ordered = tuple(sorted(files, key=lambda file: file.name))
-        digest = hashlib.sha256()
+        """Make a source of files in any order; `extra` is part of its identity.
+
+        Of files with one name the last counts, as when a tar is unpacked.
+        """
+        ordered = sorted(files, key=lambda file: file.name)
+        for place, (file, following) in enumerate(itertools.pairwise(ordered)):
+            if file.name == following.name:
+                ordered[place] = file.but_refused(_DUPLICATE)
+        digest = hashlib.sha256(extra.encode())
         for file in ordered:
-            digest.update(f"{file.name}\0{file.num_bytes}\n".encode("utf-8", "surrogateescape"))
-        return cls(description, root, ordered, tuple(classes), digest.hexdigest())
+            digest.update(f"{file.name}\0{file.num_bytes}\n".encode())
+        return cls(description, root, tuple(ordered), tuple(classes), digest.hexdigest())
 
     def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
         """Shuffle the files by `seed` and cut them into slices of `files_per_part`."""
@@ -184,20 +214,39 @@ def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -
     root = Path(root)
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
-    names = list(_walk(root))
-    if not names:
+    files = [_file_of(root, raw) for raw in _walk(root)]
+    if not files:
         raise UserError(f"{root} holds no file: give a folder of images")
-    found = sorted({name.split("/")[0] for name in names if "/" in name})
-    number = number_classes(found, class_names, root=root)
-    files = (
-        SourceFile(
-            name, number.get(name.split("/")[0], -1) if "/" in name else -1, _size(root, name)
-        )
-        for name in names
+    return label_by_folder(
+        files, description=f"image folder {root.name}", root=root, class_names=class_names
     )
-    return FileSource.of(
-        files, description=f"image folder {root.name}", root=root, classes=list(number)
+
+
+def label_by_folder(
+    files: Sequence[SourceFile],
+    *,
+    description: str,
+    root: Path,
+    class_names: Sequence[str] | None = None,
+) -> FileSource:
+    """Make a source of files whose class is the first folder of their name, if they have one.
+
+    Args:
+        files: without labels.
+        description: one line for the manifest.
+        root: what the files are read from.
+        class_names: the classes of another data set whose numbering this one shall share; without
+            them classes are numbered in the order of their names.
+
+    Raises:
+        UserError: a class is not among `class_names`.
+    """
+    classes = [file.name.split("/")[0] if "/" in file.name else "" for file in files]
+    number = number_classes(sorted(set(classes) - {""}), class_names, root=root)
+    labelled = (
+        replace(file, label=number.get(name, -1)) for file, name in zip(files, classes, strict=True)
     )
+    return FileSource.of(labelled, description=description, root=root, classes=list(number))
 
 
 def number_classes(
@@ -228,8 +277,18 @@ def _walk(root: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _size(root: Path, name: str) -> int:
+def _file_of(root: Path, raw: str) -> SourceFile:
+    name = printable(raw)
+    path = "" if name == raw else raw
     try:
-        return (root / name).stat().st_size
+        status = (root / raw).stat()
     except OSError:
-        return -1
+        return SourceFile(name, -1, -1, path)  # reading it will fail, and be counted
+    # Opening a pipe would wait for ever.
+    refused = "" if stat.S_ISREG(status.st_mode) else _NOT_REGULAR
+    return SourceFile(name, -1, status.st_size, path, refused=refused)
+
+
+def printable(name: str) -> str:
+    """Return a file name of any bytes as text that JSON and terminals take."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,0 +1,169 @@
+"""Labels of ImageNet's flat validation set, whose pictures carry only a number.
+
+However they are handed out, they become names of synsets (`n01440764`), and a label is the place
+of its synset among the sorted names: what the folders of the training set give.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megavis.config.errors import UserError
+
+KAGGLE_TRUTH = "LOC_val_solution.csv"
+KAGGLE_CLASSES = "LOC_synset_mapping.txt"
+_KIT = "ILSVRC2012_devkit_t12"
+_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+_META = "meta.mat"
+_NUMBER = re.compile(r"_(\d+)\.[A-Za-z]+$")
+# Kaggle's table lies four folders above its pictures.
+_LEVELS = 4
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """Which class each validation picture has.
+
+    Attributes:
+        path: where that was read.
+        class_names: sorted names of all classes.
+        by_number: class of picture number i + 1.
+        by_stem: class of a picture by its name without suffix, as Kaggle has it.
+    """
+
+    path: Path
+    class_names: tuple[str, ...]
+    by_number: tuple[str, ...] = ()
+    by_stem: dict[str, str] = field(default_factory=dict)
+
+    def class_of(self, name: str) -> str | None:
+        """Return the class of a picture, None where its name tells no number.
+
+        Raises:
+            UserError: the list ends before its number: it is cut, or of another data set.
+        """
+        if self.by_stem:
+            return self.by_stem.get(Path(name).stem)
+        match = _NUMBER.search(name)
+        if not match or int(match[1]) < 1:
+            return None
+        if int(match[1]) > len(self.by_number):
+            raise UserError(
+                f"{self.path} has {len(self.by_number)} labels and there is a picture {name}: "
+                "the list is cut or belongs to another data set"
+            )
+        return self.by_number[int(match[1]) - 1]
+
+
+def find_truth(place: Path) -> Path | None:
+    """Return the ground truth that lies beside the pictures, or above them as in Kaggle's tree."""
+    for folder in place.resolve().parents[:_LEVELS]:
+        for name in (KAGGLE_TRUTH, _KIT, f"{_KIT}.tar.gz", _TRUTH):
+            if (folder / name).exists():
+                return folder / name
+    return None
+
+
+def read_truth(path: Path) -> GroundTruth:
+    """Read which class each validation picture has.
+
+    Args:
+        path: the development kit (`ILSVRC2012_devkit_t12`: a folder, its .tar.gz, or the list in
+            it beside its meta.mat), Kaggle's `LOC_val_solution.csv`, or a text file with one class
+            name a line, in the order of the pictures' numbers.
+
+    Raises:
+        UserError: it is none of these, is damaged, or names a class that does not exist.
+    """
+    try:
+        return _read(path)
+    except (OSError, UnicodeDecodeError, tarfile.TarError, EOFError) as error:
+        raise UserError(f"the ground truth {path} cannot be read: {error}") from None
+
+
+def _read(path: Path) -> GroundTruth:
+    if path.is_dir():
+        data = path / "data" if (path / "data").is_dir() else path
+        return _from_kit(path, (data / _META).read_bytes(), (data / _TRUTH).read_text())
+    if path.name.endswith((".tar.gz", ".tgz")):
+        return _from_kit_tar(path)
+    text = path.read_text()
+    if text.startswith("ImageId,"):
+        return _from_kaggle(path, text)
+    lines = text.split()
+    if not lines or not all(line.isdigit() for line in lines):
+        return GroundTruth(path, tuple(sorted(set(lines))), tuple(lines))
+    meta = path.with_name(_META)
+    if not meta.is_file():
+        raise UserError(
+            f"{path} numbers the classes in an order of its own: put {_META} of the development "
+            f"kit beside it, or give the whole kit, {_KIT}"
+        )
+    return _from_kit(path, meta.read_bytes(), text)
+
+
+def _from_kaggle(path: Path, text: str) -> GroundTruth:
+    by_stem = {}
+    for number, row in enumerate(csv.DictReader(io.StringIO(text)), 2):
+        words = (row.get("PredictionString") or "").split()
+        if not words:
+            raise UserError(f"{path} line {number} names no class: the file is cut or damaged")
+        by_stem[row["ImageId"]] = words[0]
+    classes = sorted(set(by_stem.values()))
+    mapping = path.with_name(KAGGLE_CLASSES)
+    if mapping.is_file():
+        classes = sorted(line.split()[0] for line in mapping.read_text().splitlines() if line)
+        _check_known(path, classes, list(by_stem.values()), first_line=2)
+    return GroundTruth(path, tuple(classes), by_stem=by_stem)
+
+
+def _from_kit_tar(path: Path) -> GroundTruth:
+    contents: dict[str, bytes] = {}
+    with tarfile.open(path) as kit:
+        for member in kit:
+            name = member.name.split("/")[-1]
+            file = kit.extractfile(member) if name in (_META, _TRUTH) else None
+            if file is not None:
+                contents[name] = file.read()
+    if len(contents) < 2:
+        raise UserError(f"{path} holds no {_META} and {_TRUTH}: give the kit of tasks 1 and 2")
+    return _from_kit(path, contents[_META], contents[_TRUTH].decode())
+
+
+def _from_kit(path: Path, meta: bytes, truth: str) -> GroundTruth:
+    """Of the kit's ids, which begin at 1 and have no order that other data sets share."""
+    from scipy.io import loadmat
+
+    try:
+        synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+        # Inner nodes of the tree have ids as well; pictures belong to leaves.
+        names = {
+            str(int(entry["ILSVRC2012_ID"])): str(entry["WNID"])
+            for entry in synsets
+            if int(entry["num_children"]) == 0
+        }
+    except Exception as error:
+        # scipy raises almost anything on damaged bytes.
+        raise UserError(f"{_META} of {path} cannot be read: {error}") from None
+    numbers = truth.split()
+    _check_known(path, list(names), numbers, first_line=1)
+    return GroundTruth(
+        path, tuple(sorted(names.values())), tuple(names[number] for number in numbers)
+    )
+
+
+def _check_known(
+    path: Path, known: Sequence[str], found: Sequence[str], *, first_line: int
+) -> None:
+    places = set(known)
+    for line, name in enumerate(found, first_line):
+        if name not in places:
+            raise UserError(
+                f"{path}: label {name!r} of line {line} is not among the {len(places)} classes"
+            )

@@ -1,0 +1,129 @@
+"""ILSVRC2012 as it is handed out: the tar of tars, and the flat validation set.
+
+Names are the same for every layout (`n01440764/n01440764_10026.JPEG`), so the same pictures give
+the same shards from a tar as from a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from data_tools.ground_truth import GroundTruth
+from data_tools.sources import (
+    FileSource,
+    SourceFile,
+    label_by_folder,
+    list_images,
+    number_classes,
+    printable,
+)
+from data_tools.tars import SPARSE, BrokenTarError, Stretch, tar_members
+from megavis.config.errors import UserError
+
+VALIDATION_START = "ILSVRC2012_val_"
+_NO_LABEL = "not in the ground truth"
+_NO_CLASS_TAR = "not the tar of a class"
+_WHOLE_FILE = "."  # the root of a source in one tar is that tar
+
+
+def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
+    """List `ILSVRC2012_img_train.tar`, a tar with one tar a class, without unpacking it.
+
+    Every header is read once (one seek a picture); pictures are later read at their offsets. A
+    class tar that is damaged gives what stands before the damage, and is named in the report.
+
+    Raises:
+        UserError: there is no class tar in it, or a class is not among `class_names`.
+        OSError: it cannot be read.
+    """
+    files: list[SourceFile] = []
+    with path.open("rb") as file:
+        try:
+            for outer in tar_members(file):
+                files += _class_tar(file, outer)
+        except BrokenTarError as error:
+            files.append(SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error)))
+    if not any("/" in file.name for file in files):
+        raise UserError(f"{path} holds no class tars such as n01440764.tar")
+    return label_by_folder(
+        files, description=f"ImageNet train tar {path.name}", root=path, class_names=class_names
+    )
+
+
+def _class_tar(file: BinaryIO, outer: tarfile.TarInfo) -> Iterator[SourceFile]:
+    """Yield the pictures of one class tar."""
+    name, suffix = os.path.splitext(outer.name.split("/")[-1])
+    if suffix != ".tar":
+        yield SourceFile(printable(outer.name), -1, outer.size, _WHOLE_FILE, refused=_NO_CLASS_TAR)
+        return
+    inner = cast(BinaryIO, Stretch(file, start=outer.offset_data, length=outer.size))
+    try:
+        for member in tar_members(inner):
+            yield _member(member, folder=f"{name}/", start=outer.offset_data)
+    except BrokenTarError as error:
+        refused = str(error)
+        yield SourceFile(
+            printable(f"{name}/{name}.tar"), -1, outer.size, _WHOLE_FILE, refused=refused
+        )
+
+
+def _member(member: tarfile.TarInfo, *, folder: str = "", start: int = 0) -> SourceFile:
+    return SourceFile(
+        printable(folder + member.name.split("/")[-1]),
+        -1,
+        member.size,
+        _WHOLE_FILE,
+        start + member.offset_data,
+        SPARSE if member.issparse() else "",
+    )
+
+
+def validation(
+    root: Path, *, truth: GroundTruth, class_names: Sequence[str] | None = None
+) -> FileSource:
+    """List the flat validation set, a tar or a folder, with the labels of its ground truth.
+
+    Args:
+        root: `ILSVRC2012_img_val.tar`, or the folder that it was unpacked to.
+        truth: class of each picture.
+        class_names: the classes of the training set, if they are not those of `truth`.
+
+    Raises:
+        UserError: a class is not among `class_names`, the ground truth is cut, or no picture is
+            in it.
+        OSError: it cannot be read.
+    """
+    known = truth.class_names if class_names is None else class_names
+    files = list(_flat_tar(root) if root.is_file() else list_images(root).files)
+    classes = {file.name: name for file in files if (name := truth.class_of(file.name)) is not None}
+    if not classes:
+        raise UserError(f"no picture of {root} is in the ground truth {truth.path}")
+    number = number_classes(sorted(set(classes.values())), known, root=truth.path)
+    labelled = (
+        replace(file, label=number[classes[file.name]])
+        if file.name in classes
+        else file.but_refused(_NO_LABEL)
+        for file in files
+    )
+    return FileSource.of(
+        labelled,
+        description=f"ImageNet validation set {root.name}",
+        root=root,
+        classes=list(number),
+        # Other labels are other data, though names and sizes are the same.
+        extra=" ".join(name for _, name in sorted(classes.items())),
+    )
+
+
+def _flat_tar(path: Path) -> Iterator[SourceFile]:
+    with path.open("rb") as file:
+        try:
+            for member in tar_members(file):
+                yield _member(member)
+        except BrokenTarError as error:
+            yield SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error))

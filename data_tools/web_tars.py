@@ -1,0 +1,193 @@
+"""Webdataset tars, as img2dataset writes them: jpg, json and txt members that share a key.
+
+Each tar is one part, and becomes one shard: a hundred million pictures are never listed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from data_tools.selection import Selection
+from data_tools.sources import CUT_OFF, MAX_FILE_BYTES, TOO_LARGE, Part, Picture, Refuse, printable
+from data_tools.tars import SPARSE, BrokenTarError, tar_members
+from megavis.config.errors import UserError
+
+_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2"}
+_LABEL = "cls"
+_MAX_LABEL_BYTES = 64
+_WRONG_LABEL = "label outside the list of classes"
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What one key has: its first image, and the text of its label."""
+
+    image: tarfile.TarInfo
+    label: str | None
+
+
+@dataclass(frozen=True)
+class TarPart:
+    """One tar.
+
+    Attributes:
+        path: where it lies.
+        number: its place among the tars of the source.
+        num_files: pictures in it as img2dataset's `_stats.json` says; 0 where there is none.
+        num_classes: labels (`.cls` members) must be below it; 0: labels are not read.
+        selection: which pictures are left out.
+    """
+
+    path: Path
+    number: int
+    num_files: int
+    num_classes: int
+    selection: Selection
+
+    def pictures(self, refuse: Refuse) -> Iterator[Picture]:
+        """Yield the pictures of the tar in its order."""
+        dropped = self.selection.dropped(self.number)
+        try:
+            with self.path.open("rb") as file:
+                for place, sample in enumerate(self._samples(file, refuse)):
+                    name = f"{self.path.name}/{printable(sample.image.name)}"
+                    if not self.selection.has(name):
+                        continue
+                    reason = dropped.get(name) or self._refusal(file, sample)
+                    if reason:
+                        refuse(name, reason)
+                        continue
+                    label = -1 if sample.label is None else int(sample.label)
+                    key = f"{self.number:06d}-{place:06d}"
+                    yield Picture(key, name, label, _content(file, sample.image, MAX_FILE_BYTES))
+        except OSError:
+            refuse(self.path.name, "unreadable file")
+
+    def _samples(self, file: BinaryIO, refuse: Refuse) -> Iterator[_Sample]:
+        """Yield the samples that have an image."""
+        for _, members in itertools.groupby(self._members(file, refuse), key=_key):
+            image, label = None, None
+            for member in members:
+                suffix = member.name.rpartition(".")[2].lower()
+                if suffix in _IMAGES:
+                    image = image or member
+                elif suffix == _LABEL and self.num_classes:
+                    text = _content(file, member, _MAX_LABEL_BYTES)
+                    label = text.decode("utf-8", "replace").strip()
+            if image is not None:
+                yield _Sample(image, label)
+
+    def _members(self, file: BinaryIO, refuse: Refuse) -> Iterator[tarfile.TarInfo]:
+        try:
+            yield from tar_members(file)
+        except BrokenTarError as error:  # what was read before it still counts
+            refuse(self.path.name, str(error))
+
+    def _refusal(self, file: BinaryIO, sample: _Sample) -> str:
+        """Return why a sample gives no picture; empty where it does."""
+        image, label = sample.image, sample.label
+        if image.size > MAX_FILE_BYTES:
+            return TOO_LARGE
+        if image.issparse():
+            return SPARSE
+        if image.offset_data + image.size > os.fstat(file.fileno()).st_size:
+            return CUT_OFF
+        known = label is None or (label.isdecimal() and int(label) < self.num_classes)
+        return "" if known or label == "-1" else _WRONG_LABEL
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """Some webdataset tars, in the order of their names.
+
+    Attributes:
+        description: one line for the manifest.
+        root: the folder, or the tar, that was named.
+        tars: their paths and sizes.
+        class_names: names of the classes; a label indexes them.
+        selection: which pictures are left out.
+    """
+
+    description: str
+    root: Path
+    tars: tuple[tuple[Path, int], ...]
+    class_names: tuple[str, ...] = ()
+    selection: Selection = Selection()
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the list of names and sizes, and of what is left out."""
+        digest = hashlib.sha256(self.selection.identity.encode())
+        for path, num_bytes in self.tars:
+            digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+        """Return one part a tar, whatever the arguments."""
+        return [
+            TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
+            for number, (path, _) in enumerate(self.tars)
+        ]
+
+
+def list_tars(
+    place: Path, *, selection: Selection, class_names: Sequence[str] | None = None
+) -> TarSource:
+    """List webdataset tars.
+
+    Args:
+        place: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
+        selection: which pictures are left out.
+        class_names: names of the classes; without them labels are not read.
+
+    Raises:
+        UserError: there is no such tar, or two have one name.
+    """
+    if place.is_dir():
+        paths = sorted(place.glob("*.tar"))
+    elif "{" in str(place):
+        from braceexpand import braceexpand
+
+        paths = [Path(name) for name in braceexpand(str(place))]
+    else:
+        paths = [place]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise UserError(f"{missing[0]} does not exist")
+    if not paths or len({path.name for path in paths}) < len(paths):
+        raise UserError(f"{place} must name one tar or more, each with a name of its own")
+    tars = tuple((path, path.stat().st_size) for path in paths)
+    return TarSource(
+        f"{len(tars)} webdataset tars of {printable(place.name)}",
+        place,
+        tars,
+        tuple(class_names or ()),
+        selection,
+    )
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    """Return the webdataset key: the path up to the first dot of the file name."""
+    folder, slash, name = member.name.rpartition("/")
+    return folder + slash + name.partition(".")[0]
+
+
+def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:
+    # Between two steps of the iterator, which then seeks by itself.
+    file.seek(member.offset_data)
+    return file.read(min(member.size, limit))
+
+
+def _stated_count(path: Path) -> int:
+    try:
+        stats = json.loads(path.with_name(f"{path.stem}_stats.json").read_bytes())
+        return int(stats["successes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,258 @@
+"""Every layout of images gives the same pictures, labels and bytes."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import pytest
+from image_sources import (
+    SYNSETS,
+    small_jpeg,
+    training_files,
+    validation_files,
+    web_members,
+    write_folder,
+    write_kaggle,
+    write_kit,
+    write_tar,
+    write_train_tar,
+)
+
+from data_tools.__main__ import build_parser, main
+from data_tools.ground_truth import read_truth
+from data_tools.layouts import find_layout, open_source
+from data_tools.sources import FileSource
+from megavis.config.errors import UserError
+from megavis.data.manifest import Manifest
+
+
+def opened(source, *options):
+    words = ["jpeg", str(source), "--out", "unused", *map(str, options)]
+    return open_source(build_parser().parse_args(words))
+
+
+def pictures(source):
+    refused = {}
+    found = [
+        picture
+        for part in source.parts(files_per_part=5, seed=0)
+        for picture in part.pictures(lambda name, reason: refused.setdefault(name, reason))
+    ]
+    return found, refused
+
+
+def labels_by_name(source):
+    return {picture.name: picture.label for picture in pictures(source)[0]}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """The same training and validation pictures in each layout."""
+    root = tmp_path_factory.mktemp("layouts")
+    training, validation = training_files(), validation_files()
+    write_folder(root / "train", training)
+    write_train_tar(root / "ILSVRC2012_img_train.tar", training)
+    write_kaggle(root / "kaggle", training, validation)
+    write_folder(root / "flat" / "val", validation)
+    write_tar(root / "flat" / "ILSVRC2012_img_val.tar", list(validation.items()))
+    kit = write_kit(root / "flat" / "ILSVRC2012_devkit_t12")
+    with tarfile.open(root / "kit.tar.gz", "w:gz") as tar:
+        tar.add(kit, arcname=kit.name)
+    names = [SYNSETS[number % 3] for number in range(6)]
+    (root / "names.txt").write_text("\n".join(names) + "\n")
+    assert main(["jpeg", str(root / "train"), "--out", str(root / "shards")]) == 0
+    for number in range(3):
+        members = web_members(range(number * 10, number * 10 + 4), labels=True)
+        write_tar(root / "web" / f"{number:05d}.tar", members)
+        (root / "web" / f"{number:05d}_stats.json").write_text('{"successes": 4}')
+    return root
+
+
+def test_tar_folder_kaggle_and_shards_give_the_same_bytes(layouts, tmp_path):
+    trees, manifests = [], []
+    for place in ("train", "ILSVRC2012_img_train.tar", "kaggle", "shards"):
+        out = tmp_path / place
+        words = ["jpeg", str(layouts / place), "--out", str(out), "--samples-per-shard", "5"]
+        assert main([*words, "--size", "16"]) == 0
+        trees.append({p.name: p.read_bytes() for p in out.iterdir() if p.name[0] == "s"})
+        manifest = Manifest.read(out)
+        source = manifest.source.model_copy(update={"description": ""})
+        manifests.append(manifest.model_copy(update={"source": source}))
+    assert len(trees[0]) == 6
+    assert all(tree == trees[0] for tree in trees)
+    assert all(manifest == manifests[0] for manifest in manifests)
+    assert manifests[0].class_names == tuple(sorted(SYNSETS))
+    assert manifests[0].num_samples == 12
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("flat/val", ()),
+        ("flat/ILSVRC2012_img_val.tar", ()),
+        ("flat/val", ("kit.tar.gz",)),
+        ("flat/val", ("kaggle/LOC_val_solution.csv",)),
+        ("flat/val", ("names.txt",)),
+        ("flat/val", ("flat/ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt",)),
+        ("kaggle/ILSVRC/Data/CLS-LOC/val", ()),
+    ],
+)
+def test_validation_labels_are_those_of_the_training_folder(layouts, place, options):
+    truth = ("--ground-truth", layouts / options[0]) if options else ()
+    source = opened(layouts / place, *truth)
+    training = labels_by_name(opened(layouts / "train"))
+    expected = {name.split("/")[0]: label for name, label in training.items()}
+    assert source.class_names == opened(layouts / "train").class_names
+    found = labels_by_name(source)
+    assert len(found) == 6
+    for number, (name, label) in enumerate(sorted(found.items())):
+        assert label == expected[SYNSETS[number % 3]], name
+
+
+def test_validation_tar_and_folder_are_one_source(layouts):
+    folder, tar = opened(layouts / "flat/val"), opened(layouts / "flat/ILSVRC2012_img_val.tar")
+    kaggle = opened(layouts / "kaggle", "--layout", "kaggle-validation")
+    assert folder.sha256 == tar.sha256 == kaggle.sha256
+    assert pictures(folder) == pictures(tar) == pictures(kaggle)
+
+
+def test_split_is_the_same_in_every_layout(layouts):
+    names = {}
+    for split in ("all", "train", "validation"):
+        options = ("--split", split, "--validation-share", "0.4")
+        found = [
+            sorted(labels_by_name(opened(layouts / place, *options)))
+            for place in ("train", "ILSVRC2012_img_train.tar", "kaggle", "shards")
+        ]
+        assert all(other == found[0] for other in found)
+        names[split] = found[0]
+    assert sorted(names["train"] + names["validation"]) == names["all"]
+    assert 0 < len(names["validation"]) < 12
+    web = [opened(layouts / "web", "--split", split) for split in ("train", "validation")]
+    assert sum(len(pictures(source)[0]) for source in web) == 12
+    assert len({source.sha256 for source in web}) == 2
+
+
+def test_split_holds_out_four_in_a_hundred(tmp_path):
+    root = write_folder(tmp_path, {f"a/{number:05d}.jpg": b"x" for number in range(1000)})
+    held = opened(root, "--split", "validation")
+    assert isinstance(held, FileSource)
+    assert 21 <= len(held.files) <= 59  # 40 expected, standard deviation 6
+
+
+def test_web_tars(layouts, tmp_path):
+    source = opened(layouts / "web")
+    found, refused = pictures(source)
+    assert not refused
+    assert [picture.name for picture in found][:2] == [
+        "00000.tar/000000000.jpg",
+        "00000.tar/000000001.jpg",
+    ]
+    assert [picture.content for picture in found[4:6]] == [small_jpeg(10), small_jpeg(11)]
+    assert {picture.label for picture in found} == {-1}
+    assert sum(part.num_files for part in source.parts(files_per_part=1, seed=0)) == 12
+    classes = tmp_path / "classes.txt"
+    classes.write_text("zero\none\n")
+    pattern = layouts / "web" / "{00000..00001}.tar"
+    found, refused = pictures(opened(pattern, "--classes-from", classes))
+    assert [picture.label for picture in found[:2]] == [0, 1]
+    assert refused["00000.tar/000000002.jpg"] == "label outside the list of classes"
+    out = tmp_path / "out"
+    assert main(["jpeg", str(layouts / "web"), "--out", str(out), "--workers", "2"]) == 0
+    assert [shard.num_samples for shard in Manifest.read(out).shards] == [4, 4, 4]
+
+
+def test_palette_of_web_tars(layouts, tmp_path, capsys):
+    words = ["palette", "fit", str(layouts / "web"), "--num-colors", "16", "--pixels", "700"]
+    assert main([*words, "--out", str(tmp_path / "p.npy")]) == 0
+    assert "16 colours from 700 pixels" in capsys.readouterr().out
+
+
+def test_layouts_are_found(layouts):
+    expected = {
+        "train": "folder",
+        "ILSVRC2012_img_train.tar": "imagenet-train-tar",
+        "kaggle": "kaggle-train",
+        "kaggle/ILSVRC/Data/CLS-LOC/train": "folder",
+        "flat/val": "imagenet-validation",
+        "flat/ILSVRC2012_img_val.tar": "imagenet-validation",
+        "web": "webdataset",
+        "web/00001.tar": "webdataset",
+        "shards": "jpeg-shards",
+    }
+    assert {place: find_layout(layouts / place) for place in expected} == expected
+
+
+def test_lists_of_urls_are_left_to_img2dataset(tmp_path):
+    for place in (tmp_path / "urls.parquet", tmp_path):
+        (tmp_path / "urls.parquet").write_bytes(b"PAR1")
+        with pytest.raises(UserError, match="--input_format parquet --url_col url"):
+            find_layout(place)
+
+
+def test_mistakes_in_ground_truth(layouts, tmp_path):
+    kit = write_kit(tmp_path / "kit", count=5)
+    truth = kit / "data" / "ILSVRC2012_validation_ground_truth.txt"
+    with pytest.raises(UserError, match="5 labels and there is a picture .*_00000006.JPEG"):
+        opened(layouts / "flat/val", "--ground-truth", kit)
+    truth.write_text("1\n2\n4\n1\n1\n1\n")  # 4 is an inner node
+    with pytest.raises(UserError, match="label '4' of line 3 is not among the 3 classes"):
+        read_truth(kit)
+    (kit / "data" / "meta.mat").write_bytes(b"no matlab file")
+    with pytest.raises(UserError, match="meta.mat of .* cannot be read"):
+        read_truth(kit)
+    (kit / "data" / "meta.mat").unlink()
+    with pytest.raises(UserError, match="an order of its own"):
+        read_truth(truth)
+    alone = write_folder(tmp_path / "alone" / "val", validation_files(2))
+    with pytest.raises(UserError, match="give --ground-truth"):
+        opened(alone)
+    assert set(labels_by_name(opened(alone, "--layout", "folder")).values()) == {-1}
+    table = (layouts / "kaggle" / "LOC_val_solution.csv").read_text()
+    table = table.replace(SYNSETS[0], "n09999999")
+    (tmp_path / "LOC_val_solution.csv").write_text(table)
+    with pytest.raises(UserError, match="'n09999999' is not among the 3 known ones"):
+        opened(layouts / "flat/val", "--ground-truth", tmp_path / "LOC_val_solution.csv",
+               "--classes-from", layouts / "shards")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("nowhere", "does not exist"),
+        ("text", "is not an uncompressed tar"),
+        ("no class tars", "holds no class tars"),
+        ("palette shards", "no pictures any more"),
+        ("share", "--validation-share must lie between 0 and 1"),
+        ("selection", "let `python -m data_tools filter` finish"),
+    ],
+)
+def test_mistakes_are_one_sentence(case, message, tmp_path, capsys, request):
+    place, options = tmp_path / "place", []
+    if case == "text":
+        place.write_text("no tar" * 200)
+    elif case == "no class tars":
+        write_tar(place, [("a.jpg", small_jpeg(0))])
+        options = ["--layout", "imagenet-train-tar"]
+    elif case == "palette shards":
+        place = request.getfixturevalue("shards") / "train"
+    elif case == "share":
+        options = ["--validation-share", "1"]
+    elif case == "selection":
+        options = ["--selection", str(tmp_path)]
+    assert main(["jpeg", str(place), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_names_of_any_bytes(tmp_path):
+    root = tmp_path / "images"
+    (root / "a").mkdir(parents=True)
+    raw = b"caf\xe9.jpg".decode("utf-8", "surrogateescape")
+    (root / "a" / raw).write_bytes(small_jpeg(1))
+    out = tmp_path / "out"
+    assert main(["jpeg", str(root), "--out", str(out)]) == 0
+    index = json.loads((out / "shard-000000.index.json").read_text())
+    assert index["sources"] == ["a/caf\\xe9.jpg"]
