@@ -48,6 +48,18 @@ class StoredFile(_Part):
     sha256: str
 
 
+class LossScale(_Part):
+    """Where fp16's dynamic loss scale stands: it grows after enough steps without an overflow."""
+
+    scale: float
+    iteration: int
+    """Steps that it has seen, skipped ones too."""
+    last_overflow: int
+    """The last of them whose gradients overflowed; -1 when none did."""
+    hysteresis: int
+    """Overflows that are still forgiven before the scale falls, plus one."""
+
+
 class Manifest(_Part):
     """The whole checkpoint."""
 
@@ -58,8 +70,8 @@ class Manifest(_Part):
     """Images consumed; with the seed this is the whole data position."""
     optimizer_step: int
     """Adam's own count, which is lower than `step` where fp16 skipped steps."""
-    loss_scale: float | None = None
-    """Current fp16 loss scale."""
+    loss_scale: LossScale | None = None
+    """None in other precisions than fp16."""
     seed: int
     tokenizer: str | None
     """SHA-256 of the palette or VAE that made the training data."""

@@ -19,6 +19,7 @@ from megavis.checkpoint.manifest import (
     KINDS,
     MANIFEST,
     LogicalTensor,
+    LossScale,
     Manifest,
     Slice,
     StoredFile,
@@ -38,7 +39,7 @@ class Progress:
     samples_seen: int
     seed: int
     tokenizer: str | None
-    loss_scale: float | None = None
+    loss_scale: LossScale | None = None
 
 
 @dataclass

@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megavis.checkpoint.manifest import LossScale
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
@@ -157,16 +158,25 @@ class Engine:
             return float(self._norm_of_zero_0.value)
         return float(self.deepspeed.get_global_grad_norm())
 
-    def loss_scale(self) -> float | None:
-        """Return the current fp16 loss scale; None in other precisions."""
+    def loss_scale(self) -> LossScale | None:
+        """Return the state of fp16's dynamic loss scale; None in other precisions."""
         if self.config.training.precision != "fp16":
             return None
-        return float(self.deepspeed.optimizer.cur_scale)
+        scaler = self.deepspeed.optimizer.loss_scaler
+        return LossScale(
+            scale=scaler.cur_scale,
+            iteration=scaler.cur_iter,
+            last_overflow=scaler.last_overflow_iter,
+            hysteresis=scaler.cur_hysteresis,
+        )
 
-    def restore_loss_scale(self, scale: float | None) -> None:
+    def restore_loss_scale(self, saved: LossScale | None) -> None:
         """Continue with the loss scale of a checkpoint."""
-        if scale is not None and self.config.training.precision == "fp16":
-            self.deepspeed.optimizer.loss_scaler.cur_scale = scale
+        if saved is None or self.config.training.precision != "fp16":
+            return
+        scaler = self.deepspeed.optimizer.loss_scaler
+        scaler.cur_scale, scaler.cur_iter = saved.scale, saved.iteration
+        scaler.last_overflow_iter, scaler.cur_hysteresis = saved.last_overflow, saved.hysteresis
 
     def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Any, Any]]:
         while True:

@@ -67,7 +67,10 @@ class LogMetrics:
         engine = state.engine
         state.record["loss"] = engine.mean_over_data(state.loss)
         state.record["lr"] = engine.rate(state.step - 1)
+        # Infinite where an fp16 step overflowed and was skipped.
         state.record["grad_norm"] = engine.gradient_norm()
+        if (scale := engine.loss_scale()) is not None:
+            state.record["loss_scale"] = scale.scale
         state.record["samples_seen"] = state.step * engine.config.training.batch_size
         state.record.update(self._throughput(state))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from megavis.checkpoint.folder import latest_checkpoint, prune
 from megavis.checkpoint.load import load_training_state
@@ -216,8 +217,11 @@ def _open_data(
 def _require_device(loaded: LoadedConfig, device: str | None) -> None:
     """Refuse a precision that the device cannot compute in, before anything is started."""
     on_gpu = torch.cuda.is_available() and device != "cpu"
-    if loaded.config.training.precision == "fp16" and not on_gpu:
-        text = "fp16 needs a GPU; the nearest choice on a CPU is bf16"
+    if loaded.config.training.precision != "fp16" or on_gpu:
+        return
+    # DeepSpeed refuses it too, but later and without naming the key.
+    if not get_accelerator().is_fp16_supported():
+        text = "fp16 needs a GPU, or a CPU that computes in it; the nearest choice here is bf16"
         raise loaded.source.error([("training.precision", text)])
 
 

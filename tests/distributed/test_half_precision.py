@@ -1,0 +1,105 @@
+"""bf16 and fp16 keep master weights and gradients in float32, in every kind of layout.
+
+A CPU computes in fp16, slowly; DeepSpeed refuses it there unless told otherwise, as these jobs do.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_jobs import deterministic_metrics, rewind, train_run
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.manifest import Manifest, read_manifest
+from megavis.config.load import load_config
+from megavis.objectives import objective_configs
+from megavis.parallel.launch import Launch
+from megavis.training import engine
+from megavis.training.parity import Curve, parity_config, train_briefly
+
+STEPS = 12
+# Bits of the significand: the loss is computed in float32 from the logits on.
+RELATIVE_ERROR = {"bf16": 2**-8, "fp16": 2**-11}
+LAYOUTS: list[tuple[str, int, list[str]]] = [
+    ("bf16", 2, ["zero_stage=1"]),
+    ("bf16", 2, ["zero_stage=3"]),
+    ("bf16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
+    ("bf16", 2, ["pipeline_model_parallel_size=2", "zero_stage=1"]),
+    ("fp16", 2, ["zero_stage=1"]),
+    ("fp16", 2, ["tensor_model_parallel_size=2", "zero_stage=2"]),
+    ("fp16", 4, ["tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=3"]),
+]
+# Two steps too high for the first gradients of the tiny model: one overflow is forgiven.
+OVERFLOWING_SCALE_POWER = 24
+
+
+def allow_half() -> None:
+    """Let DeepSpeed compute in fp16 on this process's CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def short_curve(launch: Launch, path: str, overrides: list[str]) -> Curve:
+    """Train a few steps with float32's dropout-free config of parity."""
+    allow_half()
+    loaded = load_config(path, overrides, objectives=objective_configs())
+    return train_briefly(launch, parity_config(loaded.config), STEPS)
+
+
+def train_from_a_high_scale(launch: Launch, path: str, overrides: list[str]) -> None:
+    """Train in fp16 from a loss scale whose first gradients overflow."""
+    allow_half()
+    plain = engine.deepspeed_config
+
+    def settings(*args: Any, **options: Any) -> dict[str, Any]:
+        section = {"enabled": True, "initial_scale_power": OVERFLOWING_SCALE_POWER}
+        return {**plain(*args, **options), "fp16": section}
+
+    engine.deepspeed_config = settings
+    try:
+        train_run(launch, path, [*overrides, "training.precision=fp16"])
+    finally:
+        engine.deepspeed_config = plain
+
+
+@pytest.fixture(scope="module")
+def reference(run_job: Any, tiny_config: Path) -> Curve:
+    return run_job(short_curve, 1, str(tiny_config), [])[0]
+
+
+@pytest.mark.parametrize(("precision", "processes", "layout"), LAYOUTS, ids=str)
+def test_the_loss_follows_float32_within_its_own_error(
+    run_job: Any,
+    reference: Curve,
+    tiny_config: Path,
+    precision: str,
+    processes: int,
+    layout: list[str],
+) -> None:
+    words = [f"training.precision={precision}", *(f"parallel.{word}" for word in layout)]
+    curve = run_job(short_curve, processes, str(tiny_config), words)[0]
+    losses = [(mine[0], one[0]) for mine, one in zip(curve, reference, strict=True)]
+    assert max(abs(mine - one) / one for mine, one in losses) < RELATIVE_ERROR[precision]
+    assert any(mine != one for mine, one in losses), f"{precision} was not used"
+
+
+def test_fp16_skips_steps_that_overflow_and_resumes_bit_for_bit(
+    run_job: Any, tiny_config: Path, tmp_path: Path
+) -> None:
+    words = ["parallel.zero_stage=3", f"output={tmp_path}"]
+    run_job(train_from_a_high_scale, 2, str(tiny_config), [*words, "name=whole"])
+    rewind(tmp_path / "whole", tmp_path / "resumed", 4)
+    run_job(train_from_a_high_scale, 2, str(tiny_config), [*words, "name=resumed"])
+    whole, resumed = (newest_manifest(tmp_path / name) for name in ("whole", "resumed"))
+    assert 0 < whole.optimizer_step < whole.step, "no step overflowed"
+    assert whole.loss_scale is not None
+    assert whole.loss_scale.scale < 2**OVERFLOWING_SCALE_POWER
+    assert resumed.loss_scale == whole.loss_scale
+    assert deterministic_metrics(tmp_path / "resumed") == deterministic_metrics(tmp_path / "whole")
+
+
+def newest_manifest(run: Path) -> Manifest:
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    return read_manifest(folder)
