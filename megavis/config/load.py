@@ -39,6 +39,12 @@ for _side in (_Loader, _Dumper):
     )
 
 
+# Lists hold numbers: one row each, however many there are.
+_Dumper.add_representer(
+    list, lambda dumper, row: dumper.represent_sequence("tag:yaml.org,2002:seq", row, True)
+)
+
+
 @dataclass
 class Source:
     """Where each key was written, for messages."""

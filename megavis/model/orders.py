@@ -76,3 +76,27 @@ def take_places(values: Tensor, order: Tensor) -> Tensor:
 def to_raster(ordered: Tensor, order: Tensor) -> Tensor:
     """Undo `take_places`."""
     return take_places(ordered, order.argsort(dim=-1))
+
+
+class SharedOrder:
+    """An order that all images share, kept with its inverse on every device that asks for it.
+
+    So that no step sends it from the host again.
+    """
+
+    def __init__(self, order: Tensor) -> None:
+        self._order = order
+        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the order, int64 `[n]`."""
+        return self._copy(device)[0]
+
+    def inverse_on(self, device: torch.device) -> Tensor:
+        """Return the place of each cell, int64 `[n]`."""
+        return self._copy(device)[1]
+
+    def _copy(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._copies:
+            self._copies[device] = (self._order.to(device), self._order.argsort().to(device))
+        return self._copies[device]

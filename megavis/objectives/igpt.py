@@ -14,59 +14,30 @@ Legend: b images, n tokens, h hidden size, v colours of the palette.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import Core
 from megavis.model.embeddings import to_stream, token_embedding
 from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Initialization, normal, zeros
+from megavis.model.orders import SharedOrder
 from megavis.model.positions import PositionKind, Positions, carried_names
 from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
-from megavis.parallel.random import derive_seed, uniform
+from megavis.objectives.igpt_config import IGPTConfig
+from megavis.parallel.random import uniform
 
 NOTHING = -1
 """Stands where an id would be, before the first pixel."""
-
-
-class IGPTConfig(ObjectiveConfig):
-    """The keys of iGPT."""
-
-    name: Literal["igpt"] = "igpt"
-    mode: Literal["autoregressive", "bert"] = "autoregressive"
-    """L_AR or L_BERT of section 2.1."""
-    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """BERT: probability that a pixel is masked."""
-    vocabulary_size: Annotated[int, Field(gt=1)] = 512
-    """Colours of the palette (section 3.2)."""
-    order: Literal["raster", "random"] = "raster"
-    """Auto-regressive order of the pixels; `random` is one fixed permutation for the run."""
-
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want a vocabulary, and split pixels, that the tensor size divides."""
-        tensor = config.parallel.tensor_model_parallel_size
-        if self.vocabulary_size % tensor:
-            yield (
-                "objective.vocabulary_size",
-                f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}",
-            )
-        num_pixels = config.data.image_size**2
-        if config.parallel.sequence_parallel and num_pixels % tensor:
-            yield (
-                "parallel.sequence_parallel",
-                f"{num_pixels} pixels do not divide by tensor_model_parallel_size {tensor}; set it"
-                " to false",
-            )
 
 
 class PixelEmbedding(nn.Module):
@@ -179,12 +150,10 @@ class IGPT(Objective):
         """Return the last norm and the zero-initialised matrix to logits."""
         return VocabularyHead(self.core, self.paper.vocabulary_size, zeros)
 
-    def permutation(self) -> Tensor:
-        """Return the order π of section 2.1: int64 `[n]`, the pixel at each place."""
-        if self.paper.order == "raster":
-            return torch.arange(self.num_tokens)
-        generator = torch.Generator().manual_seed(derive_seed(self.config.seed, "order") >> 1)
-        return torch.randperm(self.num_tokens, generator=generator)
+    @cached_property
+    def order(self) -> SharedOrder:
+        """The order π of section 2.1: the pixel at each place."""
+        return SharedOrder(self.paper.permutation(self.config))
 
     def sequence(self, batch: Batch) -> Sequence:
         """Order the pixels and draw BERT's mask."""
@@ -193,11 +162,11 @@ class IGPT(Objective):
 
     def to_order(self, raster: Tensor) -> Tensor:
         """Put ids `[b, n]` from raster order into the run's order; returns int64."""
-        return raster.long()[:, self.permutation().to(raster.device)]
+        return raster.long()[:, self.order.on(raster.device)]
 
     def to_raster(self, ordered: Tensor) -> Tensor:
         """Put ids `[b, n]` from the run's order into raster order."""
-        return ordered[:, self.permutation().argsort().to(ordered.device)]
+        return ordered[:, self.order.inverse_on(ordered.device)]
 
     def check_generation(self) -> None:
         """Raise UserError in BERT mode, which predicts from both sides."""
@@ -220,7 +189,7 @@ class IGPT(Objective):
         """
         self.check_generation()
         previous = F.pad(ids, (1, 0), value=NOTHING)[:, start:stop]
-        return previous, self.permutation()[None, start:stop].to(ids.device)
+        return previous, self.order.on(ids.device)[None, start:stop]
 
     def inputs_from(
         self,
@@ -240,7 +209,7 @@ class IGPT(Objective):
         ids = self.to_order(inputs)
         if self.paper.mode == "autoregressive":
             return self.inputs_at(ids, 0, self.num_tokens)
-        order = self.permutation().to(ids.device)
+        order = self.order.on(ids.device)
         if mask is None:
             index = (
                 torch.zeros(len(ids), dtype=torch.int64) if sample_index is None else sample_index

@@ -6,6 +6,8 @@ Legend: b images, p side of a patch in pixels, n patches of an image, d = 3 · p
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,8 @@ def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
     return patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
 
 
+@functools.cache
 def _channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation; sent to a device once, since a copy waits for the host."""
     mean = torch.tensor(CHANNEL_MEAN, device=device)
     return mean, torch.tensor(CHANNEL_DEVIATION, device=device)

@@ -67,7 +67,7 @@ def test_losses_are_those_that_training_logged(run, trained, validation):
 
 def test_outputs_give_the_loss(run, validation):
     logits = run.outputs(validation)
-    order = run.objective.permutation()
+    order = run.objective.order.on(validation.device)
     nats = []
     for image, rows in zip(validation.tolist(), logits.tolist(), strict=True):
         for place, row in enumerate(rows):
@@ -99,7 +99,7 @@ def test_photographs_go_in_and_come_out(run, validation):
 def test_samples_keep_what_was_given(run, validation):
     completed = run.sample(originals=validation, given=0.5, seed=1)
     assert completed.shape == validation.shape
-    same = (completed == validation)[:, run.objective.permutation()]
+    same = (completed == validation)[:, run.objective.order.on(validation.device)]
     assert same[:, :8].all()
     assert not same[:, 8:].all()
     assert torch.equal(run.sample(originals=validation, given=0.5, seed=1), completed)

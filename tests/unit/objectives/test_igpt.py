@@ -2,9 +2,14 @@
 
 import math
 
+import numpy as np
+import pytest
 import torch
 
+from megavis.config.errors import UserError
+from megavis.config.load import dump_config, load_config
 from megavis.data.batch import Batch
+from megavis.objectives import objective_configs
 
 
 def batch_of(ids, first=0):
@@ -33,10 +38,62 @@ def test_autoregressive_loss_is_the_mean_negative_log_likelihood(build, tmp_path
     assert abs(float(loss) - sum(plain) / len(plain)) < 1e-5
 
 
-def test_bert_loss_averages_the_masked_pixels_of_each_image(build, tmp_path):
-    objective, _ = build(tmp_path / "c.yaml", "objective.mode=bert", "objective.mask_ratio=0.4")
-    ids, predictions = draw()
+@pytest.mark.parametrize("order", ["nested_raster", "file"])
+def test_autoregressive_loss_is_that_of_the_chain_rule_in_any_order(build, tmp_path, order):
+    """Equation of section 2.1: p(x) = Π p(x_π(i) | x_π(1), ..., x_π(i-1)), one factor at a time."""
+    if order == "file":
+        permutation = np.random.default_rng(0).permutation(16)
+        np.save(tmp_path / "order.npy", permutation)
+        words = [f"objective.order={tmp_path}/order.npy"]
+    else:
+        permutation = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+        words = ["objective.order=nested_raster", "objective.order_block=2"]
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    ids, _ = draw()
+    total = 0.0
+    for place, pixel in enumerate(permutation):
+        hidden = ids.clone()
+        # What comes later in the order is unknown: any other colours must give the same factor.
+        hidden[:, list(permutation[place:])] = 31 - hidden[:, list(permutation[place:])]
+        logits = objective.outputs(runner.predictions(objective.inputs_from(hidden)))
+        total += sum(nats(logits[b, place], ids[b, pixel]) for b in range(3))
     sequence = objective.sequence(batch_of(ids))
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    assert float(loss) == pytest.approx(total / 48, rel=1e-5)
+    assert torch.equal(objective.to_raster(objective.to_order(ids)), ids)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (np.arange(9), "objective.order: names 9 pixels; images of data.image_size 4 have 16"),
+        (np.arange(1, 17), "must hold a permutation: .*, not '.*order.npy'"),
+        (np.arange(16).reshape(4, 4), "must hold a permutation"),
+        (None, "objective.order: must be a file that numpy.save has written, not '.*order.npy'"),
+    ],
+)
+def test_a_file_that_holds_no_order_is_refused(build, tmp_path, content, said):
+    if content is not None:
+        np.save(tmp_path / "order.npy", content)
+    with pytest.raises(UserError, match=said):
+        build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")
+
+
+def test_a_run_keeps_the_numbers_of_the_file(build, tmp_path):
+    np.save(tmp_path / "order.npy", np.arange(16)[::-1])
+    objective, _ = build(tmp_path / "c.yaml", f"objective.order={tmp_path}/order.npy")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_config(objective.config))
+    (tmp_path / "order.npy").unlink()
+    assert load_config(resolved, objectives=objective_configs()).config == objective.config
+
+
+@pytest.mark.parametrize("ratio", [0.15, 0.2])
+def test_bert_loss_averages_the_masked_pixels_of_each_image(build, tmp_path, ratio):
+    words = ["objective.mode=bert", f"objective.mask_ratio={ratio}"]
+    objective, _ = build(tmp_path / "c.yaml", *words)
+    ids, predictions = draw()
+    sequence = objective.sequence(batch_of(ids, first=3))
     mask = sequence.targets[1]
     assert torch.equal(mask, sequence.inputs[2])
     images = []
