@@ -15,6 +15,8 @@ from importlib.util import find_spec
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from data_tools.resample import with_fourth_channel
+
 MAX_PIXELS = 178_956_970  # Pillow's own limit for what it calls a decompression bomb
 # Only formats that hold photographs: some others of Pillow start external programs.
 _FORMATS = ("PNG", "JPEG", "MPO", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
@@ -38,12 +40,18 @@ def decoder_versions() -> dict[str, str]:
     return versions
 
 
-def decode_image(content: bytes) -> np.ndarray:
-    """Decode a whole file to RGB, uint8 `[h, w, 3]`.
+def decode_image(content: bytes, *, channels: int = 3, min_side: int = 0) -> np.ndarray:
+    """Decode a whole file to RGB, uint8 `[h, w, channels]`.
 
     Grey, palette and CMYK images become RGB; 16-bit grey is scaled to 8 bits (rounded), 16-bit
     colour keeps its high bytes; transparency is composited on white; of an animation the first
     frame counts.
+
+    Args:
+        content: the bytes of the file.
+        channels: 3, or 4 for a fourth byte without meaning, as `resample` wants it.
+        min_side: if set, a JPEG may be decoded at a smaller scale of n / 8 whose sides are at
+            least this: faster, but not what a decode at full size and a resize would give.
 
     Raises:
         RefusedImageError: zero bytes, not an image, truncated, damaged, too large, or of a pixel
@@ -52,15 +60,16 @@ def decode_image(content: bytes) -> np.ndarray:
     if not content:
         raise RefusedImageError("zero bytes")
     if content.startswith(_JPEG_START) and find_spec("simplejpeg") is not None:
-        pixels = _decode_jpeg(content)
+        pixels = _decode_jpeg(content, channels, min_side)
         if pixels is not None:
             return pixels
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata; the pixels are what counts
-        return _decode_with_pillow(content)
+        pixels = _decode_with_pillow(content)
+    return pixels if channels == 3 else with_fourth_channel(pixels)
 
 
-def _decode_jpeg(content: bytes) -> np.ndarray | None:
+def _decode_jpeg(content: bytes, channels: int, min_side: int) -> np.ndarray | None:
     """RGB pixels, or None where only Pillow may know the header (rare chroma samplings)."""
     import simplejpeg
 
@@ -71,7 +80,13 @@ def _decode_jpeg(content: bytes) -> np.ndarray | None:
     if height * width > MAX_PIXELS:
         raise RefusedImageError("too large")
     try:
-        return simplejpeg.decode_jpeg(content, colorspace="RGB", strict=True)
+        return simplejpeg.decode_jpeg(
+            content,
+            colorspace="RGB" if channels == 3 else "RGBX",
+            min_height=min_side,
+            min_width=min_side,
+            strict=True,
+        )
     except ValueError as error:
         truncated = "premature end" in str(error).lower()
         raise RefusedImageError("truncated" if truncated else "damaged") from None

@@ -16,7 +16,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.layouts import add_source_arguments, open_source
-from data_tools.resize import CROP, RESIZE, resize_and_crop
+from data_tools.resize import RESIZE, Crop
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
@@ -36,6 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="side of the images: 32, 48, 64; of several each gets its folder below --out",
     )
+    parser.add_argument(
+        "--crop",
+        choices=("center", "evaluation", "random"),
+        default="center",
+        help="center: shorter side to --size; evaluation: centre 224 of shorter side 224; random: "
+        "224 of a shorter side in [256, 384]; the last two as the iGPT paper prepares ImageNet",
+    )
+    parser.add_argument("--crops", type=int, default=1, help="random crops stored a picture")
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="decode JPEG at a smaller scale, at least twice the size: other tokens",
+    )
     add_job_arguments(parser)
 
 
@@ -44,9 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = tuple(dict.fromkeys(arguments.size))
     if min(sizes) < 1:
         raise UserError("--size must be at least 1")
+    if arguments.crops < 1 or (arguments.crops > 1 and arguments.crop != "random"):
+        raise UserError("--crops must be at least 1, and more than 1 only with --crop random")
     palette = Palette.load(arguments.palette)
     source = open_source(arguments)
-    recipe = PaletteRecipe(sizes, arguments.palette.resolve(), palette.sha256, len(palette))
+    recipe = PaletteRecipe(
+        sizes=sizes,
+        crop=Crop(arguments.crop, arguments.crops, arguments.seed),
+        fast=arguments.fast,
+        palette_path=arguments.palette.resolve(),
+        palette_sha256=palette.sha256,
+        num_colors=len(palette),
+    )
     return run_job(source, recipe, arguments, label="palette shards")
 
 
@@ -56,10 +78,14 @@ class PaletteRecipe:
 
     Attributes:
         sizes: sides of the images.
+        crop: which squares of a picture are kept.
+        fast: decode JPEG at a smaller scale, at least twice what the first resize makes of it.
         palette_path, palette_sha256, num_colors: the palette; a process loads it once.
     """
 
     sizes: tuple[int, ...]
+    crop: Crop
+    fast: bool
     palette_path: Path
     palette_sha256: str
     num_colors: int
@@ -76,7 +102,7 @@ class PaletteRecipe:
         return {
             "palette": self.palette_sha256,
             "size": self._size(folder),
-            "preparation": [RESIZE, CROP, decoder_versions()],
+            "preparation": [self._resize, str(self.crop), decoder_versions()],
         }
 
     def prepare(self, directory: Path) -> None:
@@ -93,12 +119,12 @@ class PaletteRecipe:
         encoded: list[Encoded] = []
         for picture in pictures:
             try:
-                image = decode_image(picture.content)
-                squares = [resize_and_crop(image, size=size) for size in self.sizes]
+                image = decode_image(picture.content, channels=4, min_side=self._min_side)
+                squares = self.crop.squares(image, sizes=self.sizes, name=picture.name)
             except RefusedImageError as refusal:
                 encoded.append(refusal)
                 continue
-            encoded.append([[_pack(palette, square)] for square in squares])
+            encoded.append([[_pack(palette, square) for square in same] for same in squares])
         return encoded
 
     def describe(self, folder: str) -> dict[str, Any]:
@@ -113,8 +139,20 @@ class PaletteRecipe:
                 "sha256": self.palette_sha256,
                 "num_tokens": self.num_colors,
             },
-            "preparation": {"resize": RESIZE, "crop": CROP, "decoders": decoder_versions()},
+            "preparation": {
+                "resize": self._resize,
+                "crop": str(self.crop),
+                "decoders": decoder_versions(),
+            },
         }
+
+    @property
+    def _resize(self) -> str:
+        return f"{RESIZE}, JPEG decoded at a smaller scale" if self.fast else RESIZE
+
+    @property
+    def _min_side(self) -> int:
+        return 2 * self.crop.side_before(max(self.sizes)) if self.fast else 0
 
     def _size(self, folder: str) -> int:
         return int(folder) if folder else self.sizes[0]
@@ -124,7 +162,7 @@ class PaletteRecipe:
 
 
 def _pack(palette: Palette, image: np.ndarray) -> bytes:
-    tokens = palette.encode(image)
+    tokens = palette.encode(image[..., :3])
     return PaletteCodec(tokens.size).encode(tokens)
 
 

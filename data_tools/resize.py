@@ -1,19 +1,86 @@
-"""Any picture to a square of a given side: bicubic, antialiased, centre crop.
-
-Pillow does the resize: its bicubic is the reference for palette tokens, and torch's antialiased
-bicubic differs from it by one in about one byte of five hundred.
-"""
+"""Any picture to squares of given sides: bicubic, antialiased, equal to Pillow to the bit."""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
-from PIL import Image
 
 from data_tools.decode import RefusedImageError
+from data_tools.resample import Window, resample, with_fourth_channel
 
 RESIZE = "Pillow bicubic (antialiased)"
 CROP = "shorter side to image_size, then centre crop"
+# The paper's preparation of ImageNet: Generative Pretraining from Pixels, section 3.1.
+_PAPER_SIDE = 224
+_PAPER_SHORTER_SIDES = (256, 384)
 _MAX_ASPECT = 64
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Which square of a picture is kept.
+
+    Attributes:
+        kind: `center`: shorter side to the size that is stored, centre. `evaluation`: shorter side
+            to 224, centre crop of 224, then to the size that is stored. `random`: shorter side to
+            a random length in [256, 384], a random crop of 224, then to that size.
+        count: how many random crops of each picture are stored.
+        seed: of the random crops; they depend on it and on the picture's name alone.
+    """
+
+    kind: Literal["center", "evaluation", "random"] = "center"
+    count: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "center":
+            return CROP
+        shorter, longer = _PAPER_SHORTER_SIDES
+        side = _PAPER_SIDE
+        if self.kind == "evaluation":
+            return f"shorter side to {side}, centre crop of {side}, then to image_size"
+        return (
+            f"{self.count} times: shorter side to a random length in [{shorter}, {longer}], "
+            f"random crop of {side}, then to image_size; seed {self.seed}"
+        )
+
+    def side_before(self, size: int) -> int:
+        """Return the shorter side after the first resize, at least: what decoding must give."""
+        return {"center": size, "evaluation": _PAPER_SIDE, "random": _PAPER_SHORTER_SIDES[1]}[
+            self.kind
+        ]
+
+    def squares(
+        self, image: np.ndarray, *, sizes: tuple[int, ...], name: str
+    ) -> list[list[np.ndarray]]:
+        """Return, for each size, the squares uint8 `[size, size, 4]` of `image` `[h, w, 4]`.
+
+        `name` decides the random crops, which are the same at every size.
+
+        Raises:
+            RefusedImageError: one side is more than 64 times the other.
+        """
+        if self.kind == "center":
+            return [[_centre_square(image, size)] for size in sizes]
+        if self.kind == "evaluation":
+            large = [_centre_square(image, _PAPER_SIDE)]
+        else:
+            large = [self._random_square(image, name, number) for number in range(self.count)]
+        return [[_shrink(square, size) for square in large] for size in sizes]
+
+    def _random_square(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
+        text = f"{self.seed}\0{number}\0{name}".encode("utf-8", "surrogateescape")
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+        random = np.random.default_rng(seed)
+        shorter = int(random.integers(*_PAPER_SHORTER_SIDES, endpoint=True))
+        height, width = scaled_size(image, shorter)
+        top = int(random.integers(0, height - _PAPER_SIDE, endpoint=True))
+        left = int(random.integers(0, width - _PAPER_SIDE, endpoint=True))
+        window = Window(top, left, _PAPER_SIDE, _PAPER_SIDE)
+        return resample(image, height=height, width=width, window=window)
 
 
 def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
@@ -25,11 +92,29 @@ def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
     Raises:
         RefusedImageError: one side is more than 64 times the other.
     """
+    if image.shape[2] == 3:
+        image = with_fourth_channel(image)
+    return np.ascontiguousarray(_centre_square(image, size)[..., :3])
+
+
+def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
+    """Return height and width of `image` once its shorter side is `shorter_side`.
+
+    Raises:
+        RefusedImageError: one side is more than 64 times the other.
+    """
     height, width = image.shape[:2]
     shorter = min(height, width)
     if max(height, width) > _MAX_ASPECT * shorter:
         raise RefusedImageError(f"aspect ratio above {_MAX_ASPECT}")
-    new_height, new_width = round(height * size / shorter), round(width * size / shorter)
-    resized = Image.fromarray(image).resize((new_width, new_height), Image.Resampling.BICUBIC)
-    top, left = (new_height - size) // 2, (new_width - size) // 2
-    return np.asarray(resized.crop((left, top, left + size, top + size)))
+    return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
+
+
+def _centre_square(image: np.ndarray, size: int) -> np.ndarray:
+    height, width = scaled_size(image, size)
+    window = Window((height - size) // 2, (width - size) // 2, size, size)
+    return resample(image, height=height, width=width, window=window)
+
+
+def _shrink(square: np.ndarray, size: int) -> np.ndarray:
+    return resample(square, height=size, width=size, window=Window(0, 0, size, size))

@@ -142,11 +142,11 @@ def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
     decode_image = palette_shards.decode_image
     calls = []
 
-    def dies(content):
+    def dies(content, **options):
         calls.append(content)
         if len(calls) == 13:
             raise KeyboardInterrupt
-        return decode_image(content)
+        return decode_image(content, **options)
 
     monkeypatch.setattr(palette_shards, "decode_image", dies)
     assert shards(images, palette_file, broken) == 130

@@ -1,0 +1,70 @@
+"""Which squares of a picture are kept: the centre, iGPT's evaluation crop, its random crops."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from image_files import encoded, real_jpegs
+from PIL import Image
+
+from data_tools.decode import RefusedImageError, decode_image
+from data_tools.resize import Crop
+
+BICUBIC = Image.Resampling.BICUBIC
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return Image.open(real_jpegs()[2]).convert("RGB").resize((500, 375))
+
+
+def squares(crop, picture, *sizes):
+    image = decode_image(encoded(picture, "PNG"), channels=4)
+    found = crop.squares(image, sizes=sizes, name="n01/a.JPEG")
+    return [[square[..., :3] for square in same] for same in found]
+
+
+def test_evaluation_is_a_centre_crop_of_224(picture):
+    large = picture.resize((299, 224), BICUBIC).crop((37, 0, 261, 224))
+    found = squares(Crop("evaluation"), picture, 32, 64)
+    for size, (square,) in zip((32, 64), found, strict=True):
+        assert np.array_equal(square, np.asarray(large.resize((size, size), BICUBIC)))
+
+
+def test_random_crops_are_pillows(picture):
+    """Shorter side in [256, 384], then 224² of it; drawn from seed, number and name."""
+    found = squares(Crop("random", count=3, seed=7), picture, 32, 48)
+    for number in range(3):
+        digest = hashlib.sha256(f"7\0{number}\0n01/a.JPEG".encode()).digest()
+        random = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+        shorter = random.integers(256, 384, endpoint=True)
+        resized = picture.resize((round(500 * shorter / 375), shorter), BICUBIC)
+        top = random.integers(0, resized.height - 224, endpoint=True)
+        left = random.integers(0, resized.width - 224, endpoint=True)
+        large = resized.crop((left, top, left + 224, top + 224))
+        for size, same in zip((32, 48), found, strict=True):
+            expected = np.asarray(large.resize((size, size), BICUBIC))
+            assert np.array_equal(same[number], expected)
+
+
+def test_random_crops_differ_and_repeat(picture):
+    first = squares(Crop("random", count=2, seed=0), picture, 32)[0]
+    again = squares(Crop("random", count=2, seed=0), picture, 32)[0]
+    other = squares(Crop("random", count=2, seed=1), picture, 32)[0]
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first[0], first[1])
+    assert not np.array_equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("kind", ["center", "evaluation", "random"])
+def test_thin_pictures_are_refused(kind):
+    with pytest.raises(RefusedImageError, match="aspect ratio above 64"):
+        Crop(kind).squares(np.zeros((650, 10, 4), np.uint8), sizes=(8,), name="a")
+
+
+def test_small_pictures_are_enlarged():
+    tiny = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 9, 3), dtype=np.uint8))
+    for kind in ("center", "evaluation", "random"):
+        assert squares(Crop(kind), tiny, 32)[0][0].shape == (32, 32, 3)
