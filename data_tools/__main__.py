@@ -6,7 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from data_tools import contact_sheet, jpeg_shards, palette_fit, palette_shards, photographs, verify
+from data_tools import (
+    contact_sheet,
+    jpeg_shards,
+    palette_fit,
+    palette_shards,
+    photographs,
+    reshard,
+    verify,
+)
 from megavis.config.errors import UserError
 
 
@@ -67,6 +75,22 @@ def build_parser() -> argparse.ArgumentParser:
         "jpeg demo/images/train --out demo/jpeg_train --size 32",
         jpeg_shards.add_arguments,
         jpeg_shards.run,
+    )
+    _add(
+        verbs,
+        "merge",
+        "copy shard folders of one kind into one",
+        "merge shards/imagenet shards/web --out shards/both --samples-per-shard 10000",
+        reshard.add_merge_arguments,
+        reshard.run,
+    )
+    _add(
+        verbs,
+        "reshard",
+        "copy a shard folder with another number of samples a shard",
+        "reshard shards/train --out shards/small --samples-per-shard 1000",
+        reshard.add_reshard_arguments,
+        reshard.run,
     )
     _add(
         verbs,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megavis.data.manifest import Source as SourceRecord
 from megavis.data.shards import index_path
 
 REPORT_NAME = "report.json"
+Finish = Callable[[Source, Recipe, list[UnitResult], argparse.Namespace], None]
 _PARTIAL = re.compile(r"^\.(.+)\.partial-")
 
 
@@ -53,13 +54,16 @@ class Slice:
         return f"{self.number}/{self.count}"
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how and where shards are written."""
-    parser.add_argument("--out", type=Path, required=True, help="the shard folder")
+def add_job_arguments(parser: argparse.ArgumentParser, *, shuffles: bool = True) -> None:
+    """Add the options of how and where shards are written; `--seed` where that is shuffled."""
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
         "--samples-per-shard", type=int, default=10_000, help="source files that make one shard"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffle before sharding")
+    if shuffles:
+        parser.add_argument("--seed", type=int, default=0, help="of the shuffle before sharding")
+    else:
+        parser.set_defaults(seed=0)
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one alone")
     parser.add_argument("--engine", choices=ENGINES, default="local", help="who does the work")
     parser.add_argument(
@@ -71,7 +75,14 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_job(source: Source, recipe: Recipe, arguments: argparse.Namespace, *, label: str) -> int:
+def run_job(
+    source: Source,
+    recipe: Recipe,
+    arguments: argparse.Namespace,
+    *,
+    label: str,
+    finish: Finish | None = None,
+) -> int:
     """Write the shards of a source and say what is in them; the whole of a verb's `run`.
 
     Args:
@@ -79,6 +90,7 @@ def run_job(source: Source, recipe: Recipe, arguments: argparse.Namespace, *, la
         recipe: what to make of them.
         arguments: with what `add_job_arguments` asks for.
         label: name of the work, for the progress bar.
+        finish: called when all shards are there; where None, each folder gets its manifest.
 
     Returns:
         0, or 1 where the disk failed or a worker was killed: a rerun goes on.
@@ -115,7 +127,14 @@ def run_job(source: Source, recipe: Recipe, arguments: argparse.Namespace, *, la
             say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
             return 0
         results, _ = _run(units, arguments, label="reading what is there")
-    _finish(source, recipe, results, arguments)
+    skipped = _write_report(out / REPORT_NAME, results, None)
+    for partial_report in out.glob("report-slice-*.json"):
+        partial_report.unlink(missing_ok=True)
+    if not any(any(result.shards) for result in results):
+        raise UserError(f"no file of {source.root} gives an image; {out / REPORT_NAME} says why")
+    (finish or _write_manifests)(source, recipe, results, arguments)
+    for reason, names in skipped.items():
+        say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
     return 0
 
 
@@ -169,35 +188,40 @@ def _run(
     return results, None
 
 
-def _finish(
+def _write_manifests(
     source: Source, recipe: Recipe, results: list[UnitResult], arguments: argparse.Namespace
 ) -> None:
-    out = arguments.out
-    skipped = _write_report(out / REPORT_NAME, results, None)
-    for partial_report in out.glob("report-slice-*.json"):
-        partial_report.unlink(missing_ok=True)
-    if not any(any(result.shards) for result in results):
-        raise UserError(f"no file of {source.root} gives an image; {out / REPORT_NAME} says why")
     for number, folder in enumerate(recipe.folders):
-        shards = [entry for result in results if (entry := result.shards[number]) is not None]
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            class_names=source.class_names,
-            shards=tuple(sorted(shards, key=lambda entry: entry.name)),
-            skipped={reason: len(names) for reason, names in skipped.items()},
-            seed=arguments.seed,
-            source=SourceRecord(
-                description=source.description,
-                num_files=sum(result.num_files for result in results),
-                sha256=source.sha256,
-            ),
-            tool_version=__version__,
-            **recipe.describe(folder),
-        )
-        manifest.write(out / folder)
-        say(f"{out / folder}: {manifest.num_samples} samples in {len(manifest.shards)} shards")
-    for reason, names in skipped.items():
-        say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
+        manifest = manifest_of(source, recipe, results, number=number, seed=arguments.seed)
+        write_manifest(manifest, arguments.out / folder)
+
+
+def write_manifest(manifest: Manifest, directory: Path) -> None:
+    """Finish a shard folder and say so. Raises OSError."""
+    manifest.write(directory)
+    say(f"{directory}: {manifest.num_samples} samples in {len(manifest.shards)} shards")
+
+
+def manifest_of(
+    source: Source, recipe: Recipe, results: Sequence[UnitResult], *, number: int, seed: int
+) -> Manifest:
+    """Return the manifest of the `number`-th folder of a recipe whose units are all done."""
+    shards = [entry for result in results if (entry := result.shards[number]) is not None]
+    skipped = Counter(reason for result in results for _, reason in result.skipped)
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        class_names=source.class_names,
+        shards=tuple(sorted(shards, key=lambda entry: entry.name)),
+        skipped=dict(sorted(skipped.items())),
+        seed=seed,
+        source=SourceRecord(
+            description=source.description,
+            num_files=sum(result.num_files for result in results),
+            sha256=source.sha256,
+        ),
+        tool_version=__version__,
+        **recipe.describe(recipe.folders[number]),
+    )
 
 
 def _write_report(

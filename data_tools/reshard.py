@@ -1,0 +1,254 @@
+"""`merge` and `reshard`: shard folders copied into one, in their order, with other shard sizes.
+
+Payloads are copied byte for byte; nothing is decoded. Every shard that is read is compared with
+its SHA-256 first, and the result is verified at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manifest
+from data_tools.report import say
+from data_tools.sources import Part, Picture, Refuse, Source
+from data_tools.units import Encoded, Recipe, UnitResult
+from data_tools.verify import find_problems
+from megavis.config.errors import UserError
+from megavis.data.files import sha256_of_file, write_atomically
+from megavis.data.kinds import suffix_of
+from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.shards import ShardReader
+
+# What the samples of one folder have in common.
+_FIELDS = ("kind", "image_size", "num_tokens", "latent_shape", "flipped", "tokenizer")
+
+
+def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `merge` to its parser."""
+    parser.add_argument("folders", type=Path, nargs="+", help="shard folders, in their order")
+    add_job_arguments(parser, shuffles=False)
+
+
+def add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `reshard` to its parser."""
+    parser.add_argument("folders", type=Path, nargs=1, metavar="folder", help="a shard folder")
+    add_job_arguments(parser, shuffles=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the new folder and verify it.
+
+    Returns:
+        0, or 1 where the disk failed, or where the new folder turns out to be damaged.
+
+    Raises:
+        UserError: the folders do not fit together, or one is damaged or unfinished.
+        OSError: the disk fails.
+    """
+    folders = [Folder(path.resolve(), Manifest.read(path)) for path in arguments.folders]
+    out = arguments.out.resolve()
+    for folder in folders:
+        check_same_form(folders[0], folder)
+        if out.is_relative_to(folder.path):
+            raise UserError(f"--out {arguments.out} lies inside a source: choose another place")
+    source, recipe = MergedSource(tuple(folders)), CopyRecipe(tuple(folders))
+    if failed := run_job(source, recipe, arguments, label="copying", finish=_finish):
+        return failed
+    if not (out / MANIFEST_NAME).exists():  # other slices are not done
+        return 0
+    problems = find_problems(out)
+    for problem in problems:
+        say(f"wrong: {problem}")
+    return 1 if problems else 0
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A finished shard folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+
+def check_same_form(first: Folder, other: Folder) -> None:
+    """Raise UserError where the samples of two folders could not lie in one.
+
+    Versions of decoders may differ, and labels may be missing; filter and crop may not.
+    """
+    one, two = first.manifest, other.manifest
+    different = [name for name in _FIELDS if getattr(one, name) != getattr(two, name)]
+    for name in ("resize", "crop"):
+        if getattr(one.preparation, name) != getattr(two.preparation, name):
+            different.append(name)
+    if one.class_names and two.class_names and one.class_names != two.class_names:
+        different.append("class_names (write one of them again with --classes-from)")
+    if different:
+        raise UserError(
+            f"{first.path} and {other.path} cannot be merged: they differ in {different[0]}"
+        )
+
+
+@dataclass(frozen=True)
+class Range:
+    """Samples `[start, stop)` of one shard; `number` of its folder is part of their keys."""
+
+    path: Path
+    shard: ShardEntry
+    start: int
+    stop: int
+    number: int | None
+
+
+@dataclass(frozen=True)
+class MergedPart:
+    """Samples that lie together in the new folder."""
+
+    ranges: tuple[Range, ...]
+
+    @property
+    def num_files(self) -> int:
+        """Number of samples."""
+        return sum(part.stop - part.start for part in self.ranges)
+
+    def pictures(self, refuse: Refuse) -> Iterator[Picture]:
+        """Yield the samples. Raises UserError where a shard is not what its manifest says."""
+        for part in self.ranges:
+            reader = _whole_shard(part.path, part.shard)
+            index, content = reader.index, reader.open_map()
+            for place in range(part.start, part.stop):
+                key = index.keys[place]
+                if part.number is not None:  # two folders may have the same keys
+                    key = f"{part.number}-{key}"
+                start = index.offsets[place]
+                payload = content[start : start + index.lengths[place]].tobytes()
+                yield Picture(key, index.sources[place], index.labels[place], payload)
+
+
+@functools.lru_cache(maxsize=1)
+def _whole_shard(path: Path, shard: ShardEntry) -> ShardReader:
+    # Several units may read it one after another; it is hashed for the first.
+    if not path.is_file() or sha256_of_file(path) != shard.sha256:
+        raise UserError(f"{path} is missing or does not have the SHA-256 of its manifest")
+    return ShardReader(path)
+
+
+@dataclass(frozen=True)
+class MergedSource:
+    """Shard folders one after another."""
+
+    folders: tuple[Folder, ...]
+
+    @property
+    def description(self) -> str:
+        """What the folders were made of."""
+        return " + ".join(
+            dict.fromkeys(folder.manifest.source.description for folder in self.folders)
+        )
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes of those that have any."""
+        return max((folder.manifest.class_names for folder in self.folders), key=len)
+
+    @property
+    def sha256(self) -> str:
+        """Identity of all shards."""
+        digest = hashlib.sha256()
+        for folder in self.folders:
+            for shard in folder.manifest.shards:
+                digest.update(f"{shard.sha256} {shard.index_sha256}\n".encode())
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+    @property
+    def root(self) -> Path:
+        """The first folder."""
+        return self.folders[0].path
+
+    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+        """Cut the sequence of all samples; nothing is shuffled."""
+        parts: list[Part] = []
+        open_ranges: list[Range] = []
+        room = files_per_part
+        for number, folder, shard in self._shards():
+            start = 0
+            while start < shard.num_samples:
+                stop = min(start + room, shard.num_samples)
+                open_ranges.append(Range(folder.path / shard.name, shard, start, stop, number))
+                room -= stop - start
+                start = stop
+                if not room:
+                    parts.append(MergedPart(tuple(open_ranges)))
+                    open_ranges, room = [], files_per_part
+        return parts + ([MergedPart(tuple(open_ranges))] if open_ranges else [])
+
+    def _shards(self) -> Iterator[tuple[int | None, Folder, ShardEntry]]:
+        for number, folder in enumerate(self.folders):
+            for shard in folder.manifest.shards:
+                yield (number if len(self.folders) > 1 else None), folder, shard
+
+
+@dataclass(frozen=True)
+class CopyRecipe:
+    """Payloads as they are."""
+
+    sources: tuple[Folder, ...]
+    batch_size: int = 256
+    folders: tuple[str, ...] = ("",)
+
+    @property
+    def suffix(self) -> str:
+        """That of the kind of shards."""
+        return suffix_of(self.sources[0].manifest)
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """The source says all."""
+        return {"copy": self.suffix}
+
+    def prepare(self, directory: Path) -> None:
+        """Put the palette of palette shards beside them."""
+        palette = self.sources[0].path / PALETTE_NAME
+        if palette.exists() and not (directory / PALETTE_NAME).exists():
+            write_atomically(directory / PALETTE_NAME, palette.read_bytes())
+
+    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+        """Return the payloads."""
+        return [[[picture.content]] for picture in pictures]
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Return the fields that the manifests share, and all versions of the decoders."""
+        first = self.sources[0].manifest
+        fields = {name: getattr(first, name) for name in _FIELDS}
+        preparations = [source.manifest.preparation for source in self.sources]
+        names = sorted({name for each in preparations for name in each.decoders})
+        decoders = {
+            name: " and ".join(dict.fromkeys(each.decoders.get(name, "") for each in preparations))
+            for name in names
+        }
+        return {
+            **fields,
+            "preparation": first.preparation.model_copy(update={"decoders": decoders}),
+        }
+
+
+def _finish(
+    source: Source, recipe: Recipe, results: Sequence[UnitResult], arguments: argparse.Namespace
+) -> None:
+    """Write the manifest, with the counts of what the folders were made of."""
+    assert isinstance(source, MergedSource)
+    manifests = [folder.manifest for folder in source.folders]
+    skipped: Counter[str] = Counter()
+    for manifest in manifests:
+        skipped.update(manifest.skipped)
+    merged = manifest_of(source, recipe, results, number=0, seed=manifests[0].seed)
+    num_files = sum(manifest.source.num_files for manifest in manifests)
+    record = merged.source.model_copy(update={"num_files": num_files})
+    update = {"source": record, "skipped": dict(sorted(skipped.items()))}
+    write_manifest(merged.model_copy(update=update), arguments.out)
