@@ -125,7 +125,10 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     validation = args.validation or opened.config.data.validation
     if validation is None:
         raise UserError("the run has no data.validation; name a shard folder with --validation")
-    train_data = ShardDataset(args.train or opened.config.data.train)
+    train = args.train or opened.config.data.train
+    if not isinstance(train, str):
+        raise UserError("the run trained on several shard folders; name one with --train")
+    train_data = ShardDataset(train)
     validation_data = ShardDataset(validation)
     for dataset in (train_data, validation_data):
         for complaint in opened.objective.check_data(dataset.manifest):

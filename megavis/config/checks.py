@@ -116,6 +116,8 @@ def _check_positions(model: ModelConfig) -> Iterator[Complaint]:
 
 
 def _check_data(data: DataConfig) -> Iterator[Complaint]:
+    if not data.train:
+        yield "data.train", "names no folder: give one, or a list of `path` and `weight`"
     if data.scale[0] > data.scale[1]:
         yield "data.scale", f"{list(data.scale)} must begin with the smaller share"
     if data.short_side is not None and data.short_side < data.image_size:

@@ -182,6 +182,10 @@ def _note_lines(node: yaml.MappingNode, prefix: str, source: Source) -> None:
         source.lines[key] = line
         if isinstance(value_node, yaml.MappingNode):
             _note_lines(value_node, f"{key}.", source)
+        elif isinstance(value_node, yaml.SequenceNode):
+            for place, item in enumerate(value_node.value):
+                if isinstance(item, yaml.MappingNode):
+                    _note_lines(item, f"{key}.{place}.", source)
 
 
 def _apply_override(tree: dict[str, Any], word: str, source: Source) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
+from megavis.config.schema import UNION_LABELS, Complaint, ObjectiveConfig, RunConfig
 
 ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
 
@@ -29,7 +28,7 @@ class SchemaNames:
 
         A required key that is misspelt is unknown and missing at once; only the first is said.
         """
-        placed = [([*prefix, *map(str, error["loc"])], error) for error in errors]
+        placed = [([*prefix, *_keys_of(error["loc"])], error) for error in errors]
         unknown = [place for place, error in placed if error["type"] == "extra_forbidden"]
         meant = {self._nearest(place) for place in unknown}
         complaints = [self._explain_one(place, error) for place, error in placed]
@@ -74,6 +73,8 @@ class SchemaNames:
     def _keys(self, sections: list[str]) -> list[str]:
         model: type[BaseModel] = RunConfig
         for section in sections:
+            if section.isdigit():  # a place in a list, whose entries the model describes
+                continue
             inner = self.objective if section == "objective" else _model_of(model, section)
             if inner is None:
                 return []
@@ -81,14 +82,18 @@ class SchemaNames:
         return list(model.model_fields)
 
 
+def _keys_of(location: Iterable[Any]) -> list[str]:
+    return [str(part) for part in location if part not in UNION_LABELS]
+
+
 def _model_of(model: type[BaseModel], section: str) -> type[BaseModel] | None:
     annotation = model.model_fields[section].annotation if section in model.model_fields else None
-    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
+    return _find_model(annotation)
 
 
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+def _find_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the first section inside unions, tuples and annotations."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = map(_find_model, typing.get_args(annotation))
+    return next((model for model in found if model is not None), None)

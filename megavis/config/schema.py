@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, SerializeAsAny, Tag
 
 Complaint = tuple[str, str]
 """Which key is wrong, and a sentence that says what would be right."""
@@ -89,11 +89,34 @@ class ModelConfig(Section):
 NO_BLOCKS = ModelConfig(num_layers=0, hidden_size=1, num_attention_heads=1)
 
 
+class MixedSource(Section):
+    """One of several shard folders that training mixes."""
+
+    path: str
+    """Folder of shards."""
+    weight: Annotated[float, Field(gt=0)]
+    """Share of the training images that come from it; weights need not sum to 1."""
+
+
+def _form(train: object) -> str:
+    return UNION_LABELS[isinstance(train, list | tuple)]
+
+
+# The labels of the two forms are not keys: `SchemaNames` takes them out of what pydantic reports.
+UNION_LABELS = ("one folder", "several folders")
+TrainData = Annotated[
+    Annotated[str, Tag(UNION_LABELS[0])]
+    | Annotated[tuple[MixedSource, ...], Field(strict=False), Tag(UNION_LABELS[1])],
+    Discriminator(_form),
+]
+
+
 class DataConfig(Section):
     """Where the images come from."""
 
-    train: str
-    """Folder of training shards (made by `python -m data_tools`)."""
+    train: TrainData
+    """Folder of training shards (made by `python -m data_tools`), or a list of folders, each with
+    `path` and `weight`, that are mixed."""
     validation: str | None = None
     """Folder of held-out shards; without it no validation loss is computed."""
     image_size: Positive
@@ -107,6 +130,13 @@ class DataConfig(Section):
     """What the shorter side is resized to before the middle is cut; `image_size` when absent."""
     flip: bool = False
     """Mirror every second training image, at random; latents must hold the mirrored ones too."""
+
+    @property
+    def train_sources(self) -> tuple[MixedSource, ...]:
+        """The training folders, one or several."""
+        if isinstance(self.train, str):
+            return (MixedSource(path=self.train, weight=1.0),)
+        return self.train
 
 
 class ParallelConfig(Section):

@@ -112,7 +112,7 @@ class ShardDataset:
             IndexError: an index lies outside [0, N).
             UserError: a shard has vanished, or no sample is good.
         """
-        indices = _checked(indices, len(self))
+        indices = checked_indices(indices, len(self))
         positions = indices if positions is None else positions
         indices = self._stand_in[indices]
         samples, refused = self._decode(indices, positions)
@@ -192,7 +192,8 @@ class ShardDataset:
                 self._skipped_names[name] = None
 
 
-def _checked(indices: np.ndarray, size: int) -> np.ndarray:
+def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
+    """Return indices as int64; raises IndexError where one lies outside [0, size)."""
     indices = np.asarray(indices, dtype=np.int64)
     if indices.size and (indices.min() < 0 or indices.max() >= size):
         raise IndexError(f"sample indices must lie in [0, {size})")

@@ -18,7 +18,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
-from megavis.data.dataset import ShardDataset
+from megavis.data.mixture import Samples
 
 _PREFETCHED_BATCHES = 4
 _POLL_SECONDS = 0.1
@@ -45,7 +45,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: Samples,
         *,
         seed: int,
         micro_batch_size: int,
@@ -162,7 +162,7 @@ def _fill(
 
 
 def evaluation_batches(
-    dataset: ShardDataset,
+    dataset: Samples,
     *,
     batch_size: int,
     data_parallel_rank: int,
@@ -194,7 +194,7 @@ def evaluation_batches(
 
 
 def _evaluate(
-    dataset: ShardDataset, count: int, batch_size: int, rank: int, num_ranks: int
+    dataset: Samples, count: int, batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[Batch]:
     for start in range(0, count, batch_size * num_ranks):
         each = min(batch_size, (count - start) // num_ranks)
@@ -202,7 +202,7 @@ def _evaluate(
         yield read_batch(dataset, indices, indices)
 
 
-def read_batch(dataset: ShardDataset, indices: np.ndarray, positions: np.ndarray) -> Batch:
+def read_batch(dataset: Samples, indices: np.ndarray, positions: np.ndarray) -> Batch:
     """Read samples `indices` `[b]` that stand at `positions` `[b]`; raises as the data set."""
     samples, labels = dataset.read(indices, positions=positions)
     if samples.dtype == np.uint16:  # ids; torch computes little with this type

@@ -9,17 +9,34 @@ The network works on pairs (left, right) of a grid of `rows x columns >= N` cell
 hash of one half to the other, modulo its size; each round can be undone, so the whole is a
 bijection of the grid. Cells beyond N are walked on (permuted again) until they fall inside; the
 grid exceeds N by less than `rows`, so that hardly ever happens.
+
+Several data sets are mixed in blocks of T positions, of which source k has exactly c_k. Again a
+permutation of the block, computed and not stored, sends a position to one of T slots; the slots
+[start_k, start_k + c_k) are source k's, and slot start_k + j of block B is position B c_k + j of
+that source's own endless stream. So nothing is counted or replayed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
 
 # Four rounds already give a good permutation; eight also break up patterns in tiny data sets.
 _NUM_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Longest block of a mixture: weights that do not divide it are off by less than 1 / 65,536.
+_MAX_BLOCK = 1 << 16
+
+
+class Order(Protocol):
+    """Which sample stands at which position of the endless stream."""
+
+    def dataset_index(self, positions: np.ndarray) -> np.ndarray:
+        """Return the data set index of each position; int64 to int64, of one shape."""
 
 
 class SampleOrder:
@@ -81,6 +98,85 @@ class SampleOrder:
             else:
                 right = (right + _mix(keys ^ _mix(left + _GOLDEN)) % self._columns) % self._columns
         return left * self._columns + right
+
+
+class MixedOrder:
+    """Maps positions of the endless stream to samples of several data sets laid end to end.
+
+    Each source runs through its own epochs, `SampleOrder` by `SampleOrder`; epochs of different
+    sources end at different times. Over the positions [B T, (B + 1) T) of a block source k comes
+    exactly c_k times; a block is as short as the weights allow (10 for 0.7 and 0.3).
+
+    Args:
+        sizes: number of samples of each source.
+        weights: share of each source in the stream, positive; they need not sum to 1.
+        seed: any non-negative integer below 2^64.
+
+    Attributes:
+        counts: c_k, samples of each source in one block; their sum is T.
+
+    Raises:
+        ValueError: a size, a weight or the seed is out of range, or their numbers differ.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int) -> None:
+        if len(sizes) != len(weights):
+            raise ValueError(f"{len(sizes)} sizes and {len(weights)} weights must be as many")
+        self.counts = block_counts(weights)
+        # Each permutation has its own seed: sources of one size must not run in step.
+        seeds = [int(_mix(np.array([seed], np.uint64) + _GOLDEN)[0]) ^ k for k in range(len(sizes))]
+        self._orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds, strict=True)]
+        self._slots = SampleOrder(sum(self.counts), seed)
+        self._starts = np.cumsum([0, *self.counts])
+        self._firsts = np.cumsum([0, *sizes])
+
+    def dataset_index(self, positions: np.ndarray) -> np.ndarray:
+        """Return the index of each position, counted through all sources one after another.
+
+        Args:
+            positions: int64 `[...]`, each at least 0.
+
+        Returns:
+            int64 `[...]` in [0, sum of sizes).
+
+        Raises:
+            ValueError: a position is negative.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        slots = self._slots.dataset_index(positions)
+        blocks = positions // self._slots.num_samples
+        sources = np.searchsorted(self._starts, slots, side="right") - 1
+        index = np.empty_like(positions)
+        for number, order in enumerate(self._orders):
+            here = sources == number
+            own = blocks[here] * self.counts[number] + slots[here] - self._starts[number]
+            index[here] = self._firsts[number] + order.dataset_index(own)
+        return index
+
+
+def block_counts(weights: Sequence[float]) -> list[int]:
+    """Return how often each source comes in one block of a mixture.
+
+    The counts are exact where the weights, read as decimal numbers, allow a block of at most
+    65,536; else they are those of a block of 65,536, rounded by largest remainder.
+
+    Raises:
+        ValueError: a weight is not positive, or so small that its count would be 0.
+    """
+    if not weights or min(weights) <= 0:
+        raise ValueError(f"weights must be positive, not {list(weights)}")
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    block = min(math.lcm(*(share.denominator for share in shares)), _MAX_BLOCK)
+    counts = [int(share * block) for share in shares]
+    by_remainder = sorted(
+        range(len(shares)), key=lambda k: shares[k] * block - counts[k], reverse=True
+    )
+    for k in by_remainder[: block - sum(counts)]:
+        counts[k] += 1
+    if min(counts) == 0:
+        raise ValueError(f"weights must lie within a factor of {_MAX_BLOCK}, not {list(weights)}")
+    return counts
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

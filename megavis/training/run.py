@@ -24,6 +24,7 @@ from megavis.data.dataset import ShardDataset
 from megavis.data.files import write_atomically
 from megavis.data.loader import BatchLoader
 from megavis.data.manifest import PALETTE_NAME
+from megavis.data.mixture import MixedDataset, Samples
 from megavis.data.transforms import Transform, evaluation_transform, training_transform
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.objectives.trainable import Trainable
@@ -50,7 +51,7 @@ class TrainingRun:
     config: RunConfig
     context: ParallelContext
     objective: Trainable
-    train_data: ShardDataset
+    train_data: Samples
     validation_data: ShardDataset | None
 
     @property
@@ -68,7 +69,7 @@ class TrainingRun:
         config = loaded.config
         objective = OBJECTIVES[config.objective.name](config, context)
         training = training_transform(config.data, seed=config.seed)
-        train_data = _open_data(loaded, "data.train", config.data.train, training, objective)
+        train_data = _open_training_data(loaded, training, objective)
         validation_data = None
         if config.data.validation is not None:
             path = config.data.validation
@@ -76,7 +77,7 @@ class TrainingRun:
             validation_data = _open_data(loaded, "data.validation", path, held_out, objective)
             if validation_data.manifest.identity != train_data.manifest.identity:
                 kind = train_data.manifest.tokenizer_kind
-                text = f"{path} was made with another {kind} than {config.data.train}"
+                text = f"{path} was made with another {kind} than {train_data.directory}"
                 raise loaded.source.error([("data.validation", text)])
         return cls(config, context, objective, train_data, validation_data)
 
@@ -172,7 +173,7 @@ class TrainingRun:
         identity = self.train_data.manifest.identity
         if manifest.tokenizer != identity:
             raise UserError(
-                f"{self.config.data.train}: its {self.train_data.manifest.tokenizer_kind}"
+                f"{self.train_data.directory}: its {self.train_data.manifest.tokenizer_kind}"
                 f" {str(identity)[:12]} is not the one of {checkpoint},"
                 f" {str(manifest.tokenizer)[:12]}; train on the shards that the run was begun"
                 " with, or choose another name"
@@ -190,15 +191,37 @@ class TrainingRun:
                 f"{path}: this run was begun with training.batch_size"
                 f" {before.training.batch_size}, which its sample order counts in; keep it"
             )
+        weights = [source.weight for source in before.data.train_sources]
+        if weights != [source.weight for source in self.config.data.train_sources]:
+            raise UserError(
+                f"{path}: this run was begun with data.train of weights {weights}, which its"
+                " sample order follows; keep them, or choose another name"
+            )
 
     def _prepare_folder(self) -> None:
         if not self.context.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
-        palette = Path(self.config.data.train) / PALETTE_NAME
+        palette = self.train_data.directory / PALETTE_NAME
         if palette.exists():
             shutil.copyfile(palette, self.folder / PALETTE_NAME)
+
+
+def _open_training_data(
+    loaded: LoadedConfig, transform: Transform, objective: Trainable
+) -> Samples:
+    data = loaded.config.data
+    if isinstance(data.train, str):
+        return _open_data(loaded, "data.train", data.train, transform, objective)
+    parts = [
+        _open_data(loaded, f"data.train.{place}.path", source.path, transform, objective)
+        for place, source in enumerate(data.train)
+    ]
+    try:
+        return MixedDataset(parts, [source.weight for source in data.train])
+    except UserError as error:
+        raise loaded.source.error([("data.train", str(error))]) from None
 
 
 def _open_data(

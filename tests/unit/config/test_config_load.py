@@ -222,6 +222,17 @@ def test_a_word_fills_a_section_that_the_file_leaves_empty(read, small):
             "command line: model.num_layers: input should be greater than or equal to 0",
         ),
         ("parallel.zero_stage=4", "command line: parallel.zero_stage: input should be 0, 1, 2 or"),
+        ("data.train=3", "command line: data.train: input should be a valid string, not 3"),
+        ("data.train=[]", "command line: data.train: names no folder"),
+        ("data.train=[{path: x}]", "command line: data.train.0.weight: is missing"),
+        (
+            "data.train=[{path: x, weight: 0}]",
+            "command line: data.train.0.weight: input should be greater than 0, not 0",
+        ),
+        (
+            "data.train=[{path: x, weight: 1}, {path: y, wieght: 1}]",
+            "command line: data.train.1.wieght: unknown key; did you mean 'weight'?",
+        ),
     ],
 )
 def test_a_wrong_word_is_one_message(complain, small, word, message):
@@ -237,6 +248,20 @@ def test_a_wrong_word_is_one_message(complain, small, word, message):
 def test_numbers_are_read_as_people_write_them(read, small, written, value):
     text = small.replace("1e-3", written)
     assert read(text).config.optimizer.learning_rate == value
+
+
+def test_several_training_folders(read, complain, small):
+    several = small.replace(
+        "train: shards/train",
+        "train:\n    - {path: a, weight: 0.3}\n    - path: b\n      weight: 1",
+    )
+    config = read(several).config
+    assert [(s.path, s.weight) for s in config.data.train_sources] == [("a", 0.3), ("b", 1.0)]
+    assert read(dump_config(config)).config == config
+    assert read(small).config.data.train_sources[0].weight == 1.0
+    answer = complain(several.replace("weight: 1", "weight: -1"))
+    line = several[: several.index("weight: 1")].count("\n") + 1
+    assert answer.startswith(f"config.yaml:{line}: data.train.1.weight: input should be greater")
 
 
 @pytest.mark.parametrize("name", ["small", "1e3", "1e-3", "0x10", "12", "2024-01-02", "true", "no"])

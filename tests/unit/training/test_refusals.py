@@ -82,6 +82,22 @@ def test_another_palette_in_the_validation_data(config, capsys, shard_folders, t
     assert "another palette" in message
 
 
+def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders):
+    def mixture(weight):
+        paths = [shard_folders / part for part in ("train", "validation")]
+        return (
+            f"data.train=[{{path: {paths[0]}, weight: 3}}, {{path: {paths[1]}, weight: {weight}}}]"
+        )
+
+    assert main(["train", str(config), "--device", "cpu", "name=mixed", mixture(1)]) == 0
+    capsys.readouterr()
+    more = ["name=mixed", "training.steps=6"]
+    assert "begun with data.train of weights [3.0, 1.0]" in refused(
+        capsys, config, *more, mixture(2)
+    )
+    assert main(["train", str(config), "--device", "cpu", *more, mixture(1)]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -95,6 +111,10 @@ def test_another_palette_in_the_validation_data(config, capsys, shard_folders, t
         (
             ["name=new", "training.precision=fp16"],
             "training.precision: fp16 needs a GPU, or a CPU that",
+        ),
+        (
+            ["name=new", "data.train=[{path: /nowhere, weight: 1}]"],
+            "data.train.0.path: /nowhere",
         ),
         (
             ["name=new", "objective.vocabulary_size=33", "parallel.tensor_model_parallel_size=2"],

@@ -1,0 +1,182 @@
+"""Mixing: exact shares, the order of a plain loop, manifests that agree, and config keys."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from shard_folder import write_folder
+
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import BatchLoader
+from megavis.data.mixture import MixedDataset
+from megavis.data.order import MixedOrder, SampleOrder, block_counts
+
+GOLDEN = [5, 13, 16, 3, 2, 12, 7, 9, 8, 11, 0, 1, 14, 6, 10]
+MIXTURES = [
+    ([37, 1000, 5], [0.7, 0.2, 0.1], [7, 2, 1]),
+    ([12, 12], [1, 1], [1, 1]),
+    ([9], [3.5], [1]),
+    ([100, 20], [2, 0.5], [4, 1]),
+]
+
+
+def plain_order(order, sizes, num_blocks):
+    """The stream as a loop that counts: in each block every source hands out its next samples."""
+    own = [
+        iter(SampleOrder(n, o.seed).dataset_index(np.arange(10**4)).tolist())
+        for n, o in zip(sizes, order._orders, strict=True)
+    ]
+    firsts = np.cumsum([0, *sizes])
+    block = sum(order.counts)
+    places = SampleOrder(block, order._slots.seed)
+    for number in range(num_blocks):
+        slots = [
+            int(firsts[source]) + next(own[source])
+            for source, count in enumerate(order.counts)
+            for _ in range(count)
+        ]
+        for place in places.dataset_index(number * block + np.arange(block)):
+            yield slots[place]
+
+
+@pytest.mark.parametrize(("sizes", "weights", "counts"), MIXTURES)
+def test_shares_and_order_against_a_counting_loop(sizes, weights, counts):
+    order = MixedOrder(sizes, weights, seed=11)
+    assert order.counts == counts
+    block = sum(counts)
+    stream = order.dataset_index(np.arange(60 * block))
+    assert stream.tolist() == list(plain_order(order, sizes, 60))
+    source = np.searchsorted(np.cumsum(sizes), stream, side="right").reshape(60, block)
+    for number, count in enumerate(counts):
+        assert ((source == number).sum(axis=1) == count).all()
+
+
+def test_every_source_runs_through_its_own_epochs():
+    order = MixedOrder([6, 4], [3, 2], seed=0)  # both end an epoch after two blocks
+    stream = order.dataset_index(np.arange(100)).reshape(10, 10)
+    assert (np.sort(stream, axis=1) == np.arange(10)).all()
+    assert len({tuple(epoch) for epoch in stream.tolist()}) == 10
+
+
+def test_any_place_at_once():
+    order = MixedOrder([1_281_167, 100_000_000], [0.3, 0.7], seed=3)
+    far = 10**12 + np.arange(50)
+    assert order.dataset_index(far)[17] == order.dataset_index(far[17:18])[0]
+    near = MixedOrder([10, 7], [0.6, 0.4], seed=1).dataset_index(np.arange(15))
+    assert near.tolist() == GOLDEN
+
+
+def test_weights_that_fit_no_short_block():
+    counts = block_counts([1, np.pi, 1e-4])
+    assert sum(counts) == 1 << 16
+    shares = np.array([1, np.pi, 1e-4]) / (1 + np.pi + 1e-4)
+    assert np.abs(np.array(counts) / (1 << 16) - shares).max() < 1 / (1 << 16)
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [1, -1], [], [1, 1e-9], [1]])
+def test_weights_that_cannot_be(weights):
+    with pytest.raises(ValueError, match="weights"):
+        MixedOrder([5, 5], weights, seed=0)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """37 samples of classes a, b, c, and 5 of c, d, whose tokens are 1, or without a class."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(2, 512, (37, 16))
+    labels = random.integers(-1, 3, 37)
+    write_folder(tmp_path / "one", tokens=tokens, labels=labels, class_names=["a", "b", "c"])
+    write_folder(
+        tmp_path / "two",
+        tokens=np.ones((5, 16), int),
+        labels=[0, 1, -1, 1, 0],
+        class_names=["c", "d"],
+    )
+    parts = [ShardDataset(tmp_path / name) for name in ("one", "two")]
+    return MixedDataset(parts, [3, 1]), tokens, labels
+
+
+def test_reads_from_all_and_renumbers_classes(mixed):
+    dataset, tokens, labels = mixed
+    indices = np.array([41, 0, 36, 37, 39, 5, 38])
+    read, read_labels = dataset.read(indices, positions=np.arange(7))
+    every = np.concatenate([tokens, np.ones((5, 16), int)])
+    known = np.concatenate([labels, [2, 3, -1, 3, 2]])
+    assert (read == every[indices]).all()
+    assert read_labels.tolist() == known[indices].tolist()
+    assert dataset.labels.tolist() == known.tolist()
+    assert dataset.class_names == dataset.manifest.class_names == ("a", "b", "c", "d")
+    assert len(dataset) == dataset.manifest.num_samples == 42
+    assert dataset.read(np.array([], np.int64))[0].shape == (0, 16)
+    with pytest.raises(IndexError):
+        dataset.read(np.array([42]))
+
+
+def loaded(dataset, *, micro, ranks, start=0):
+    """Inputs by position, of steps of 12 samples up to the fifth."""
+    seen = {}
+    for rank in range(ranks):
+        accumulation = 12 // (micro * ranks)
+        loader = BatchLoader(
+            dataset,
+            seed=5,
+            micro_batch_size=micro,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            accumulation_steps=accumulation,
+            start_step=start,
+        )
+        with loader:
+            for batch in itertools.islice(loader, (5 - start) * accumulation):
+                seen.update(zip(batch.sample_index.tolist(), batch.inputs, strict=True))
+    return seen
+
+
+@pytest.mark.parametrize(("micro", "ranks", "start"), [(2, 3, 0), (3, 2, 2)])
+def test_ranks_and_resume_do_not_change_a_mixture(mixed, micro, ranks, start):
+    whole = loaded(mixed[0], micro=12, ranks=1)
+    parts = loaded(mixed[0], micro=micro, ranks=ranks, start=start)
+    assert sorted(parts) == list(range(12 * start, 60))
+    assert all(torch.equal(row, whole[position]) for position, row in parts.items())
+    assert sum(int((row == 1).all()) for row in whole.values()) == 15
+
+
+@pytest.mark.parametrize("key", ["image_size", "tokenizer.sha256"])
+def test_manifests_that_do_not_agree(tmp_path, key):
+    for name, tokens, colors in (("one", 16, 512), ("two", 16, 256), ("three", 64, 512)):
+        write_folder(
+            tmp_path / name,
+            tokens=np.zeros((2, tokens), int),
+            labels=[-1, -1],
+            vocabulary=colors,
+            class_names=[],
+        )
+    other = "two" if key == "tokenizer.sha256" else "three"
+    parts = [ShardDataset(tmp_path / name) for name in ("one", other)]
+    with pytest.raises(
+        UserError, match=rf"{other}/manifest\.json: {key} is .* and .*one/manifest\.json"
+    ):
+        MixedDataset(parts, [1, 1])
+
+
+def test_replaced_samples_keep_their_folder(tmp_path):
+    bad = np.zeros((3, 16), int)
+    bad[1, 5] = 300
+    for name, tokens in (("one", np.ones((2, 16), int)), ("two", bad)):
+        write_folder(
+            tmp_path / name,
+            tokens=tokens,
+            labels=range(len(tokens)),
+            vocabulary=200,
+            class_names=["x", "y", name],
+        )
+    dataset = MixedDataset([ShardDataset(tmp_path / name) for name in ("one", "two")], [1, 1])
+    samples, labels = dataset.read(np.array([0, 3, 2]))
+    assert samples[:, 0].tolist() == [1, 0, 0]
+    assert [dataset.class_names[label] for label in labels] == ["x", "two", "x"]
+    assert dataset.skipped == {"token beyond the vocabulary": 1}
+    assert dataset.skipped_names[0].startswith(f"{tmp_path}/two/shard-000000.tar:000000001")
