@@ -12,46 +12,7 @@ from megavis.objectives.gvp import two_streams
 from megavis.objectives.gvp_layers import TwoStreamEmbedding
 from megavis.objectives.gvp_segmentation import groups_of
 
-CONFIG = """\
-name: small
-objective: {name: gvp, patch_size: 4, num_groups: 3}
-model:
-  num_layers: 3
-  hidden_size: 16
-  num_attention_heads: 2
-  normalization: layer_norm
-  norm_epsilon: 1e-6
-  activation: gelu
-  add_bias: true
-data: {train: shards/train, image_size: 12}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 3, batch_size: 8}
-"""
 SIDE, PATCHES = 3, 9
-
-
-@pytest.fixture
-def build(context, tmp_path):
-    """Build a GVP of nine patches; every parameter random."""
-    from megavis.config.load import load_config
-    from megavis.model.runner import Runner
-    from megavis.model.stack import LocalLayers, Stack
-    from megavis.objectives import OBJECTIVES, objective_configs
-
-    def build(*words):
-        path = tmp_path / "gvp.yaml"
-        path.write_text(CONFIG)
-        config = load_config(path, words, objectives=objective_configs()).config
-        objective = OBJECTIVES["gvp"](config, context)
-        plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
-        torch.manual_seed(0)
-        for _, parameter in layers.named_parameters():
-            torch.nn.init.normal_(parameter, std=0.5)
-        return objective, Runner(layers, context)
-
-    return build
 
 
 def photographs(count=2):
@@ -117,8 +78,8 @@ def draw_case(source):
     return num_tokens, condition, order, boundaries
 
 
-def test_visibility_is_that_of_the_equations(build):
-    objective, runner = build()
+def test_visibility_is_that_of_the_equations(build_gvp):
+    objective, runner = build_gvp()
     patches = runner.layers.modules[0].linear_content
     embeddings = {
         condition: TwoStreamEmbedding(
@@ -147,10 +108,10 @@ def test_the_masks_printed_in_appendix_a():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_gradients_are_zero_exactly_where_nothing_is_seen(build, seed):
+def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
     source = random.Random(seed)
     num_tokens, condition, order, boundaries = draw_case(source)
-    objective, runner = build(f"objective.num_condition_tokens={condition}")
+    objective, runner = build_gvp(f"objective.num_condition_tokens={condition}")
     embedding, *blocks, _ = runner.layers.modules
     seen_by = by_megavis(embedding, num_tokens, condition, order, boundaries)
     z = torch.tensor([order]) - 1

@@ -1,0 +1,111 @@
+"""What GVP's two streams turn into at the ends of their range: three models, each met elsewhere.
+
+Section 3.3 of the paper: with a group for each token they are autoregressive models (in raster
+order iGPT, in any order XLNet), with one predicted group masked modelling.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megavis.model.core import Block
+from megavis.model.stream import Stream
+from megavis.objectives.gvp import two_streams
+from megavis.objectives.gvp_segmentation import groups_of
+
+PATCHES, WIDTH, HEADS = 9, 16, 2
+EACH_ITS_OWN = tuple(range(PATCHES))
+"""n_0 .. n_{K-1}: nothing is given, each token is a group."""
+
+
+@pytest.fixture
+def streams(build_gvp):
+    """Run both streams from random content: hidden states after the blocks, and before."""
+    objective, runner = build_gvp("objective.num_condition_tokens=0", "model.positions=none")
+    embedding, *blocks, _ = runner.layers.modules
+
+    def run(order, boundaries, seen=PATCHES, asked=slice(None)):
+        z = torch.tensor([order])
+        groups = groups_of(torch.tensor([boundaries]), PATCHES)
+        patches = torch.randn(1, PATCHES, 48, generator=torch.Generator().manual_seed(2))
+        state = embedding(
+            two_streams(patches, z[:, :seen], groups[:, :seen], z[:, asked], groups[:, asked])
+        )
+        before = Stream.unpack(state, objective.carries).hidden
+        for block in blocks:
+            state = block(state)
+        return before, Stream.unpack(state, objective.carries).hidden
+
+    return objective.core, blocks, run
+
+
+def through(core, blocks, kind, hidden, **carried):
+    """Run the same weights under another visibility."""
+    other = replace(core, visibility_kind=kind, carries=tuple(carried))
+    state = Stream(hidden, carried).pack()
+    for number, block in enumerate(blocks, start=1):
+        twin = Block(other, number)
+        twin.load_state_dict(block.state_dict())
+        state = twin(state)
+    return Stream.unpack(state, other.carries).hidden
+
+
+def test_raster_order_and_a_group_for_each_token_is_igpts_causal_model(streams):
+    core, blocks, run = streams
+    before, after = run(range(PATCHES), EACH_ITS_OWN, asked=slice(0, 0))
+    torch.testing.assert_close(after, through(core, blocks, "causal", before))
+
+
+def test_one_predicted_group_is_masked_modelling(streams):
+    """What is given sees all that is given; what is asked sees that and nothing else."""
+    core, blocks, run = streams
+    order, given = [4, 0, 7, 2, 8, 1, 6, 3, 5], 4
+    before, queries = run(order, (given,), seen=given, asked=slice(given, None))
+    # MP3's visibility: all tokens look at the context, which are the given ones.
+    context = torch.arange(given)[None]
+    after = through(core, blocks, "context", before, context=context)
+    torch.testing.assert_close(queries, after[given:])
+    before, content = run(order, (given,), seen=given, asked=slice(0, 0))
+    torch.testing.assert_close(content, through(core, blocks, "full", before))
+
+
+def test_any_order_and_a_group_for_each_token_is_xlnets_permutation_model(streams):
+    """g_{z_t} = Attention(g_{z_t}; h_{z_<t}) and h_{z_t} = Attention(h_{z_t}; h_{z_<=t}).
+
+    "XLNet: Generalized Autoregressive Pretraining for Language Understanding", section 2.3, one
+    token after the other, in the pre-norm block of this core.
+    """
+    _, blocks, run = streams
+    before, queries = run([4, 0, 7, 2, 8, 1, 6, 3, 5], EACH_ITS_OWN)
+    content, query = before[:PATCHES, 0], before[PATCHES:, 0]
+    for block in blocks:
+        weights = dict(block.named_parameters())
+        query = torch.stack([token(weights, query[t], content[:t]) for t in range(PATCHES)])
+        content = torch.stack(
+            [token(weights, content[t], content[: t + 1]) for t in range(PATCHES)]
+        )
+    torch.testing.assert_close(queries[:, 0], query, rtol=1e-4, atol=1e-4)
+
+
+def token(weights, own, seen):
+    """One token `[h]` through one block that looks at `seen` `[c, h]`; nothing where c is 0."""
+
+    def norm(x, name):
+        return F.layer_norm(x, (WIDTH,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-6)
+
+    def linear(x, name):
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    query = linear(norm(own, "input_layernorm"), "self_attention.linear_q")
+    pairs = linear(norm(seen, "input_layernorm"), "self_attention.linear_kv")
+    # A head's keys stand before its values.
+    key, value = pairs.view(len(seen), HEADS, 2, WIDTH // HEADS).unbind(2)
+    mixed = torch.zeros(HEADS, WIDTH // HEADS)
+    if len(seen):
+        scores = torch.einsum("nd,cnd->nc", query.view(HEADS, -1), key) / (WIDTH // HEADS) ** 0.5
+        mixed = torch.einsum("nc,cnd->nd", scores.softmax(-1), value)
+    own = own + linear(mixed.flatten(), "self_attention.linear_proj")
+    inner = F.gelu(linear(norm(own, "pre_mlp_layernorm"), "mlp.linear_fc1"))
+    return own + linear(inner, "mlp.linear_fc2")
