@@ -167,13 +167,15 @@ class Block(TransformerLayer):
         if self.is_last:
             # Nobody looks at the others any more: the head reads only these.
             relations = replace(relations, reads_from=relations.visibility.reads_from)
+        return stream.with_hidden(self.run(stream.hidden, relations)).pack()
+
+    def run(self, hidden: Tensor, relations: Relations) -> Tensor:
+        """Do what `attend` does, and once more in the backward pass where the config says so."""
         if self.recomputes and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant form's saved-tensor check takes for changed tensors.
-            hidden = checkpoint(self.attend, stream.hidden, relations, use_reentrant=True)
-        else:
-            hidden = self.attend(stream.hidden, relations)
-        return stream.with_hidden(hidden).pack()
+            return checkpoint(self.attend, hidden, relations, use_reentrant=True)
+        return self.attend(hidden, relations)
 
     def attend(self, hidden: Tensor, relations: Relations) -> Tensor:
         """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.reads_from` on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megavis.config.schema import ObjectiveConfig
+from megavis.objectives.darl import DARL
 from megavis.objectives.gvp import GVP
 from megavis.objectives.igpt import IGPT
 from megavis.objectives.mp3 import MP3
@@ -12,6 +13,7 @@ from megavis.objectives.trainable import Trainable
 from megavis.objectives.vae import VAEObjective
 
 OBJECTIVES: Mapping[str, type[Trainable]] = {
+    "darl": DARL,
     "gvp": GVP,
     "igpt": IGPT,
     "mp3": MP3,

@@ -9,6 +9,9 @@ from test_layouts import STEPS, TOLERANCE, largest_difference, make_config, with
 from megavis.training.parity import train_briefly
 
 OBJECTIVES = {
+    "darl_mse": "{name: darl, patch_size: 4, decoder: mlp, order: random, two_streams: true}",
+    "darl_diffusion": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1,"
+    " condition_on_gamma: true}",
     "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
     "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
 }

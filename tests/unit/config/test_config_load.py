@@ -112,18 +112,18 @@ def test_a_legal_file_is_read_with_its_defaults(read):
         (
             "  name: igpt",
             "  name: dalle",
-            "config.yaml:3: objective.name: must say which paper: one of gvp, igpt, mp3, vae, not"
-            " 'dalle'",
+            "config.yaml:3: objective.name: must say which paper: one of darl, gvp, igpt, mp3, vae,"
+            " not 'dalle'",
         ),
         (
             "  name: igpt",
             "  mode: bert",
-            "config.yaml:2: objective.name: must say which paper: one of gvp, igpt, mp3, vae",
+            "config.yaml:2: objective.name: must say which paper: one of darl, gvp, igpt, mp3, vae",
         ),
         (
             "objective:\n  name: igpt\n",
             "",
-            "config.yaml: objective.name: must say which paper: one of gvp, igpt, mp3, vae",
+            "config.yaml: objective.name: must say which paper: one of darl, gvp, igpt, mp3, vae",
         ),
         (
             "  steps: 10",

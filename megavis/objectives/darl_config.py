@@ -1,0 +1,116 @@
+"""What a DARL config may say (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
+
+Legend: T patches of an image, k side of a block of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
+from megavis.model.orders import OrderKind
+from megavis.model.positions import PositionKind
+
+DecoderKind = Literal["linear", "mlp", "transformer"]
+Shape = Annotated[float, Field(gt=0)]
+
+
+class DARLConfig(ObjectiveConfig):
+    """The keys of DARL."""
+
+    name: Literal["darl"] = "darl"
+    patch_size: Positive = 16
+    """Side of a patch in pixels."""
+    loss: Literal["mse", "diffusion"] = "mse"
+    """Squared error of the patch, or of a denoised patch (section 3.2)."""
+    normalize_targets: bool = False
+    """With `mse`: predict each patch standardised by its own mean and deviation (table 14)."""
+    order: OrderKind = "raster"
+    """In which order patches are predicted (section 4.4)."""
+    order_block: Positive = 2
+    """k, for `nested_raster` and `round_robin`: blocks of k × k patches."""
+    two_streams: bool = False
+    """Ask for each patch with a query token that knows its place (appendix A.5); a random order
+    needs it."""
+    decoder: DecoderKind | None = None
+    """From the backbone's output to pixels (table 2); `linear` for mse and a `transformer` over
+    the pair of output and noisy patch for diffusion when absent."""
+    decoder_layers: Positive = 1
+    """Layers of an `mlp` or blocks of a `transformer`; a `linear` decoder has none."""
+    noise_a: Shape = 0.03
+    """a of γ ~ Beta(a, b), with `diffusion`; γ near 0 is nearly pure noise."""
+    noise_b: Shape = 1.0
+    """b of γ ~ Beta(a, b)."""
+    predicts: Literal["clean", "noise"] = "clean"
+    """With `diffusion`: the clean patch x⁰, or the noise ε that was added."""
+    condition_on_gamma: bool = False
+    """With `diffusion`: γ is a further channel of the noisy patch (section 4.1)."""
+    sampling_steps: Positive = 1000
+    """With `diffusion`: steps from noise to a patch when images are drawn (appendix F)."""
+
+    @property
+    def decoder_kind(self) -> DecoderKind:
+        """The decoder that is named, or the loss's own."""
+        return self.decoder or ("linear" if self.loss == "mse" else "transformer")
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Layers between the backbone's output and the last linear map."""
+        return 0 if self.decoder_kind == "linear" else self.decoder_layers
+
+    def grid_side(self, config: RunConfig) -> int:
+        """Return √T."""
+        return config.data.image_size // self.patch_size
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want whole patches and blocks, and keys that go together."""
+        side = config.data.image_size
+        if side % self.patch_size:
+            text = f"{self.patch_size} does not divide data.image_size {side}"
+            yield "objective.patch_size", text
+            return
+        yield from self._check_order(self.grid_side(config))
+        yield from self._check_loss()
+        if config.model.positions is None and config.model.head_size % 4:
+            text = "rope_2d, the default here, wants heads whose width 4 divides, not"
+            yield "model.positions", f"{text} {config.model.head_size}"
+        tensor = config.parallel.tensor_model_parallel_size
+        if config.parallel.sequence_parallel and self.grid_side(config) ** 2 % tensor:
+            text = f"{self.grid_side(config) ** 2} patches do not divide by"
+            yield (
+                "parallel.sequence_parallel",
+                f"{text} tensor_model_parallel_size {tensor}; set it to false",
+            )
+
+    def _check_order(self, grid_side: int) -> Iterator[Complaint]:
+        if self.order in ("nested_raster", "round_robin") and grid_side % self.order_block:
+            yield (
+                "objective.order_block",
+                f"{self.order_block} does not divide a grid of {grid_side} × {grid_side} patches",
+            )
+        if self.order == "random" and not self.two_streams:
+            yield (
+                "objective.two_streams",
+                "must be true for order random: a token has to know which patch it is asked for",
+            )
+
+    def _check_loss(self) -> Iterator[Complaint]:
+        if self.loss == "mse" and self.decoder_kind == "transformer":
+            yield (
+                "objective.decoder",
+                "transformer pairs the backbone's output with a noisy patch, which loss mse has"
+                " not; use linear or mlp, or loss diffusion",
+            )
+        if self.loss == "diffusion" and self.normalize_targets:
+            yield (
+                "objective.normalize_targets",
+                "belongs to loss mse; set it to false for diffusion",
+            )
+
+
+def position_kind(config: RunConfig) -> PositionKind:
+    """Return the config's kind of positions, or decomposed rotary ones (section 3.4)."""
+    return config.model.positions or "rope_2d"

@@ -1,0 +1,173 @@
+"""Patch decoders: from the backbone's output, and a noisy patch, to a patch (sections 3.1, 4.1).
+
+- `linear`: one matrix. With a noisy patch, on the sum of the output and the patch's embedding.
+- `mlp`: residual layers before it, each a norm and an MLP of the backbone's width: a Transformer
+  block without attention. The paper says no more than "residual MLP".
+- `transformer`: blocks in which the two tokens of each place, output and noisy patch, see each
+  other and nothing else. The paper does not say which of them is read; here the noisy patch is, so
+  the last block computes nothing else for the output than keys and values.
+
+Legend: b images, s places, h hidden size, d numbers of a patch.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megavis.config.schema import ModelConfig
+from megavis.model.core import Block, Core, FeedForward
+from megavis.model.norms import Norm
+from megavis.model.patches import LastNorm, WholeLinear
+from megavis.model.stream import State, Stream, from_bits
+from megavis.model.visibility import Relations, Visibility
+from megavis.objectives.darl_config import DARLConfig, DecoderKind
+
+_CHANNELS = 3
+
+
+class NoisyEmbedding(WholeLinear):
+    """A linear map of noisy patches; γ is a further channel of each pixel where it is told."""
+
+    def __init__(self, patch_width: int, hidden_size: int, *, tells_gamma: bool) -> None:
+        self.num_pixels = patch_width // _CHANNELS
+        super().__init__(patch_width + tells_gamma * self.num_pixels, hidden_size)
+        self.tells_gamma = tells_gamma
+
+    def forward(self, noisy: Tensor, gamma: Tensor) -> Tensor:  # type: ignore[override]
+        """Embed patches `[b, s, d]` under γ `[b, s, 1]`; returns `[b, s, h]`."""
+        if self.tells_gamma:
+            channels = noisy.unflatten(-1, (self.num_pixels, _CHANNELS))
+            channel = gamma[..., None].expand(*channels.shape[:-1], 1)
+            noisy = torch.cat([channels, channel], dim=-1).flatten(-2)
+        return super().forward(noisy)
+
+
+class ResidualLayer(nn.Module):
+    """A norm and an MLP, split over the tensor group as a block's."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        # Megatron's MLP reads its fills from the config, as in `Block`.
+        core.megatron.init_method = core.initialization.mlp_input
+        core.megatron.output_layer_init_method = core.initialization.mlp_output
+        self.norm = whole_norm(core)
+        self.mlp = FeedForward(core.megatron, core)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `[b, s, h]` to the same shape."""
+        mixed, bias = self.mlp(self.norm(hidden))
+        return hidden + mixed if bias is None else hidden + mixed + bias
+
+
+class SumDecoder(nn.Module):
+    """The linear map and the residual MLP."""
+
+    def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
+        # Without layers the last norm of the backbone stands right before.
+        self.norm = whole_norm(core) if num_layers else None
+        self.linear = WholeLinear(core.megatron.hidden_size, patch_width)
+
+    def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
+        """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
+        hidden = output if noisy is None else output + noisy
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.linear(hidden if self.norm is None else self.norm(hidden))
+
+
+class PairDecoder(nn.Module):
+    """Transformer blocks over the pair."""
+
+    def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(core, i + 1) for i in range(num_layers))
+        self.norm = whole_norm(core)
+        self.linear = WholeLinear(core.megatron.hidden_size, patch_width)
+
+    def forward(self, output: Tensor, noisy: Tensor | None) -> Tensor:
+        """Decode outputs `[b, s, h]` and embedded patches `[b, s, h]` to `[b, s, d]`."""
+        assert noisy is not None
+        pair = torch.stack([output.to(noisy.dtype), noisy]).flatten(1, 2)  # [2, b · s, h]
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
+            reads_from = 1 if i == len(self.layers) - 1 else 0
+            pair = layer.run(pair, Relations(Visibility("full"), reads_from=reads_from))
+        return self.linear(self.norm(pair[-1])).unflatten(0, noisy.shape[:2])
+
+
+class PatchHead(nn.Module):
+    """The last norm and the decoder."""
+
+    def __init__(self, core: Core, patch_width: int, paper: DARLConfig) -> None:
+        super().__init__()
+        self.core = core
+        self.norm = LastNorm(core)
+        inner = core_of_decoder(core)
+        self.noisy: NoisyEmbedding | None = None
+        if paper.loss == "diffusion":
+            self.noisy = NoisyEmbedding(
+                patch_width, core.megatron.hidden_size, tells_gamma=paper.condition_on_gamma
+            )
+        kind = PairDecoder if paper.decoder_kind == "transformer" else SumDecoder
+        self.decoder = kind(inner, paper.num_decoder_layers, patch_width)
+
+    def forward(self, state: State) -> Tensor:
+        """Map `[s, b, h]`, and noisy patches where they are carried, to `[b, s, d]`."""
+        carried = Stream.unpack(state, self.core.carries).carried
+        noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
+        return self.decode(self.outputs(state), noisy)
+
+    def outputs(self, state: State) -> Tensor:
+        """Return the backbone's output `[b, s, h]`, whole on every process of a tensor group."""
+        return self.norm.whole(Stream.unpack(state, self.core.carries).hidden)
+
+    def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
+        """Decode `[b, s, h]`.
+
+        Args:
+            output: of the backbone.
+            noisy: patches `[b, s, d + 1]` with γ behind each; None without diffusion.
+        """
+        if self.noisy is None or noisy is None:
+            return self.decoder(output, None)
+        return self.decoder(output, self.noisy(noisy[..., :-1], noisy[..., -1:]))
+
+
+def core_of_decoder(core: Core) -> Core:
+    """Return a core for blocks that take whole sequences, in which all see all."""
+    megatron = copy.copy(core.megatron)
+    megatron.sequence_parallel = False
+    return replace(core, megatron=megatron, visibility_kind="full", carries=())
+
+
+def whole_norm(core: Core) -> Norm:
+    """Return a norm of the hidden size."""
+    return Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)
+
+
+def decoder_flops(
+    model: ModelConfig, kind: DecoderKind, num_layers: int, *, noisy_width: int
+) -> float:
+    """Return the operations of one place's forward pass before the last linear map.
+
+    Args:
+        model: sizes.
+        kind: of decoder.
+        num_layers: n.
+        noisy_width: numbers of a noisy patch, with γ; 0 where there is none.
+    """
+    width = model.hidden_size
+    embedding = 2.0 * noisy_width * width
+    mlp = 4.0 * width * model.mlp_size
+    if kind != "transformer":
+        return embedding + num_layers * mlp
+    # Query, output matrix and the scores over two keys of each token that is read; keys and values
+    # of both. All but the last block read both.
+    token = 4.0 * width * width + 8.0 * width + mlp
+    return embedding + num_layers * 8.0 * width * width + (2 * num_layers - 1) * token

@@ -1,0 +1,141 @@
+"""Noise on patches against scipy, Bayes' rule and Gaussian data whose answer is known."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch.distributions import Normal, kl_divergence
+
+from megavis.model.diffusion import (
+    BetaNoise,
+    clean_from_noise,
+    corrupt,
+    posterior,
+    reverse_process,
+)
+from megavis.parallel.random import uniform
+
+CPU = torch.device("cpu")
+SHAPES = [(0.03, 1.0), (1.0, 1.0), (0.1, 10.0), (3.0, 10.0), (10.0, 0.1), (0.1, 0.1)]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES)
+def test_gammas_are_beta_distributed(a, b):
+    draws = uniform(torch.arange(200), 100, seed=1, purpose="gamma").flatten()
+    gamma = BetaNoise(a, b, CPU).from_uniform(draws)
+    assert gamma.min() >= 0
+    assert gamma.max() <= 1
+    exact = stats.beta.ppf(draws.double().numpy() + 2.0**-25, a, b)
+    np.testing.assert_allclose(gamma.numpy(), exact, atol=1e-4)
+    places = np.concatenate([np.logspace(-6, -1, 20), np.linspace(0.1, 0.999, 20)])
+    below = (gamma.double().numpy()[:, None] <= places).mean(0)
+    np.testing.assert_allclose(below, stats.beta.cdf(places, a, b), atol=0.012)
+
+
+def test_schedule_is_uniform_for_a_uniform_gamma_and_leaves_empty_steps_out():
+    torch.testing.assert_close(
+        BetaNoise(1, 1, CPU).schedule(4), torch.tensor([0, 0.25, 0.5, 0.75, 1]), atol=1e-6, rtol=0
+    )
+    steep = BetaNoise(0.03, 1, CPU).schedule(100)
+    assert len(steep) < 50
+    assert torch.all(steep.diff() > 0)
+    assert (steep[0], steep[-1]) == (0, 1)
+
+
+def test_posterior_is_that_of_bayes_rule():
+    clean, noisy = draw(50, 3), draw(50, 3, seed=1)
+    before = torch.linspace(0.02, 0.98, 50, dtype=torch.float64)[:, None]
+    alpha = torch.linspace(0.95, 0.05, 50, dtype=torch.float64)[:, None]
+    mean, variance = posterior(noisy, clean, before * alpha, before)
+    # q(x' | x⁰) = N(√γ' x⁰, 1 - γ') times q(x | x') = N(√α x', 1 - α), as products of Gaussians go.
+    precision = 1 / (1 - before) + alpha / (1 - alpha)
+    expected = before.sqrt() * clean / (1 - before) + alpha.sqrt() * noisy / (1 - alpha)
+    torch.testing.assert_close(mean, expected / precision)
+    torch.testing.assert_close(variance, 1 / precision)
+
+
+def test_predicting_noise_gives_the_mean_of_equation_2():
+    clean, noise = draw(20, 3), draw(20, 3, seed=1)
+    before = torch.linspace(0.1, 0.9, 20, dtype=torch.float64)[:, None]
+    alpha = torch.full_like(before, 0.8)
+    gamma = before * alpha
+    noisy = corrupt(clean, noise, gamma)
+    torch.testing.assert_close(clean_from_noise(noisy, noise, gamma), clean)
+    expected = noisy / alpha.sqrt() - (1 - alpha) / (alpha * (1 - gamma)).sqrt() * noise
+    torch.testing.assert_close(posterior(noisy, clean, gamma, before)[0], expected)
+
+
+def test_loss_weights_of_a_uniform_gamma():
+    """The bound weighs γ by ½ dγ / (1 - γ)²; L_SIMP under Beta(1, 1) counts every γ alike.
+
+    Appendix E: each term is KL(q(x' | x, x⁰) || p(x' | x)); with signal-to-noise ratio γ / (1 - γ)
+    it comes to half the ratio's difference times the squared error.
+    """
+    steps = 1000
+    gammas = torch.arange(1, steps, dtype=torch.float64)[:, None] / steps
+    gamma, before = gammas[:-1], gammas[1:]
+    noisy, clean, guess = (draw(len(gamma), 3, seed=seed) for seed in range(3))
+    true, model = posterior(noisy, clean, gamma, before), posterior(noisy, guess, gamma, before)
+    deviation = true[1].sqrt()
+    divergence = kl_divergence(Normal(true[0], deviation), Normal(model[0], deviation)).sum(-1)
+    weight = divergence / (clean - guess).square().sum(-1)
+    exact = (before / (1 - before) - gamma / (1 - gamma)) / 2
+    torch.testing.assert_close(weight, exact[:, 0])
+    middle = (gamma + before)[:, 0] / 2
+    inside = middle < 0.95
+    density = weight * steps
+    torch.testing.assert_close(
+        density[inside], (0.5 / (1 - middle) ** 2)[inside], rtol=1e-3, atol=0
+    )
+    # ... of which Beta(1, 1) makes one: its density is 1 everywhere.
+    draws = BetaNoise(1, 1, CPU).quantile(middle.float())
+    torch.testing.assert_close(draws.double(), middle, atol=1e-5, rtol=0)
+
+
+def gain_of(gamma, deviation):
+    """E[x⁰ | x] = mean + gain · (x - √γ mean) for data N(mean, deviation²)."""
+    return gamma.sqrt() * deviation**2 / (gamma * deviation**2 + 1 - gamma)
+
+
+def deviation_after(gammas, deviation):
+    """The deviation that the steps must end with: each is linear in x, plus its own noise."""
+    variance = torch.ones_like(deviation)
+    for gamma, before in zip(gammas, gammas[1:], strict=False):
+        alpha = gamma / before
+        slope = alpha.sqrt() * (1 - before) / (1 - gamma)
+        slope = slope + before.sqrt() * (1 - alpha) / (1 - gamma) * gain_of(gamma, deviation)
+        added = (1 - alpha) * (1 - before) / (1 - gamma)
+        variance = slope**2 * variance + (added if before < 1 else 0)
+    return variance.sqrt()
+
+
+def test_gaussian_data_comes_out_as_it_went_in():
+    mean, deviation = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.3, 1.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+    gammas = BetaNoise(1, 1, CPU).schedule(300)
+    drawn = reverse_process(
+        lambda noisy, gamma: mean + gain_of(gamma, deviation) * (noisy - gamma.sqrt() * mean),
+        lambda _: torch.randn(20_000, 3, generator=generator),
+        gammas,
+    )
+    torch.testing.assert_close(drawn.mean(0), mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(drawn.std(0), deviation_after(gammas, deviation), rtol=0.02, atol=0)
+    # Few steps make it too narrow; with more of them it becomes that of the data.
+    many = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    torch.testing.assert_close(
+        deviation_after(many, deviation.double()), deviation.double(), rtol=2e-3, atol=0
+    )
+
+
+def test_one_step_and_no_temperature_give_the_mean():
+    still = reverse_process(
+        lambda noisy, gamma: torch.full_like(noisy, 0.7) + noisy,
+        lambda _: draw(4, 3).float(),
+        torch.tensor([0.0, 1.0]),
+        temperature=0.0,
+    )
+    torch.testing.assert_close(still, torch.full((4, 3), 0.7))

@@ -1,0 +1,299 @@
+"""DARL: who sees what in every order, decoders against plain formulas, noise against its limits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megavis.data.batch import Batch
+from megavis.model.stream import from_bits
+from megavis.objectives.darl import with_gamma
+from megavis.objectives.darl_layers import START
+
+CONFIG = """\
+name: small
+objective: {name: darl, patch_size: 4}
+model:
+  num_layers: 2
+  hidden_size: 16
+  num_attention_heads: 2
+  normalization: layer_norm
+  norm_epsilon: 1e-6
+  activation: gelu
+  add_bias: true
+data: {train: shards/train, image_size: 16}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-2}
+training: {steps: 3, batch_size: 8}
+"""
+PATCHES, WIDTH = 16, 48
+DIFFUSION = ("objective.loss=diffusion", "objective.noise_a=1")
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Read the config with some keys changed."""
+    from megavis.config.load import load_config
+    from megavis.objectives import objective_configs
+
+    def load(*words):
+        path = tmp_path / "darl.yaml"
+        path.write_text(CONFIG)
+        return load_config(path, words, objectives=objective_configs()).config
+
+    return load
+
+
+@pytest.fixture
+def build(context, load):
+    """Build a DARL of sixteen patches; every parameter random."""
+    from megavis.model.runner import Runner
+    from megavis.model.stack import LocalLayers, Stack
+    from megavis.objectives import OBJECTIVES
+
+    def build(*words):
+        objective = OBJECTIVES["darl"](load(*words), context)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return objective, Runner(layers, context)
+
+    return build
+
+
+def photographs(count=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(256, (count, 16, 16, 3), generator=generator, dtype=torch.uint8)
+
+
+def batch_of(images, first=0):
+    index = torch.arange(first, first + len(images))
+    return Batch(images, torch.full((len(images),), -1), index)
+
+
+def run(runner, inputs):
+    state = inputs
+    for layer in runner.layers.modules:
+        state = layer(state)
+    return state
+
+
+# Who sees what.
+
+ORDERS = {
+    "raster": (),
+    "nested": ("objective.order=nested_raster",),
+    "round robin": ("objective.order=round_robin",),
+    "random": ("objective.order=random", "objective.two_streams=true"),
+    "raster in two streams": ("objective.two_streams=true",),
+}
+
+
+@pytest.mark.parametrize("positions", ["none", "learned", "sincos", "rope_1d", "rope_2d"])
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_a_patch_is_predicted_from_those_before_it_alone(build, order, positions):
+    objective, runner = build(*ORDERS[order], f"model.positions={positions}")
+    tokens, *rest = objective.sequence(batch_of(photographs())).inputs
+    tokens.requires_grad_()
+    predictions = run(runner, (tokens, *rest))
+    for place in range(PATCHES):
+        weights = torch.randn(WIDTH, generator=torch.Generator().manual_seed(place))
+        (gradient,) = torch.autograd.grad(
+            (predictions[:, place] * weights).sum(), tokens, retain_graph=True
+        )
+        moved = gradient.abs().sum(-1) > 0
+        # Token 0 is the start token, whose numbers nobody reads; token j is patch j - 1.
+        expected = (torch.arange(PATCHES) > 0) & (torch.arange(PATCHES) <= place)
+        assert torch.equal(moved, expected.expand(2, -1)), place
+
+
+@pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
+def test_a_noisy_patch_touches_its_own_place_alone(build, decoder):
+    objective, runner = build(*DIFFUSION, f"objective.decoder={decoder}")
+    *rest, noisy = objective.sequence(batch_of(photographs())).inputs
+    before = runner.predictions((*rest, noisy))
+    noisy[:, 5] += 0.5
+    moved = (runner.predictions((*rest, noisy)) != before).any(-1)
+    assert torch.equal(moved, (torch.arange(PATCHES) == 5).expand(2, -1))
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_targets_and_inputs_stand_in_order(build, order):
+    objective, runner = build(*ORDERS[order], *DIFFUSION)
+    images = photographs()
+    tokens, places, asked, noisy = objective.sequence(batch_of(images)).inputs
+    (targets,) = objective.sequence(batch_of(images)).targets
+    patches = objective.patches_of(images)
+    orders = objective.orders(torch.arange(2))
+    for image in range(2):
+        assert places[image].tolist() == [START, *orders[image, :-1].tolist()]
+        for place, cell in enumerate(orders[image].tolist()):
+            assert torch.equal(targets[image, place], patches[image, cell])
+            if place + 1 < PATCHES:
+                assert torch.equal(tokens[image, place + 1], patches[image, cell])
+    assert torch.equal(asked, orders if objective.paper.two_streams else orders[:, :0])
+    assert noisy.shape == (2, PATCHES, WIDTH + 1)
+    carried = runner.layers.modules[0]((tokens, places, asked, noisy))
+    names = objective.carries
+    assert torch.equal(from_bits(carried[1 + names.index("noisy")]), noisy)
+    coordinates = carried[1 + names.index("coordinates")][0].tolist()
+    cells = [[0, -1], *([cell // 4, cell % 4] for cell in orders[0].tolist())]
+    queries = cells[1:] if objective.paper.two_streams else []
+    assert coordinates == [*cells[:-1], *queries]
+
+
+# Decoders.
+
+
+def plain_block(block, pair):
+    """One Transformer block on a pair `[2, h]`, from its weights alone, one head at a time."""
+    attention, size = block.self_attention, 8
+    norm = block.input_layernorm
+    x = F.layer_norm(pair, (16,), norm.weight, norm.bias, 1e-6)
+    query = x @ attention.linear_q.weight.t() + attention.linear_q.bias
+    both = x @ attention.linear_kv.weight.t() + attention.linear_kv.bias
+    heads = []
+    for head in range(2):
+        q = query[:, head * size : (head + 1) * size]
+        k, v = both[:, 2 * head * size : 2 * (head + 1) * size].split(size, dim=1)
+        heads.append((q @ k.t() / size**0.5).softmax(-1) @ v)
+    out = attention.linear_proj
+    pair = pair + torch.cat(heads, 1) @ out.weight.t() + out.bias
+    norm, mlp = block.pre_mlp_layernorm, block.mlp
+    x = F.layer_norm(pair, (16,), norm.weight, norm.bias, 1e-6)
+    x = F.gelu(x @ mlp.linear_fc1.weight.t() + mlp.linear_fc1.bias)
+    return pair + x @ mlp.linear_fc2.weight.t() + mlp.linear_fc2.bias
+
+
+def embedded(head, noisy, gamma):
+    """γ is the fourth channel of each pixel (section 4.1)."""
+    pixels = [[*pixel.tolist(), float(gamma)] for pixel in noisy.view(-1, 3)]
+    return torch.tensor(pixels).flatten() @ head.noisy.weight.t() + head.noisy.bias
+
+
+@pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
+def test_decoders_by_plain_formulas(build, decoder):
+    objective, runner = build(
+        *DIFFUSION,
+        f"objective.decoder={decoder}",
+        "objective.decoder_layers=2",
+        "objective.condition_on_gamma=true",
+    )
+    head = runner.layers.modules[-1]
+    generator = torch.Generator().manual_seed(2)
+    output, noisy = torch.randn(1, 3, 16, generator=generator), torch.randn(1, 3, WIDTH)
+    gamma = torch.rand(1, 3, 1)
+    with torch.no_grad():
+        decoded = head.decode(output, with_gamma(noisy, gamma))
+        for place in range(3):
+            z, patch = output[0, place], embedded(head, noisy[0, place], gamma[0, place])
+            x = z + patch
+            for layer in head.decoder.layers:
+                if decoder == "mlp":
+                    inner = F.layer_norm(x, (16,), layer.norm.weight, layer.norm.bias, 1e-6)
+                    fc1, fc2 = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+                    x = x + fc2.bias + F.gelu(inner @ fc1.weight.t() + fc1.bias) @ fc2.weight.t()
+            if decoder == "transformer":
+                pair = torch.stack([z, patch])
+                for layer in head.decoder.layers:
+                    pair = plain_block(layer, pair)
+                x = pair[1]
+            if decoder != "linear":
+                norm = head.decoder.norm
+                x = F.layer_norm(x, (16,), norm.weight, norm.bias, 1e-6)
+            linear = head.decoder.linear
+            torch.testing.assert_close(
+                decoded[0, place], x @ linear.weight.t() + linear.bias, rtol=1e-4, atol=1e-4
+            )
+
+
+# Noise.
+
+
+def test_noise_is_a_function_of_seed_and_sample(build):
+    objective, _ = build(*DIFFUSION)
+    images = photographs(4)
+    whole = objective.sequence(batch_of(images)).inputs[3]
+    part = objective.sequence(batch_of(images[2:], first=2)).inputs[3]
+    assert torch.equal(whole[2:], part)
+    assert not torch.equal(objective.sequence(batch_of(images, first=9)).inputs[3][0], whole[0])
+
+
+@pytest.mark.parametrize("predicts", ["clean", "noise"])
+def test_targets_and_noisy_patches_belong_together(build, predicts):
+    objective, _ = build(*DIFFUSION, f"objective.predicts={predicts}")
+    sequence = objective.sequence(batch_of(photographs()))
+    noise, gamma = objective.draw_noise(torch.arange(2))
+    clean = objective.patches_of(photographs())
+    packed = sequence.inputs[3]
+    assert torch.equal(packed[..., -1:], gamma)
+    torch.testing.assert_close(packed[..., :-1], gamma.sqrt() * clean + (1 - gamma).sqrt() * noise)
+    assert torch.equal(sequence.targets[0], noise if predicts == "noise" else clean)
+    assert gamma.unique().numel() == 2 * PATCHES, "each patch has a γ of its own"
+
+
+def test_pure_noise_trains_to_the_solution_of_squared_error(build):
+    """With γ = 0 the noisy patch tells nothing: the same prediction is best, with the same loss.
+
+    The decoders are linear, so the best ones are least-squares solutions, on the same outputs of
+    the backbone with and without the noisy patch beside them.
+    """
+    objective, runner = build(*DIFFUSION, "objective.decoder=linear")
+    images = photographs(400)
+    inputs = objective.inputs_from(images, gamma=0.0)
+    (targets,) = objective.sequence(batch_of(images)).targets
+    noisy = inputs[3].flatten(0, 1)
+    with torch.no_grad():
+        state = inputs
+        for layer in runner.layers.modules[:-1]:
+            state = layer(state)
+        output = runner.layers.modules[-1].outputs(state).flatten(0, 1)
+    one = torch.ones(len(output), 1)
+    plain, beside = torch.cat([output, one], 1), torch.cat([output, one, noisy[:, :-1]], 1)
+    goal = targets.flatten(0, 1)
+    of_mse = torch.linalg.lstsq(plain, goal, driver="gelsd").solution
+    of_diffusion = torch.linalg.lstsq(beside, goal, driver="gelsd").solution
+    error = (plain @ of_mse - goal).square().mean()
+    # 48 useless numbers among 6400 rows explain about 48 / 6400 of the error by chance.
+    assert 0.98 < (beside @ of_diffusion - goal).square().mean() / error <= 1.0
+    assert of_diffusion[-WIDTH:].abs().max() < 0.08
+
+
+def test_features_read_every_patch(build):
+    objective, runner = build(*DIFFUSION, *ORDERS["random"])
+    batch = batch_of(photographs())
+    tokens, places, asked, _ = objective.feature_inputs(batch)
+    assert places[0].tolist() == [START, *range(PATCHES)]
+    assert torch.equal(tokens[:, 1:], objective.patches_of(batch.inputs))
+    assert asked.shape == (2, 0)
+    assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
+        (["objective.order=nested_raster", "objective.order_block=3"], "3 does not divide a grid"),
+        (["objective.order=random"], "objective.two_streams: must be true"),
+        (["objective.decoder=transformer"], "objective.decoder: transformer pairs"),
+        ([*DIFFUSION, "objective.normalize_targets=true"], "belongs to loss mse"),
+        (["model.num_attention_heads=8"], "wants heads whose width 4 divides, not 2"),
+        (
+            [
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=true",
+                "data.image_size=12",
+            ],
+            "9 patches do not divide by tensor_model_parallel_size 2",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(load, words, message):
+    from megavis.config.errors import UserError
+
+    with pytest.raises(UserError, match=message):
+        load(*words)
