@@ -47,6 +47,6 @@ def schema_text() -> str:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import json_schema
+        from megavis.config.json_schema import json_schema
         from megavis.objectives import objective_configs
     return json.dumps(json_schema(objective_configs()), indent=2, ensure_ascii=False) + "\n"

@@ -12,8 +12,9 @@ from itertools import product
 from typing import Any
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.load import LoadedConfig, Source
+from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
+from megavis.config.yaml_tree import Source
 from megavis.data.loader import BatchLoader
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch

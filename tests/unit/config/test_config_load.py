@@ -279,3 +279,32 @@ def test_a_dumped_config_reads_back_the_same(read, small, name):
     assert again == config
     assert type(again.objective) is type(config.objective)
     assert dump_config(again) == dump_config(config)
+
+
+def test_a_file_based_on_another_changes_some_keys(read, small, tmp_path):
+    (tmp_path / "base.yaml").write_text(small)
+    above = "based_on: base.yaml\nname: longer\ntraining: {steps: 20}\n"
+    config = read(above, "model.num_layers=2").config
+    plain = read(small, "name=longer", "training.steps=20", "model.num_layers=2").config
+    assert config == plain
+
+
+def test_complaints_name_the_file_in_which_the_key_stands(complain, small, tmp_path):
+    (tmp_path / "base.yaml").write_text(small.replace("steps: 10", "steps: -1"))
+    answer = complain("based_on: base.yaml\n")
+    assert "base.yaml:14: training.steps: input should be greater than 0" in answer
+    (tmp_path / "base.yaml").write_text(small)
+    answer = complain("based_on: base.yaml\nmodel: {num_attention_heads: 7}\n")
+    assert answer.startswith("config.yaml:2: model.num_attention_heads: ")
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("absent.yaml", "config.yaml:1: based_on: absent.yaml: no such config file"),
+        ("[a]", "config.yaml:1: based_on: names a config file, not ['a']"),
+        ("config.yaml", "config.yaml:1: based_on: config.yaml is based on this file in turn"),
+    ],
+)
+def test_a_base_that_cannot_be(complain, base, message):
+    assert complain(f"based_on: {base}\nname: a\n") == message

@@ -1,0 +1,42 @@
+"""The JSON schema by which editors complete and check config files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megavis.config.names import ObjectiveTypes
+from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.config.yaml_tree import BASED_ON
+
+
+def json_schema(objectives: ObjectiveTypes) -> dict[str, Any]:
+    """Return the JSON schema of a config file, for editors."""
+    schema = RunConfig.model_json_schema()
+    # Each paper's own section takes the place of what all of them share.
+    del schema["$defs"][ObjectiveConfig.__name__]
+    papers = []
+    for name, paper in sorted(objectives.items()):
+        section = paper.model_json_schema(ref_template="#/$defs/{model}")
+        schema["$defs"].update(section.pop("$defs", {}))
+        section["properties"]["name"] = {"const": name, "type": "string"}
+        section["required"] = ["name", *section.get("required", [])]
+        schema["$defs"][paper.__name__] = section
+        papers.append({"$ref": f"#/$defs/{paper.__name__}"})
+    schema["properties"]["objective"] = {"oneOf": papers, "description": "The paper's own keys."}
+    _allow_a_base(schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _allow_a_base(schema: dict[str, Any]) -> None:
+    """Want keys that have no default only of files that are based on no other."""
+    whole: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
+    for name, section in schema["properties"].items():
+        definition = schema["$defs"].get(section.get("$ref", "").rpartition("/")[2], {})
+        if required := definition.pop("required", None):
+            whole["properties"][name] = {"required": required}
+    schema["properties"][BASED_ON] = {
+        "description": "A file, seen from this one's folder, whose keys hold where this has none.",
+        "title": "Based On",
+        "type": "string",
+    }
+    schema |= {"if": {"required": [BASED_ON]}, "else": whole}
