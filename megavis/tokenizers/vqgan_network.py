@@ -1,0 +1,242 @@
+"""The convolutional VQGAN: images to ids of a codebook and back.
+
+"Taming Transformers for High-Resolution Image Synthesis" (2021), table 7: residual blocks, one
+halving between two levels, attention in the coarsest level and in the middle. Modules bear the
+names of the released checkpoints, so that such a file is read as it is.
+
+Legend: b images, H and W pixels, h and w of the grid of ids, z channels of the networks' coarse
+end, d numbers of a codebook entry, K entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.tokenizers.codebook import Codebook, Quantized
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class VQGANShape:
+    """Sizes of the network.
+
+    Attributes:
+        codebook_size: K; 1024 and 16384 in the released models.
+        code_size: d.
+        filters: channels of the first level; a multiple of `norm_groups`.
+        multipliers: channels of each level, as multiples of `filters`.
+        blocks_per_level: residual blocks a level of the encoder; the decoder has one more.
+        latent_channels: z.
+        norm_groups: of each group norm.
+    """
+
+    codebook_size: int = 16384
+    code_size: int = 256
+    filters: int = 128
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    blocks_per_level: int = 2
+    latent_channels: int = 256
+    norm_groups: int = 32
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels on the side of one id."""
+        return 2 ** (len(self.multipliers) - 1)
+
+
+class VQGANNetwork(nn.Module):
+    """Encoder, codebook, decoder."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        self.shape, coarse, code = shape, shape.latent_channels, shape.code_size
+        self.encoder = Encoder(shape)
+        self.quant_conv = nn.Conv2d(coarse, code, 1)
+        self.quantize = Codebook(shape.codebook_size, code)
+        self.post_quant_conv = nn.Conv2d(code, coarse, 1)
+        self.decoder = Decoder(shape)
+
+    def vectors(self, pixels: Tensor) -> Tensor:
+        """Return what is to be quantized, `[b, d, h, w]`, of pixels `[b, 3, H, W]` in [0, 1]."""
+        return self.quant_conv(self.encoder(2.0 * pixels - 1.0))
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return pixels `[b, 3, H, W]`, about [0, 1] and not clipped, of codes `[b, d, h, w]`."""
+        return (self.decoder(self.post_quant_conv(codes)) + 1.0) / 2.0
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Quantized]:
+        """Reconstruct, the gradient passing the codebook as if it were not there.
+
+        Args:
+            pixels: `[b, 3, H, W]` in [0, 1].
+
+        Returns:
+            Pixels like the input, not clipped; vectors `[b, d, h, w]`; what became of them.
+        """
+        vectors = self.vectors(pixels)
+        quantized = self.quantize(vectors)
+        straight = vectors + (quantized.codes.detach().to(vectors.dtype) - vectors.detach())
+        return self.decode(straight), vectors, quantized
+
+
+class ResidualBlock(nn.Module):
+    """Norm, swish, 3×3 convolution, twice; added to the input."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = _norm(inputs, groups), _conv(inputs, outputs)
+        self.norm2, self.conv2 = _norm(outputs, groups), _conv(outputs, outputs)
+        if inputs != outputs:
+            self.nin_shortcut = nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, inputs, h, w]` to `[b, outputs, h, w]`."""
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        return hidden + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+
+
+class AttentionBlock(nn.Module):
+    """One head of attention over all places; added to the input."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.norm = _norm(width, groups)
+        self.q, self.k, self.v = (nn.Conv2d(width, width, 1) for _ in range(3))
+        self.proj_out = nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to the same."""
+        normed = self.norm(x)
+        query, key, value = (f(normed).flatten(2).mT[:, None] for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(query, key, value)[:, 0]
+        return x + self.proj_out(mixed.mT.unflatten(2, x.shape[2:]))
+
+
+class Middle(nn.Module):
+    """Residual block, attention, residual block."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.block_1 = ResidualBlock(width, width, groups)
+        self.attn_1 = AttentionBlock(width, groups)
+        self.block_2 = ResidualBlock(width, width, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to the same."""
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class Halve(nn.Module):
+    """A 3×3 convolution at every second place; a row and a column of zeros stand at the end."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to half the sides."""
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Double(nn.Module):
+    """Every place twice in both directions, then a 3×3 convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = _conv(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to twice the sides."""
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """Residual blocks, each followed by attention in the coarsest level."""
+
+    def __init__(self, inputs: int, outputs: int, count: int, groups: int, attends: bool) -> None:
+        super().__init__()
+        widths = [inputs] + [outputs] * count
+        self.block = nn.ModuleList(
+            ResidualBlock(widths[i], widths[i + 1], groups) for i in range(count)
+        )
+        self.attn = nn.ModuleList(AttentionBlock(outputs, groups) for _ in range(count * attends))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, inputs, h, w]` to `[b, outputs, h, w]`."""
+        for number, block in enumerate(self.block):
+            x = block(x)
+            if len(self.attn):
+                x = self.attn[number](x)
+        return x
+
+
+class Encoder(nn.Module):
+    """Pixels to the coarse end."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        groups, width = shape.norm_groups, shape.filters
+        self.conv_in = _conv(3, width)
+        self.down = nn.ModuleList()
+        last = len(shape.multipliers) - 1
+        for number, multiplier in enumerate(shape.multipliers):
+            outputs = shape.filters * multiplier
+            level = Level(width, outputs, shape.blocks_per_level, groups, number == last)
+            width = outputs
+            if number < last:
+                level.downsample = Halve(width)
+            self.down.append(level)
+        self.mid = Middle(width, groups)
+        self.norm_out, self.conv_out = _norm(width, groups), _conv(width, shape.latent_channels)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map `[b, 3, H, W]` in [-1, 1] to `[b, z, h, w]`."""
+        x = self.conv_in(pixels)
+        for number, level in enumerate(self.down):
+            x = level(x)
+            if number < len(self.down) - 1:
+                x = level.get_submodule("downsample")(x)
+        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
+
+
+class Decoder(nn.Module):
+    """The coarse end to pixels. The levels are numbered as the encoder's, finest first."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        groups, last = shape.norm_groups, len(shape.multipliers) - 1
+        width = shape.filters * shape.multipliers[last]
+        self.conv_in = _conv(shape.latent_channels, width)
+        self.mid = Middle(width, groups)
+        levels = []
+        for number, multiplier in reversed(list(enumerate(shape.multipliers))):
+            outputs = shape.filters * multiplier
+            level = Level(width, outputs, shape.blocks_per_level + 1, groups, number == last)
+            width = outputs
+            if number > 0:
+                level.upsample = Double(width)
+            levels.append(level)
+        self.up = nn.ModuleList(reversed(levels))
+        self.norm_out, self.conv_out = _norm(width, groups), _conv(width, 3)
+
+    def forward(self, coarse: Tensor) -> Tensor:
+        """Map `[b, z, h, w]` to pixels `[b, 3, H, W]` in about [-1, 1]."""
+        x = self.mid(self.conv_in(coarse))
+        for number, level in reversed(list(enumerate(self.up))):
+            x = level(x)
+            if number > 0:
+                x = level.get_submodule("upsample")(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+def _norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups, channels, eps=_EPSILON)
+
+
+def _conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
