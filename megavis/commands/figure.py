@@ -1,4 +1,4 @@
-"""`megavis figure`: pictures of what a run's features are worth."""
+"""`megavis figure`: pictures of what a run's features, and its predictions, are worth."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.patch_figures import add_patch_figures
 from megavis.commands.probing import (
     add_data_arguments,
     add_network_arguments,
@@ -28,8 +29,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the command and its figures to the parser."""
     parser = subparsers.add_parser(
         "figure",
-        help="accuracy over depth, or over validation loss, as PNG and CSV",
-        description="Draw what a run's features are worth: a PNG and the numbers in it as CSV, in"
+        help="accuracy over depth or loss, errors by patch, completions, as PNG and CSV",
+        description="Draw what a run's features or predictions are worth: a PNG and the numbers in it as CSV, in"
         " RUN/evaluation.",
         epilog="example: megavis figure depth runs/igpt_demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     figures = parser.add_subparsers(dest="figure", required=True, metavar="FIGURE")
     _add_depth(figures)
     _add_likelihood(figures)
+    add_patch_figures(figures)
 
 
 def _add_depth(figures: Any) -> None:

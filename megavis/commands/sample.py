@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megavis.data.batch import Batch
     from megavis.data.dataset import ShardDataset
     from megavis.notebook import Run
+    from megavis.objectives.base import PatchByPatch
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,13 +37,18 @@ def add_parser(subparsers: Any) -> None:
         type=prefix_share,
         default=0.0,
         metavar="none|half|SHARE",
-        help="share of the pixels, first in the run's order, that is given; default: none",
+        help="share of the image, first in the run's order, that is given; default: none",
     )
     parser.add_argument("--completions", type=int, default=3, help="of each photograph; default: 3")
     parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest id")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0: the likeliest id, or no noise"
+    )
     parser.add_argument("--top-k", type=int, help="choose among so many ids")
     parser.add_argument("--top-p", type=float, help="choose among ids of so much probability")
+    parser.add_argument(
+        "--sampling-steps", type=int, help="from noise to a patch (darl); default: the config's"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
     parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
@@ -102,9 +108,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _picture(opened: Run, args: argparse.Namespace) -> Any:
-    from megavis.objectives.base import TokenByToken
+    from megavis.objectives.base import PatchByPatch, TokenByToken
     from megavis.sampling.gallery import gallery_of
 
+    if isinstance(opened.objective, PatchByPatch):
+        return _picture_of_patches(opened, opened.objective, args)
     if not isinstance(opened.objective, TokenByToken):
         gallery = gallery_of(opened.objective, opened.folder)
         examples = _examples(opened, args)
@@ -130,12 +138,37 @@ def _picture(opened: Run, args: argparse.Namespace) -> Any:
     )
 
 
+def _picture_of_patches(opened: Run, objective: PatchByPatch, args: argparse.Namespace) -> Any:
+    from megavis.sampling.pictures import picture_of_patches
+
+    originals = None
+    if args.prefix:
+        originals = _held_out(opened, args).inputs
+    return picture_of_patches(
+        opened.runner,
+        objective,
+        originals=originals,
+        num_images=args.num_images,
+        num_given=round(args.prefix * objective.num_tokens),
+        num_completions=args.completions,
+        num_steps=args.sampling_steps,
+        temperature=args.temperature,
+        seed=args.seed,
+        batch_size=args.batch_size,
+    )
+
+
 def _photographs(opened: Run, args: argparse.Namespace) -> Tensor:
     """Return ids `[b, n]` of held-out photographs, classes taking turns."""
+    return opened.to_ids(_held_out(opened, args).inputs)
+
+
+def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
+    """Return held-out images, or raise UserError where there are none."""
     examples = _examples(opened, args)
     if examples is None:
         raise UserError("the run has no data.validation; name a shard folder with --images")
-    return opened.to_ids(examples.inputs)
+    return examples
 
 
 def _examples(opened: Run, args: argparse.Namespace) -> Batch | None:

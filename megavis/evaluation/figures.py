@@ -117,15 +117,20 @@ def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     folder.mkdir(parents=True, exist_ok=True)
-    picture, table = io.BytesIO(), io.StringIO()
+    picture, png = io.BytesIO(), folder / f"{name}.png"
     FigureCanvasAgg(figure).print_png(picture)
+    write_atomically(png, picture.getvalue())
+    return [png, write_table(folder / f"{name}.csv", rows)]
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> Path:
+    """Write rows as CSV, whole or not at all; returns the path. Raises OSError."""
+    table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    png, numbers = folder / f"{name}.png", folder / f"{name}.csv"
-    write_atomically(png, picture.getvalue())
-    write_atomically(numbers, table.getvalue().encode())
-    return [png, numbers]
+    write_atomically(path, table.getvalue().encode())
+    return path
 
 
 def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:

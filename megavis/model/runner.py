@@ -7,6 +7,7 @@ one forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from megavis.model.stack import LocalLayers, Predictions
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
+Finish = Callable[[Any, Any], Predictions]
+"""What may take the head's place: from the head and the state in front of it to predictions."""
+
 
 class Runner:
     """Runs the layers that this process holds as part of the whole model."""
@@ -26,15 +30,23 @@ class Runner:
         self.layers, self.context = layers, context
 
     @torch.no_grad()
-    def predictions(self, inputs: tuple[Tensor, ...], *, cache: KeyValueCache | None = None) -> Any:
+    def predictions(
+        self,
+        inputs: tuple[Tensor, ...],
+        *,
+        cache: KeyValueCache | None = None,
+        finish: Finish | None = None,
+    ) -> Any:
         """Return the head's output, as the objective's `loss` and `outputs` take it.
 
         Args:
             inputs: what the first layer takes.
             cache: keys and values of earlier tokens; the inputs are then only the new ones.
+            finish: called instead of the head, on the last stage, with the head and what it would
+                get; for what runs parts of a head many times over.
         """
         with self._evaluating():
-            predictions = self._walk(inputs, cache)
+            predictions = self._walk(inputs, cache, finish)
         if cache is not None:
             cache.advance()
         return predictions
@@ -62,22 +74,32 @@ class Runner:
                 hook.remove()
         return self._join_stages(torch.stack(pooled))
 
-    def _walk(self, inputs: tuple[Tensor, ...], cache: KeyValueCache | None) -> Predictions:
+    def _walk(
+        self,
+        inputs: tuple[Tensor, ...],
+        cache: KeyValueCache | None,
+        finish: Finish | None = None,
+    ) -> Predictions:
         state: Tensor | tuple[Tensor, ...] | None = inputs if self.context.is_first_stage else None
         for stage in range(self.context.pipeline.size):
             if stage == self.context.pipeline.rank:
                 assert state is not None
-                state = self._run_local(state, cache)
+                state = self._run_local(state, cache, finish)
             state = self._from_stage(stage, state)
         assert state is not None
         return state
 
     def _run_local(
-        self, state: Tensor | tuple[Tensor, ...], cache: KeyValueCache | None
+        self,
+        state: Tensor | tuple[Tensor, ...],
+        cache: KeyValueCache | None,
+        finish: Finish | None,
     ) -> Tensor | tuple[Tensor, ...]:
-        for layer in self.layers.modules:
+        layers = self.layers.modules
+        finishes = finish is not None and self.context.is_last_stage
+        for layer in layers[:-1] if finishes else layers:
             state = layer(state, cache) if isinstance(layer, Block) else layer(state)
-        return state
+        return finish(layers[-1], state) if finish is not None and finishes else state
 
     def _from_stage(self, stage: int, state: Predictions | None) -> Predictions:
         """Give every stage what one stage computed."""

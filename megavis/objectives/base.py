@@ -7,6 +7,7 @@ blocks, and scores what the head gives. What the engine asks of it stands in `tr
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from megavis.model.visibility import Kind
 from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 
-__all__ = ["Objective", "Sequence", "TokenByToken"]
+__all__ = ["Objective", "PatchByPatch", "Sequence", "TokenByToken"]
 
 
 class Objective(Trainable):
@@ -118,6 +119,69 @@ class TokenByToken(Protocol):
 
     def to_raster(self, ordered: Tensor) -> Tensor:
         """Put ids `[b, n]` from the order of generation into raster order."""
+
+
+@runtime_checkable
+class PatchByPatch(Protocol):
+    """What an objective offers besides, where images can be generated patch by patch.
+
+    Legend: b images, T patches, d numbers of a patch.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches T of an image."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers d of a patch."""
+
+    @property
+    def keeps_keys(self) -> bool:
+        """True where the keys and values of a token do not change as others follow."""
+
+    def check_drawing(self) -> None:
+        """Raise UserError when models of this config cannot draw images."""
+
+    def patches_of(self, images: Tensor) -> Tensor:
+        """Cut images uint8 `[b, h, w, 3]` into patches `[b, T, d]` in raster order."""
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Undo `patches_of`."""
+
+    def orders(self, sample_index: Tensor) -> Tensor:
+        """Return which patch stands at each place of samples `[b]`: int64 `[b, T]`."""
+
+    def inputs_between(
+        self, patches: Tensor, order: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs of the tokens [start, stop), the last of which predicts a patch.
+
+        Args:
+            patches: `[b, T, d]` in the order; those before `stop - 1` are known.
+            order: int64 `[b, T]`.
+            start: first token; 0 is in front of all patches.
+            stop: one more than the place that is asked for.
+        """
+
+    def draw_patch(
+        self,
+        head: Any,
+        state: Any,
+        noise_of: Callable[[int], Tensor],
+        *,
+        num_steps: int | None,
+        temperature: float,
+    ) -> Tensor:
+        """Draw the patch at the last place: `[b, d]`.
+
+        Args:
+            head: the model's head.
+            state: what it would get.
+            noise_of: standard normal `[b, d]`, new ones for each number.
+            num_steps: of the draw; the config's when None.
+            temperature: multiplies noise.
+        """
 
 
 def _block_factory(core: Core, index: int) -> Any:

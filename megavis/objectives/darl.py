@@ -10,7 +10,7 @@ Legend: b images, T patches, d numbers of a patch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +25,21 @@ from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
 from megavis.model.orders import fixed_order, random_orders, take_places
 from megavis.model.positions import carried_names
+from megavis.model.stream import State
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
 from megavis.objectives.darl_config import DARLConfig, position_kind
 from megavis.objectives.darl_decoders import PatchHead, decoder_flops
+from megavis.objectives.darl_drawing import draw_from_noise, with_gamma
 from megavis.objectives.darl_layers import START, DARLInputs, SequenceEmbedding
 from megavis.parallel.random import normal, uniform
-from megavis.tokenizers.patches import normalize_patches, patchify, standardize
+from megavis.tokenizers.patches import (
+    normalize_patches,
+    patchify,
+    standardize,
+    to_uint8,
+    unpatchify,
+)
 
 
 class DARL(Objective):
@@ -233,18 +241,71 @@ class DARL(Objective):
             predictions: `[b, T, d]`.
             targets: patches or noise `[b, T, d]`.
         """
-        return F.mse_loss(predictions.float(), targets[0])
+        return self.patch_errors(predictions, targets).mean()
+
+    def patch_errors(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the squared error a number at each place: `[b, T]` (figure 10)."""
+        return (predictions.float() - targets[0]).square().mean(-1)
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return patches (or noise) `[b, T, d]` in the order of generation."""
         return predictions
 
+    # What `PatchByPatch` asks for.
+
+    @property
+    def keeps_keys(self) -> bool:
+        """One stream: in two, a query is asked once and never seen again."""
+        return not self.paper.two_streams
+
+    def check_drawing(self) -> None:
+        """Raise UserError where predictions are not pixels."""
+        if self.paper.normalize_targets:
+            raise UserError(
+                "patches that were predicted with objective.normalize_targets have no brightness"
+                " and contrast, so no image can be drawn"
+            )
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Put patches `[b, T, d]` in raster order together: uint8 `[b, h, w, 3]`."""
+        return to_uint8(unpatchify(patches, self.paper.patch_size))
+
+    def inputs_between(
+        self, patches: Tensor, order: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs of the tokens [start, stop); token t is the patch at place t - 1."""
+        tokens, places = shifted(patches[:, : stop - 1], order[:, : stop - 1])
+        asked = order[:, stop - 1 : stop] if self.paper.two_streams else order[:, :0]
+        tokens = tokens[:, start:]
+        return tokens, places[:, start:], asked, self._noisy_or_none(None, tokens)
+
+    def draw_patch(
+        self,
+        head: PatchHead,
+        state: State,
+        noise_of: Callable[[int], Tensor],
+        *,
+        num_steps: int | None,
+        temperature: float,
+    ) -> Tensor:
+        """Draw the next patch `[b, d]`; by squared error, the mean of a Gaussian of no known width.
+
+        With diffusion, ancestral sampling from noise (appendices E and F).
+        """
+        output = head.outputs(state)[:, -1:]
+        if not self.is_diffusion:
+            return head.decode(output, None)[:, 0]
+        drawn = draw_from_noise(
+            head,
+            output,
+            lambda step: noise_of(step)[:, None],
+            self.beta(output.device).schedule(num_steps or self.paper.sampling_steps),
+            predicts=self.paper.predicts,
+            temperature=temperature,
+        )
+        return drawn[:, 0]
+
 
 def shifted(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Put the start token in front of patches `[b, c, d]` at places `[b, c]`."""
     return F.pad(patches, (0, 0, 1, 0)), F.pad(places, (1, 0), value=START)
-
-
-def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:
-    """Put γ `[b, T, 1]` behind noisy patches `[b, T, d]`."""
-    return torch.cat([noisy, gamma], dim=-1)

@@ -67,7 +67,7 @@ def generate(
     numbers = torch.arange(first_image, first_image + batch_size, device=device)
     draws = uniform(numbers, num_places, seed=seed, purpose="sample")
     cache = KeyValueCache(capacity=num_places)
-    with _without_sequence_parallelism(runner.layers):
+    with without_sequence_parallelism(runner.layers):
         for place in range(num_given, num_places):
             # The first pass takes all that is given at once, every later one a single place.
             inputs = objective.inputs_at(ids, cache.length, place + 1)
@@ -89,7 +89,7 @@ def _copy_prefix(prefix: Tensor | None, ids: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _without_sequence_parallelism(layers: LocalLayers) -> Iterator[None]:
+def without_sequence_parallelism(layers: LocalLayers) -> Iterator[None]:
     """Let each process of the tensor group see all tokens: a single one cannot be divided.
 
     The layers ask their own flag or their config in every forward pass, and both are put back.

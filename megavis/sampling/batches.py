@@ -5,6 +5,8 @@ Legend: b images, n pixels of an image.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -57,25 +59,43 @@ def sample_ids(
     if not isinstance(objective, TokenByToken):
         raise UserError(f"{objective.config.objective.name} is not generated id by id")
     prefix = _prefix(objective, originals, num_images, num_given)
-    data = runner.context.data
-    # All processes draw equally many, beyond the last image if need be: under ZeRO-3 each pass
-    # gathers weights, which all must take part in.
-    share = -(-num_images // data.size)
-    numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
-    parts = []
-    for chunk in numbers.split(batch_size):
+
+    def draw(numbers: Tensor) -> Tensor:
         ids = generate(
             runner,
             objective,
-            batch_size=len(chunk),
-            prefix=None if prefix is None else prefix[(chunk % num_images).to(prefix.device)],
+            batch_size=len(numbers),
+            prefix=None if prefix is None else prefix[(numbers % num_images).to(prefix.device)],
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            first_image=int(chunk[0]),
+            first_image=int(numbers[0]),
         )
-        parts.append(objective.to_raster(ids))
+        return objective.to_raster(ids)
+
+    return share_out(draw, num_images, batch_size=batch_size, data=runner.context.data)
+
+
+def share_out(
+    draw: Callable[[Tensor], Tensor], num_images: int, *, batch_size: int, data: Axis
+) -> Tensor:
+    """Draw images in batches, shared out over the data-parallel processes.
+
+    Args:
+        draw: draws the images of these numbers, int64 `[b]`; they may lie beyond the last image.
+        num_images: how many in all.
+        batch_size: images that a process draws at once.
+        data: the processes.
+
+    Returns:
+        All images in the order of their numbers, the same on every process.
+    """
+    # All processes draw equally many, beyond the last image if need be: under ZeRO-3 each pass
+    # gathers weights, which all must take part in.
+    share = -(-num_images // data.size)
+    numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
+    parts = [draw(chunk) for chunk in numbers.split(batch_size)]
     return _gather(torch.cat(parts), data)[:num_images]
 
 
@@ -105,7 +125,7 @@ def _prefix(
 
 
 def _gather(mine: Tensor, data: Axis) -> Tensor:
-    """Join `[b, n]` of every data-parallel process in their order."""
+    """Join `[b, ...]` of every data-parallel process in their order."""
     if data.size == 1:
         return mine
     parts = [torch.empty_like(mine) for _ in range(data.size)]

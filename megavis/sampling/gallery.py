@@ -16,10 +16,11 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
-from megavis.objectives.base import TokenByToken
+from megavis.objectives.base import PatchByPatch, TokenByToken
 from megavis.objectives.trainable import Reconstructs, Trainable
 from megavis.sampling.pictures import (
     picture_of_completions,
+    picture_of_patches,
     picture_of_reconstructions,
     picture_of_samples,
 )
@@ -68,6 +69,25 @@ class TokenGallery:
         )
 
 
+class PatchGallery:
+    """Images patch by patch: samples from nothing, or completions of first halves."""
+
+    def __init__(self, objective: PatchByPatch, run_folder: Path) -> None:
+        objective.check_drawing()
+        self.objective = objective
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """See `Gallery.draw`."""
+        return picture_of_patches(
+            runner,
+            self.objective,
+            originals=None if examples is None else examples.inputs,
+            num_images=num_images,
+            num_given=0 if examples is None else self.objective.num_tokens // 2,
+            num_completions=3,
+        )
+
+
 class ReconstructionGallery:
     """A tokenizer in training: images above what comes out."""
 
@@ -83,6 +103,7 @@ class ReconstructionGallery:
 
 GALLERIES: list[tuple[type, type[Gallery]]] = [
     (TokenByToken, TokenGallery),
+    (PatchByPatch, PatchGallery),
     (Reconstructs, ReconstructionGallery),
 ]
 """Which class draws for which protocol; the first that fits."""

@@ -26,8 +26,8 @@ def enlarge(image: np.ndarray, factor: int) -> np.ndarray:
 
 
 def hide(images: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return images `[b, h, w, 3]` with grey where `given`, bool `[h, w]`, is false."""
-    return np.where(given[None, :, :, None], images, np.uint8(_HIDDEN_SHADE))
+    """Return images `[b, h, w, 3]` with grey where `given` is false: bool `[h, w]`, `[b, h, w]`."""
+    return np.where(given[..., None], images, np.uint8(_HIDDEN_SHADE))
 
 
 def image_grid(rows: Sequence[Sequence[np.ndarray]], *, factor: int | None = None) -> np.ndarray:
@@ -64,7 +64,7 @@ def completion_grid(
 
     Args:
         originals: uint8 `[b, h, w, 3]`.
-        given: bool `[h, w]`, true where the model saw the original.
+        given: bool `[h, w]` or `[b, h, w]`, true where the model saw the original.
         completions: uint8 `[b, h, w, 3]` each.
 
     Returns:

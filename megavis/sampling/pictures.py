@@ -11,10 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from megavis.model.runner import Runner
-from megavis.objectives.base import TokenByToken
+from megavis.objectives.base import PatchByPatch, TokenByToken
 from megavis.objectives.trainable import Reconstructs, Trainable
 from megavis.sampling.batches import given_pixels, sample_ids
 from megavis.sampling.grids import completion_grid, image_grid, sample_grid
+from megavis.sampling.patchwise import given_part, sample_patches
 from megavis.tokenizers.palette import Palette
 
 
@@ -115,3 +116,49 @@ def picture_of_reconstructions(
         part = slice(start, start + columns)
         rows += [list(images[part]), list(made[part])]
     return image_grid(rows)
+
+
+def picture_of_patches(
+    runner: Runner,
+    objective: PatchByPatch,
+    *,
+    originals: Tensor | None,
+    num_images: int,
+    num_given: int = 0,
+    num_completions: int = 1,
+    **options: Any,
+) -> np.ndarray:
+    """Draw images patch by patch, or complete some; every process calls this together.
+
+    Args:
+        runner: the model.
+        objective: the paper.
+        originals: uint8 `[b, H, W, 3]` to complete; None draws from nothing.
+        num_images: how many, from nothing.
+        num_given: how many patches, first in the run's order, the model sees.
+        num_completions: completions of each original, each with draws of its own.
+        **options: as `sample_patches` takes them: num_steps, temperature, seed, batch_size.
+
+    Returns:
+        uint8 `[H, W, 3]`; with originals a row an image: original | what was given | completions.
+    """
+    if originals is None:
+        drawn = sample_patches(runner, objective, num_images=num_images, **options)
+        return sample_grid(drawn.cpu().numpy())
+    seed = options.pop("seed", 0)
+    columns = [
+        sample_patches(
+            runner,
+            objective,
+            num_images=len(originals),
+            originals=originals,
+            num_given=num_given,
+            seed=seed + number,
+            **options,
+        )
+        for number in range(num_completions)
+    ]
+    given = given_part(objective, originals, num_given).cpu().numpy()
+    return completion_grid(
+        originals.cpu().numpy(), given, [column.cpu().numpy() for column in columns]
+    )

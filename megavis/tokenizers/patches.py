@@ -30,6 +30,16 @@ def to_uint8(images: Tensor) -> Tensor:
     return ((images.float() * deviation + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
 
+def pixel_range() -> tuple[float, float]:
+    """Return the smallest and the largest number that `standardize` gives."""
+    ends = [
+        (end - mean) / deviation
+        for end in (0.0, 1.0)
+        for mean, deviation in zip(CHANNEL_MEAN, CHANNEL_DEVIATION, strict=True)
+    ]
+    return min(ends), max(ends)
+
+
 def patchify(images: Tensor, patch_size: int) -> Tensor:
     """Cut `[b, height, width, 3]` into patches in raster order: `[b, n, d]`.
 

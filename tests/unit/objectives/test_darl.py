@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megavis.data.batch import Batch
 from megavis.model.stream import from_bits
-from megavis.objectives.darl import with_gamma
+from megavis.objectives.darl_drawing import with_gamma
 from megavis.objectives.darl_layers import START
 
 CONFIG = """\

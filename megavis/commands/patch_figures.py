@@ -1,0 +1,151 @@
+"""`megavis figure patches` and `megavis figure completions`: what is predicted, and how well."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.commands.probing import job_closed, open_run
+from megavis.commands.sample import take_turns
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.data.dataset import ShardDataset
+    from megavis.notebook import Run
+
+
+def add_patch_figures(figures: Any) -> None:
+    """Add both to the figures of `megavis figure`."""
+    patches = figures.add_parser(
+        "patches",
+        help="prediction error by place of the order (DARL, Figures 10 to 14)",
+        description="Predict every patch of held-out images from those before it, and draw the"
+        " mean error over the places of the run's order and over the image.",
+        epilog="example: megavis figure patches runs/darl_demo",
+    )
+    _add_arguments(patches, num_images=512)
+    patches.set_defaults(run=draw_patches)
+    completions = figures.add_parser(
+        "completions",
+        help="completed lower halves, and their PSNR (DARL, Figure 7)",
+        description="Complete held-out images from their upper halves, and compare with repeating"
+        " the last row that was given: PSNR of the lower halves. The picture shows the first eight:"
+        " original, what was given, completions.",
+        epilog="example: megavis figure completions runs/darl_demo --sampling-steps 20",
+    )
+    _add_arguments(completions, num_images=64)
+    completions.add_argument("--sampling-steps", type=int, help="default: the config's")
+    completions.add_argument("--temperature", type=float, default=1.0, help="of the noise")
+    completions.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
+    completions.add_argument("--completions", type=int, default=3, help="shown; default: 3")
+    completions.set_defaults(run=draw_completions)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, *, num_images: int) -> None:
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--images", help="shard folder; default: the run's data.validation")
+    parser.add_argument("--num-images", type=int, default=num_images, help=f"default: {num_images}")
+    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+
+
+def draw_patches(args: argparse.Namespace) -> int:
+    """Measure and draw.
+
+    Raises:
+        UserError: the run, its data or its objective does not allow it.
+    """
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        from megavis.evaluation import patch_errors as measured
+        from megavis.evaluation.figures import write_figure
+
+        if not isinstance(opened.objective, measured.ScoresPatches):
+            name = opened.config.objective.name
+            raise UserError(f"{name} does not predict the patches of an order one by one")
+        errors = measured.measure_patches(
+            opened.runner, opened.objective, _images(opened, args), num_images=args.num_images
+        )
+    picture = measured.draw_patch_errors(errors, name=args.run_folder.name)
+    for path in write_figure(
+        args.run_folder / "evaluation", "patches", picture, measured.patch_rows(errors)
+    ):
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def draw_completions(args: argparse.Namespace) -> int:
+    """Complete, compare and draw.
+
+    Raises:
+        UserError: the run, its data or its objective does not allow it.
+    """
+    if min(args.num_images, args.completions) < 1:
+        raise UserError("--num-images and --completions must be at least 1")
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        return _complete(opened, args)
+
+
+def _complete(opened: Run, args: argparse.Namespace) -> int:
+    from megavis.data.loader import read_batch
+    from megavis.evaluation.completions import score_completions
+    from megavis.evaluation.figures import write_table
+    from megavis.objectives.base import PatchByPatch
+    from megavis.sampling.grids import save_png
+    from megavis.sampling.patchwise import given_part, sample_patches
+    from megavis.sampling.pictures import picture_of_patches
+
+    objective = opened.objective
+    if not isinstance(objective, PatchByPatch):
+        raise UserError(f"{opened.config.objective.name} does not draw images patch by patch")
+    dataset = _images(opened, args)
+    indices = take_turns(dataset, args.num_images)
+    originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
+    options = {
+        "num_given": objective.num_tokens // 2,
+        "num_steps": args.sampling_steps,
+        "temperature": args.temperature,
+        "seed": args.seed,
+    }
+    given = given_part(objective, originals, options["num_given"])
+    completed = sample_patches(
+        opened.runner, objective, num_images=len(originals), originals=originals, **options
+    )
+    scores = score_completions(originals, completed, given)
+    shown = picture_of_patches(
+        opened.runner,
+        objective,
+        originals=originals[:8],
+        num_images=min(8, len(originals)),
+        num_completions=args.completions,
+        **options,
+    )
+    folder = args.run_folder / "evaluation"
+    save_png(folder / "completions.png", shown)
+    table = write_table(folder / "completions.csv", scores.rows)
+    sys.stdout.write(
+        f"PSNR of the lower halves of {len(originals)} images: completed {scores.completed:.2f} dB,"
+        f" last row repeated {scores.repeated:.2f} dB\n{folder / 'completions.png'}\n{table}\n"
+    )
+    return 0
+
+
+def _images(opened: Run, args: argparse.Namespace) -> ShardDataset:
+    """Open the held-out images.
+
+    Raises:
+        UserError: there are none, or they do not fit the run.
+    """
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.transforms import evaluation_transform
+
+    folder = args.images or opened.config.data.validation
+    if folder is None:
+        raise UserError("the run has no data.validation; name a shard folder with --images")
+    dataset = ShardDataset(folder, evaluation_transform(opened.config.data))
+    for complaint in opened.objective.check_data(dataset.manifest):
+        raise UserError(f"{folder} {complaint}")
+    return dataset

@@ -1,0 +1,75 @@
+"""How good completions of first halves are, beside the plainest completion there is.
+
+The lower part of an image is completed from the rows above; the baseline repeats the last row that
+is given. The score is the peak signal-to-noise ratio of what was not given.
+
+Legend: b images, h and w their height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.evaluation.figures import Row
+
+
+def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:
+    """Return images `[b, h, w, 3]` whose rows from `num_rows` on are the row before them."""
+    last = images[:, num_rows - 1 : num_rows].expand(-1, images.shape[1] - num_rows, -1, -1)
+    return torch.cat([images[:, :num_rows], last], dim=1)
+
+
+def signal_to_noise(made: Tensor, true: Tensor) -> Tensor:
+    """Return the PSNR of each image in dB: 10 log₁₀(255² / mean squared error), float64 `[b]`.
+
+    Args:
+        made: uint8 `[b, ...]`.
+        true: likewise; an image that is equal gives infinity.
+    """
+    errors = (made.double() - true.double()).square().flatten(1).mean(1)
+    return 10.0 * torch.log10(255.0**2 / errors)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """PSNR in dB, over all pixels of all images together, and of each image."""
+
+    completed: float
+    repeated: float
+    rows: Sequence[Row]
+
+
+def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Completions:
+    """Compare completions with originals, where nothing was given.
+
+    Args:
+        originals: uint8 `[b, h, w, 3]`.
+        completed: likewise.
+        given: bool `[b, h, w]`.
+
+    Raises:
+        UserError: what was given is not the first rows of every image.
+    """
+    height, num_rows = given.shape[1], int(given[0, :, 0].sum())
+    rows = (torch.arange(height, device=given.device) < num_rows)[None, :, None]
+    if not 0 < num_rows < height or not torch.equal(given, rows.expand_as(given)):
+        raise UserError(
+            "the run's order does not begin with whole rows, so there is no last row to repeat"
+        )
+    true = originals[:, num_rows:]
+    made = {
+        "completed": completed[:, num_rows:],
+        "last_row_repeated": repeat_last_row(originals, num_rows)[:, num_rows:],
+    }
+    scores = {name: signal_to_noise(part, true).tolist() for name, part in made.items()}
+    together = {name: float(signal_to_noise(part[None], true[None])) for name, part in made.items()}
+    table = [
+        {"image": i, **{f"psnr_{name}": score[i] for name, score in scores.items()}}
+        for i in range(len(originals))
+    ]
+    return Completions(together["completed"], together["last_row_repeated"], table)

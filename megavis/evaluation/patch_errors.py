@@ -1,0 +1,124 @@
+"""How well the patch at each place of an order is predicted (DARL, figures 10 to 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import evaluation_batches
+from megavis.evaluation.figures import Row
+from megavis.model.orders import to_raster
+from megavis.model.runner import Runner
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@runtime_checkable
+class ScoresPatches(Protocol):
+    """What an objective offers, where each patch is predicted at a place of an order."""
+
+    def patch_errors(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the error at each place: float32 `[b, T]`."""
+
+    def orders(self, sample_index: Tensor) -> Tensor:
+        """Return which patch stands at each place: int64 `[b, T]`."""
+
+
+@dataclass(frozen=True)
+class PatchErrors:
+    """Means over images.
+
+    Attributes:
+        by_place: `[T]`, first place first.
+        by_cell: `[T]`, in raster order.
+        places: `[T]`, the mean place of each cell.
+    """
+
+    by_place: Sequence[float]
+    by_cell: Sequence[float]
+    places: Sequence[float]
+
+    @property
+    def side(self) -> int:
+        """Cells of a row."""
+        return round(len(self.by_cell) ** 0.5)
+
+
+def measure_patches(
+    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int, batch_size: int = 64
+) -> PatchErrors:
+    """Score held-out images; noise is that of training, a function of seed and image.
+
+    Args:
+        runner: the model, on one process.
+        objective: offers `ScoresPatches`.
+        dataset: the images.
+        num_images: at most.
+        batch_size: images at once.
+    """
+    sums: list[Tensor] = []
+    count = min(num_images, len(dataset))
+    for batch in evaluation_batches(
+        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=count
+    ):
+        sequence = objective.sequence(batch.to(runner.context.device))
+        predictions = runner.predictions(sequence.inputs)
+        errors = objective.patch_errors(predictions, sequence.targets).double()
+        order = objective.orders(batch.sample_index.to(errors.device))
+        places = order.argsort(1).double()
+        parts = torch.stack([errors.sum(0), to_raster(errors, order).sum(0), places.sum(0)])
+        sums = [parts if not sums else sums[0] + parts]
+    by_place, by_cell, means = (sums[0] / count).tolist()
+    return PatchErrors(by_place, by_cell, means)
+
+
+def patch_rows(errors: PatchErrors) -> list[Row]:
+    """Return one row a place: its error, and cell, row, column and error in raster order."""
+    return [
+        {
+            "place": i,
+            "error": error,
+            "cell_row": i // errors.side,
+            "cell_column": i % errors.side,
+            "cell_mean_place": errors.places[i],
+            "cell_error": errors.by_cell[i],
+        }
+        for i, error in enumerate(errors.by_place)
+    ]
+
+
+def draw_patch_errors(errors: PatchErrors, *, name: str) -> Figure:
+    """Draw the order, and the error by place (figure 10) and by cell (figures 12 and 14).
+
+    Args:
+        errors: as measured.
+        name: of the run, for the title.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 3.6), dpi=150, layout="constrained")
+    line, order, cells = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
+    line.plot(errors.by_place, color="#1f5fa8")
+    line.set_xlabel("place in the order")
+    line.set_ylabel("mean squared error a number")
+    line.grid(alpha=0.25)
+    line.spines[["top", "right"]].set_visible(False)
+    _draw_cells(figure, order, errors.places, errors.side, "place of each patch")
+    _draw_cells(figure, cells, errors.by_cell, errors.side, "error of each patch")
+    figure.suptitle(name, fontsize="medium")
+    return figure
+
+
+def _draw_cells(figure: Figure, axes: Axes, values: Sequence[float], side: int, title: str) -> None:
+    shown = torch.tensor(values).view(side, side).numpy()
+    figure.colorbar(axes.imshow(shown, cmap="viridis"), ax=axes, shrink=0.8)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(title, fontsize="small")

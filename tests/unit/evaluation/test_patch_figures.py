@@ -1,0 +1,100 @@
+"""Errors by patch and completions, from an untrained run on photographs."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.evaluation.completions import repeat_last_row, score_completions, signal_to_noise
+
+CONFIG = """\
+name: tiny_darl
+output: {folder}
+objective: {{name: darl, patch_size: 4, order: nested_raster}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shards}/train, validation: {shards}/validation, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 8}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_folder(image_shards, tmp_path_factory):
+    """A run of two steps."""
+    from megavis.cli import main
+
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "c.yaml"
+    path.write_text(CONFIG.format(folder=folder, shards=image_shards))
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    return folder / "tiny_darl"
+
+
+def test_signal_to_noise():
+    true = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    made = true.clone()
+    made[0] = 255
+    made[1] = 51
+    assert signal_to_noise(made, true).tolist() == pytest.approx([0.0, 20 * math.log10(5)])
+
+
+def test_the_last_row_is_repeated():
+    images = torch.arange(4 * 4 * 3, dtype=torch.uint8).view(1, 4, 4, 3)
+    repeated = repeat_last_row(images, 2)
+    assert torch.equal(repeated[:, :2], images[:, :2])
+    assert torch.equal(repeated[:, 2], images[:, 1])
+    assert torch.equal(repeated[:, 3], images[:, 1])
+
+
+def test_an_order_without_rows_has_no_last_row():
+    images = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
+    given = torch.eye(4, dtype=torch.bool)[None]
+    with pytest.raises(UserError, match="does not begin with whole rows"):
+        score_completions(images, images, given)
+
+
+def test_errors_by_patch(run_folder, capsys):
+    from megavis.cli import main
+    from megavis.notebook import Run
+    from megavis.parallel.context import close_context
+
+    assert main(["figure", "patches", str(run_folder), "--num-images", "20"]) == 0
+    assert "patches.png" in capsys.readouterr().out
+    with (run_folder / "evaluation" / "patches.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    # The order of blocks of 2 x 2 on a grid of 4 x 4, written out.
+    order = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    by_cell = [float(row["cell_error"]) for row in rows]
+    assert [float(row["error"]) for row in rows] == pytest.approx([by_cell[i] for i in order])
+    assert [float(row["cell_mean_place"]) for row in rows] == [order.index(i) for i in range(16)]
+    opened = Run.open(run_folder, device="cpu")
+    try:
+        images = held_out(opened, 20)
+        loss = opened.loss(images)
+    finally:
+        close_context()
+    assert sum(by_cell) / 16 == pytest.approx(loss, rel=1e-4)
+
+
+def held_out(opened, count):
+    import numpy as np
+
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.loader import read_batch
+
+    places = np.arange(count)
+    return read_batch(ShardDataset(opened.config.data.validation), places, places).inputs
+
+
+def test_completions(run_folder, capsys):
+    from megavis.cli import main
+
+    command = ["figure", "completions", str(run_folder), "--num-images", "9", "--completions", "1"]
+    assert main(command) == 0
+    assert "last row repeated" in capsys.readouterr().out
+    with (run_folder / "evaluation" / "completions.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 9
+    assert (run_folder / "evaluation" / "completions.png").exists()
