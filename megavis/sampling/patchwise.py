@@ -174,7 +174,7 @@ def _check_numbers(
     num_steps: int | None,
     temperature: float,
 ) -> None:
-    if num_images < 1 or (num_steps or 1) < 1:
+    if num_images < 1 or (num_steps is not None and num_steps < 1):
         raise UserError("the numbers of images and of steps must be at least 1")
     if temperature < 0:
         raise UserError(f"the temperature must be at least 0, not {temperature}")
