@@ -30,8 +30,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "figure",
         help="accuracy over depth or loss, errors by patch, completions, as PNG and CSV",
-        description="Draw what a run's features or predictions are worth: a PNG and the numbers in it as CSV, in"
-        " RUN/evaluation.",
+        description="Draw what a run's features or predictions are worth: a PNG and the numbers in"
+        " it as CSV, in RUN/evaluation.",
         epilog="example: megavis figure depth runs/igpt_demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
