@@ -131,6 +131,9 @@ class DataConfig(Section):
     flip: bool = False
     """Mirror every second training image, at random; latents must hold the mirrored ones too."""
 
+    threads: Positive = 4
+    """Threads of each process that read and decode ahead; they change the speed alone."""
+
     @property
     def train_sources(self) -> tuple[MixedSource, ...]:
         """The training folders, one or several."""

@@ -7,28 +7,25 @@ cut, and the number of the step is the loader's whole state.
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 
 import numpy as np
 import torch
 
 from megavis.config.errors import UserError
+from megavis.data.ahead import ReadAhead
 from megavis.data.batch import Batch
 from megavis.data.mixture import Samples
 
-_PREFETCHED_BATCHES = 4
-_POLL_SECONDS = 0.1
+DEFAULT_THREADS = 4
 
 
 class BatchLoader:
-    """Endless iterator of micro-batches; a background thread reads a few ahead.
+    """Endless iterator of micro-batches; background threads read a few ahead.
 
     Each step gives `accumulation_steps` micro-batches. Use it as a context manager, or call
-    `close`. What goes wrong in the thread is raised by the `next` that would have had the batch.
+    `close`. What goes wrong in a thread is raised by the `next` that would have had the batch.
 
     Args:
         dataset: the samples.
@@ -38,6 +35,7 @@ class BatchLoader:
             pipeline-parallel ranks of one reader pass the same numbers and get the same batches.
         accumulation_steps: micro-batches a step.
         start_step: the step to begin with; costs the same for any step.
+        threads: how many micro-batches are read at once; changes the speed alone.
 
     Raises:
         ValueError: a size is below 1, the rank is not below the size, or the step is negative.
@@ -53,10 +51,13 @@ class BatchLoader:
         data_parallel_size: int,
         accumulation_steps: int,
         start_step: int = 0,
+        threads: int = DEFAULT_THREADS,
     ) -> None:
         _check_sizes(micro_batch_size, data_parallel_rank, data_parallel_size)
-        if accumulation_steps < 1 or start_step < 0:
-            raise ValueError("accumulation_steps must be at least 1 and start_step at least 0")
+        if min(accumulation_steps, threads) < 1 or start_step < 0:
+            raise ValueError(
+                "accumulation_steps and threads must be at least 1 and start_step at least 0"
+            )
         self.dataset = dataset
         self.order = dataset.order(seed)
         self.micro_batch_size = micro_batch_size
@@ -64,11 +65,9 @@ class BatchLoader:
         self.data_parallel_size = data_parallel_size
         self.accumulation_steps = accumulation_steps
         self.start_step = start_step
-        self._queue: queue.Queue[Batch | Exception] = queue.Queue(_PREFETCHED_BATCHES)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        # A loader that is dropped without close() must not leave its thread behind.
-        weakref.finalize(self, self._stop.set)
+        self.threads = threads
+        self._ahead: ReadAhead[Batch] | None = None
+        self._closed = False
 
     def positions(self, step: int, *, micro_step: int) -> np.ndarray:
         """Return the positions int64 `[b]` that this rank reads in one micro-step of a step."""
@@ -86,15 +85,15 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        if self._stop.is_set():
+        if self._closed:
             raise StopIteration
-        if self._thread is None:
-            self._start()
-        item = self._queue.get()
-        if isinstance(item, Exception):
+        if self._ahead is None:  # threads start with the first use
+            self._ahead = self._start()
+        try:
+            return next(self._ahead)
+        except Exception:
             self.close()
-            raise item
-        return item
+            raise
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -108,57 +107,33 @@ class BatchLoader:
         self.close()
 
     def close(self) -> None:
-        """End the thread; later `next` calls end the iteration. May be called again."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        """End the threads; later `next` calls end the iteration. May be called again."""
+        self._closed = True
+        if self._ahead is not None:
+            self._ahead.close()
 
-    def _start(self) -> None:
-        reader = _Reader(self)
-        self._thread = threading.Thread(
-            target=_fill, args=(reader, self._queue, self._stop), daemon=True, name="batches"
-        )
-        self._thread.start()
+    def _start(self) -> ReadAhead[Batch]:
+        first = self.start_step * self.accumulation_steps
+        return ReadAhead(_Reader(self), first=first, threads=self.threads)
 
 
 class _Reader:
-    """What the thread needs; it must not hold the loader, or that would never be collected."""
+    """What the threads need; it must not hold the loader, or that would never be collected."""
 
     def __init__(self, loader: BatchLoader) -> None:
         self._dataset, self._order = loader.dataset, loader.order
-        self._micro_batch_size = loader.micro_batch_size
+        self._first = loader.positions(0, micro_step=0)
         self._stride = loader.data_parallel_size * loader.micro_batch_size
-        self._next = int(loader.positions(loader.start_step, micro_step=0)[0])
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def __call__(self) -> Batch:
+    def __call__(self, number: int) -> Batch:
         # Micro-batches of one rank are evenly spaced, across steps as inside them.
-        positions = np.arange(self._next, self._next + self._micro_batch_size, dtype=np.int64)
-        self._next += self._stride
+        positions = self._first + number * self._stride
         batch = read_batch(self._dataset, self._order.dataset_index(positions), positions)
         if self._device is None:
             return batch
         torch.cuda.set_device(self._device)  # a new thread starts on GPU 0
         return batch.pin_memory()
-
-
-def _fill(
-    reader: Callable[[], Batch], batches: queue.Queue[Batch | Exception], stop: threading.Event
-) -> None:
-    while not stop.is_set():
-        item: Batch | Exception
-        try:
-            item = reader()
-        except Exception as error:
-            item = error
-        while not stop.is_set():
-            try:
-                batches.put(item, timeout=_POLL_SECONDS)
-                break
-            except queue.Full:
-                continue
-        if isinstance(item, Exception):
-            return
 
 
 def evaluation_batches(
@@ -196,10 +171,18 @@ def evaluation_batches(
 def _evaluate(
     dataset: Samples, count: int, batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[Batch]:
-    for start in range(0, count, batch_size * num_ranks):
+    def read(number: int) -> Batch:
+        start = number * batch_size * num_ranks
         each = min(batch_size, (count - start) // num_ranks)
         indices = np.arange(start + rank * each, start + (rank + 1) * each, dtype=np.int64)
-        yield read_batch(dataset, indices, indices)
+        return read_batch(dataset, indices, indices)
+
+    num_batches = -(-count // (batch_size * num_ranks))
+    batches = ReadAhead(read, end=num_batches, threads=DEFAULT_THREADS)
+    try:
+        yield from batches
+    finally:
+        batches.close()
 
 
 def read_batch(dataset: Samples, indices: np.ndarray, positions: np.ndarray) -> Batch:

@@ -104,6 +104,7 @@ class TrainingRun:
             data_parallel_size=context.data.size,
             accumulation_steps=engine.accumulation_steps,
             start_step=first_step,
+            threads=config.data.threads,
         )
         with loader:
             train(

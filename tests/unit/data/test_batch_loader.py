@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from megavis.data.loader import BatchLoader, evaluation_batches
 from megavis.data.order import SampleOrder
 
 
-def take(dataset, steps, *, micro, ranks, accumulation, rank=0, start_step=0, seed=7):
+def take(dataset, steps, *, micro, ranks, accumulation, rank=0, start_step=0, seed=7, threads=4):
     loader = BatchLoader(
         dataset,
         seed=seed,
@@ -25,6 +28,7 @@ def take(dataset, steps, *, micro, ranks, accumulation, rank=0, start_step=0, se
         data_parallel_size=ranks,
         accumulation_steps=accumulation,
         start_step=start_step,
+        threads=threads,
     )
     with loader:
         return list(itertools.islice(loader, steps * accumulation))
@@ -93,13 +97,13 @@ def test_read_gives_any_batch(folder):
     assert len(batches[5].to("cpu")) == 3
 
 
-class Broken:
-    """A data set that fails on the third read."""
+class Slow:
+    """A data set whose reads take the longer the earlier they are; one read may fail."""
 
-    directory = "broken"
+    directory = "slow"
 
-    def __init__(self):
-        self.reads = 0
+    def __init__(self, failing=None):
+        self.failing = failing
 
     def __len__(self):
         return 10
@@ -108,13 +112,14 @@ class Broken:
         return SampleOrder(10, seed)
 
     def read(self, indices, *, positions):
-        self.reads += 1
-        if self.reads == 3:
+        number = positions[0] // len(positions)
+        if number == self.failing:
             raise UserError("shard vanished")
-        return np.zeros((len(indices), 4), np.uint16), np.zeros(len(indices), np.int64)
+        time.sleep(0.003 * (4 - number % 5))
+        return positions[:, None].astype(np.uint16), np.zeros(len(indices), np.int64)
 
 
-def open_loader(dataset):
+def open_loader(dataset, threads=3):
     return BatchLoader(
         dataset,
         seed=0,
@@ -122,26 +127,53 @@ def open_loader(dataset):
         data_parallel_rank=0,
         data_parallel_size=1,
         accumulation_steps=1,
+        threads=threads,
     )
 
 
-def test_errors_of_the_thread_reach_the_consumer():
-    loader = open_loader(Broken())
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_do_not_change_the_order(threads):
+    size = {"micro": 2, "ranks": 1, "accumulation": 1}
+    batches = take(Slow(), 20, threads=threads, **size)
+    assert torch.cat([batch.inputs for batch in batches]).flatten().tolist() == list(range(40))
+    resumed = take(Slow(), 5, threads=threads, start_step=15, **size)
+    assert torch.equal(resumed[0].inputs, batches[15].inputs)
+
+
+def test_threads_read_at_once():
+    meeting = threading.Barrier(3, timeout=10)  # breaks unless three reads are under way
+
+    class Meets(Slow):
+        def read(self, indices, *, positions):
+            meeting.wait()
+            return super().read(indices, positions=positions)
+
+    with open_loader(Meets(), threads=3) as loader:
+        next(loader)
+        next(loader)
+        next(loader)
+        meeting.abort()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_errors_of_a_thread_reach_the_consumer(threads):
+    loader = open_loader(Slow(failing=2), threads)
     assert [len(next(loader)) for _ in range(2)] == [2, 2]
     with pytest.raises(UserError, match="vanished"):
         next(loader)
     assert list(loader) == []
+    assert running() == []
 
 
 def running():
-    return [thread for thread in threading.enumerate() if thread.name == "batches"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
-def test_close_ends_the_thread(folder):
+def test_close_ends_the_threads(folder):
     dataset = ShardDataset(folder[0])
     with open_loader(dataset) as loader:
         next(loader)
-        assert len(running()) == 1
+        assert 1 <= len(running()) <= 3
     assert running() == []
     loader.close()
     assert list(loader) == []
@@ -150,11 +182,27 @@ def test_close_ends_the_thread(folder):
 def test_a_dropped_loader_leaves_no_thread(folder):
     loader = open_loader(ShardDataset(folder[0]))
     next(loader)
-    thread = running()[0]
+    threads = running()
+    assert threads
     del loader
     gc.collect()
-    thread.join(timeout=10)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_a_process_ends_that_reads_ahead():
+    script = """
+import itertools, sys, time
+from megavis.data.ahead import ReadAhead
+items = ReadAhead(lambda number: time.sleep(0.01) or number, threads=4)
+print(list(itertools.islice(items, 5)))
+sys.exit(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (3, "[0, 1, 2, 3, 4]\n")
 
 
 @pytest.mark.parametrize(
@@ -164,6 +212,7 @@ def test_a_dropped_loader_leaves_no_thread(folder):
         {"data_parallel_rank": 1},
         {"accumulation_steps": 0},
         {"start_step": -1},
+        {"threads": 0},
     ],
 )
 def test_bad_sizes(folder, wrong):
