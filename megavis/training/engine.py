@@ -110,9 +110,10 @@ class Engine:
     def _seed_dropout(self, step: int) -> None:
         """Seed torch by step, so that a resumed run needs no generator state.
 
-        Processes of a tensor group drop the same units where they hold the same tokens.
+        Processes of a tensor group drop the same units where they hold the same tokens; where
+        they hold others, layers draw apart (`separate_draws`).
         """
-        if self.config.model.hidden_dropout == 0.0:
+        if not self.config.model.has_dropout:
             return
         context = self.context
         place = [context.data.rank, context.pipeline.rank]
