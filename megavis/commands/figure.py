@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.group_figure import add_group_figure
 from megavis.commands.patch_figures import add_patch_figures
 from megavis.commands.probing import (
     add_data_arguments,
@@ -39,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     _add_depth(figures)
     _add_likelihood(figures)
     add_patch_figures(figures)
+    add_group_figure(figures)
 
 
 def _add_depth(figures: Any) -> None:

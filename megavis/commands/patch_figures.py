@@ -25,7 +25,7 @@ def add_patch_figures(figures: Any) -> None:
         " mean error over the places of the run's order and over the image.",
         epilog="example: megavis figure patches runs/darl_demo",
     )
-    _add_arguments(patches, num_images=512)
+    add_image_arguments(patches, num_images=512)
     patches.set_defaults(run=draw_patches)
     completions = figures.add_parser(
         "completions",
@@ -35,7 +35,7 @@ def add_patch_figures(figures: Any) -> None:
         " original, what was given, completions.",
         epilog="example: megavis figure completions runs/darl_demo --sampling-steps 20",
     )
-    _add_arguments(completions, num_images=64)
+    add_image_arguments(completions, num_images=64)
     completions.add_argument("--sampling-steps", type=int, help="default: the config's")
     completions.add_argument("--temperature", type=float, default=1.0, help="of the noise")
     completions.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
@@ -43,7 +43,8 @@ def add_patch_figures(figures: Any) -> None:
     completions.set_defaults(run=draw_completions)
 
 
-def _add_arguments(parser: argparse.ArgumentParser, *, num_images: int) -> None:
+def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int) -> None:
+    """Add the run, its checkpoint, and which held-out images."""
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--images", help="shard folder; default: the run's data.validation")
     parser.add_argument("--num-images", type=int, default=num_images, help=f"default: {num_images}")
@@ -66,7 +67,10 @@ def draw_patches(args: argparse.Namespace) -> int:
             name = opened.config.objective.name
             raise UserError(f"{name} does not predict the patches of an order one by one")
         errors = measured.measure_patches(
-            opened.runner, opened.objective, _images(opened, args), num_images=args.num_images
+            opened.runner,
+            opened.objective,
+            held_out_images(opened, args),
+            num_images=args.num_images,
         )
     picture = measured.draw_patch_errors(errors, name=args.run_folder.name)
     for path in write_figure(
@@ -101,7 +105,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     objective = opened.objective
     if not isinstance(objective, PatchByPatch):
         raise UserError(f"{opened.config.objective.name} does not draw images patch by patch")
-    dataset = _images(opened, args)
+    dataset = held_out_images(opened, args)
     indices = take_turns(dataset, args.num_images)
     originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
     options = {
@@ -133,7 +137,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     return 0
 
 
-def _images(opened: Run, args: argparse.Namespace) -> ShardDataset:
+def held_out_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
     """Open the held-out images.
 
     Raises:

@@ -34,7 +34,13 @@ from megavis.objectives import gvp_segmentation as segmentation
 from megavis.objectives.base import Objective, Sequence
 from megavis.objectives.gvp_config import GVPConfig
 from megavis.objectives.gvp_layers import TwoStreamEmbedding, TwoStreams
-from megavis.tokenizers.patches import normalize_patches, patchify, standardize
+from megavis.tokenizers.patches import (
+    normalize_patches,
+    patchify,
+    standardize,
+    to_uint8,
+    unpatchify,
+)
 
 
 class GVP(Objective):
@@ -146,6 +152,34 @@ class GVP(Objective):
                 f" uint8 [b, {side}, {side}, 3]"
             )
         return patchify(standardize(images), self.paper.patch_size)
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Undo `patches_of`: `[b, T, d]` to the nearest uint8 `[b, h, w, 3]`."""
+        return to_uint8(unpatchify(patches, self.paper.patch_size))
+
+    def check_filling(self) -> None:
+        """Want pixels as they are.
+
+        Raises:
+            UserError: each patch is predicted standardised by itself; what it was is not known.
+        """
+        if self.paper.normalize_targets:
+            raise UserError(
+                "a model with objective.normalize_targets does not know how bright its patches"
+                " are; pictures need one trained without"
+            )
+
+    def inputs_of_group(
+        self, patches: Tensor, order: Tensor, boundaries: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return both streams, with queries for the last group alone."""
+        *_, first, last = boundaries
+        ends = torch.tensor(boundaries[:-1], device=order.device).expand(len(order), -1)
+        groups = segmentation.groups_of(ends, self.num_tokens)
+        asked = slice(first, last)
+        return two_streams(
+            patches, order[:, :first], groups[:, :first], order[:, asked], groups[:, asked]
+        )
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the content stream alone, in raster order, with the causal mask kept.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.context
 import os
+import random
 import socket
 import sys
 import traceback
@@ -153,6 +154,13 @@ def _serve(pipe: Connection, threads: int, quiet: bool) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port below those that the system gives to connections on their way out.
+
+    A port that the system names as free may be gone when rank 0 listens on it: each connection
+    that any process makes takes one from the same range.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port

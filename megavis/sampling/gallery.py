@@ -18,8 +18,10 @@ from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.objectives.base import PatchByPatch, TokenByToken
 from megavis.objectives.trainable import Reconstructs, Trainable
+from megavis.sampling.groupwise import GroupByGroup
 from megavis.sampling.pictures import (
     picture_of_completions,
+    picture_of_fillings,
     picture_of_patches,
     picture_of_reconstructions,
     picture_of_samples,
@@ -88,6 +90,24 @@ class PatchGallery:
         )
 
 
+class FillingGallery:
+    """Hidden patches filled in: all at once, and group by group."""
+
+    def __init__(self, objective: GroupByGroup, run_folder: Path) -> None:
+        objective.check_filling()
+        self.objective = objective
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """See `Gallery.draw`."""
+        if examples is None:
+            raise UserError("patches to fill in need images: give data.validation")
+        hidden = self.objective.num_tokens * 3 // 4
+        counts = sorted({1, min(4, hidden), min(12, hidden)})
+        return picture_of_fillings(
+            runner, self.objective, originals=examples.inputs, counts=counts, share_given=0.25
+        )
+
+
 class ReconstructionGallery:
     """A tokenizer in training: images above what comes out."""
 
@@ -104,6 +124,7 @@ class ReconstructionGallery:
 GALLERIES: list[tuple[type, type[Gallery]]] = [
     (TokenByToken, TokenGallery),
     (PatchByPatch, PatchGallery),
+    (GroupByGroup, FillingGallery),
     (Reconstructs, ReconstructionGallery),
 ]
 """Which class draws for which protocol; the first that fits."""

@@ -5,6 +5,7 @@ Legend: b images, n pixels of an image.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megavis.objectives.base import PatchByPatch, TokenByToken
 from megavis.objectives.trainable import Reconstructs, Trainable
 from megavis.sampling.batches import given_pixels, sample_ids
 from megavis.sampling.grids import completion_grid, image_grid, sample_grid
+from megavis.sampling.groupwise import GroupByGroup, fill, patches_to_pixels
 from megavis.sampling.patchwise import given_part, sample_patches
 from megavis.tokenizers.palette import Palette
 
@@ -162,3 +164,29 @@ def picture_of_patches(
     return completion_grid(
         originals.cpu().numpy(), given, [column.cpu().numpy() for column in columns]
     )
+
+
+def picture_of_fillings(
+    runner: Runner,
+    objective: GroupByGroup,
+    *,
+    originals: Tensor,
+    counts: Sequence[int],
+    **options: Any,
+) -> np.ndarray:
+    """Show how hidden patches are filled in, a column for each number of groups.
+
+    Args:
+        runner: the model.
+        objective: the paper.
+        originals: uint8 `[b, H, W, 3]`.
+        counts: numbers of groups.
+        **options: as `fill` takes them: share_given, seed.
+
+    Returns:
+        uint8 `[H, W, 3]`, a row an image: original | what was given | filled in.
+    """
+    fillings = [fill(runner, objective, originals, num_groups=n, **options) for n in counts]
+    images = originals.cpu().numpy()
+    given = patches_to_pixels(fillings[0].given, *images.shape[1:3]).cpu().numpy()
+    return completion_grid(images, given, [filled.images.cpu().numpy() for filled in fillings])

@@ -21,17 +21,18 @@ def context():
 
 
 @pytest.fixture
-def build(context):
-    """Build an iGPT of any size; every matrix random, also that of the head."""
+def build_paper(context, tmp_path):
+    """Build a model of any paper from the text of a config; every weight random."""
     from megavis.config.load import load_config
     from megavis.model.runner import Runner
     from megavis.model.stack import LocalLayers, Stack
     from megavis.objectives import OBJECTIVES, objective_configs
 
-    def build(path, *words):
-        path.write_text(SMALL_CONFIG)
+    def build_paper(text, *words):
+        path = tmp_path / "small.yaml"
+        path.write_text(text)
         config = load_config(path, words, objectives=objective_configs()).config
-        objective = OBJECTIVES["igpt"](config, context)
+        objective = OBJECTIVES[config.objective.name](config, context)
         plans = objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
         torch.manual_seed(0)
@@ -40,7 +41,19 @@ def build(context):
             torch.nn.init.normal_(parameter, std=0.5)
         return objective, Runner(layers, context)
 
-    return build
+    return build_paper
+
+
+@pytest.fixture
+def build(build_paper):
+    """Build an iGPT of any size; `path` is not used."""
+    return lambda path, *words: build_paper(SMALL_CONFIG, *words)
+
+
+@pytest.fixture
+def build_gvp(build_paper):
+    """Build a GVP of nine patches."""
+    return lambda *words: build_paper(GVP_CONFIG, *words)
 
 
 @pytest.fixture(scope="session")
@@ -81,4 +94,21 @@ data: {{train: shards/train, image_size: 4}}
 parallel: {{zero_stage: 0}}
 optimizer: {{learning_rate: 1e-2}}
 training: {{steps: 3, batch_size: 8}}
+"""
+
+GVP_CONFIG = """\
+name: small
+objective: {name: gvp, patch_size: 4, num_groups: 3}
+model:
+  num_layers: 3
+  hidden_size: 16
+  num_attention_heads: 2
+  normalization: layer_norm
+  norm_epsilon: 1e-6
+  activation: gelu
+  add_bias: true
+data: {train: shards/train, image_size: 12}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-2}
+training: {steps: 3, batch_size: 8}
 """

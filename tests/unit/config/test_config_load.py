@@ -8,8 +8,6 @@ from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
 from megavis.objectives import objective_configs
 
-PAPERS = ", ".join(sorted(objective_configs()))
-
 
 def test_a_legal_file_is_read_with_its_defaults(read):
     config = read().config
@@ -114,17 +112,18 @@ def test_a_legal_file_is_read_with_its_defaults(read):
         (
             "  name: igpt",
             "  name: dalle",
-            f"config.yaml:3: objective.name: must say which paper: one of {PAPERS}, not 'dalle'",
+            "config.yaml:3: objective.name: must say which paper: one of darl, gvp, igpt, mp3, vae,"
+            " not 'dalle'",
         ),
         (
             "  name: igpt",
             "  mode: bert",
-            f"config.yaml:2: objective.name: must say which paper: one of {PAPERS}",
+            "config.yaml:2: objective.name: must say which paper: one of darl, gvp, igpt, mp3, vae",
         ),
         (
             "objective:\n  name: igpt\n",
             "",
-            f"config.yaml: objective.name: must say which paper: one of {PAPERS}",
+            "config.yaml: objective.name: must say which paper: one of darl, gvp, igpt, mp3, vae",
         ),
         (
             "  steps: 10",

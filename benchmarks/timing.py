@@ -1,0 +1,117 @@
+"""Times several ways of doing the same thing in turns, so that a busy machine slows all alike."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
+
+
+def take_turns(
+    contestants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Run each once a round, in turns.
+
+    Args:
+        contestants: what to time, by name.
+        rounds: how often each is timed.
+        warmup: rounds before that are not.
+
+    Returns:
+        Seconds of each round, by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(warmup + rounds):
+        for name, run in contestants.items():
+            begin = time.perf_counter()
+            run()
+            if number >= warmup:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """Return the median over rounds of how many times longer `slow` took than `fast`."""
+    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+
+
+def summary(seconds: Mapping[str, Sequence[float]], *, against: str) -> list[dict[str, Any]]:
+    """Return a row a contestant: median and range of seconds, and times slower than `against`."""
+    return [
+        {
+            "name": name,
+            "median_s": statistics.median(values),
+            "min_s": min(values),
+            "max_s": max(values),
+            "times": ratio(values, seconds[against]),
+        }
+        for name, values in seconds.items()
+    ]
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with what every benchmark takes."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--rounds", type=int, default=5, help="timed turns of each; default: 5")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    return made
+
+
+def report(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: Any) -> None:
+    """Print a table, and write rows and machine as JSON where a path is given.
+
+    Args:
+        rows: of equal keys.
+        path: JSON file, or None.
+        **about: what was measured: sizes, settings.
+    """
+    facts = {**about, **machine()}
+    print("  ".join(f"{key} {value}" for key, value in facts.items()))
+    texts = [[_text(value) for value in row.values()] for row in [*rows]]
+    table = [list(rows[0]), *texts]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        cells = zip(line, widths, strict=True)
+        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    if path is not None:
+        path.write_text(json.dumps({"about": facts, "rows": list(rows)}, indent=2) + "\n")
+
+
+def machine() -> dict[str, str]:
+    """Return date, cores, threads and versions."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cores": str(os.cpu_count()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def need_transformers() -> None:
+    """Leave with a word on how to get it where `transformers` is missing."""
+    try:
+        importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit("this benchmark compares with transformers: pip install transformers")
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,135 @@
+"""`megavis figure groups`: hidden patches predicted group by group, and all at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.commands.patch_figures import add_image_arguments, held_out_images
+from megavis.commands.probing import job_closed, open_run
+from megavis.commands.sample import take_turns
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavis.model.runner import Runner
+    from megavis.notebook import Run
+    from megavis.sampling.groupwise import GroupByGroup
+
+_BATCH_SIZE = 64
+
+
+def add_group_figure(figures: Any) -> None:
+    """Add it to the figures of `megavis figure`."""
+    parser = figures.add_parser(
+        "groups",
+        help="hidden patches predicted group by group, and all at once (GVP, Figure 2)",
+        description="Give a share of each held-out image's patches at random and predict the others"
+        " in groups, each seeing those before it; one group is masked modelling's way. Prints the"
+        " PSNR of what was hidden for each number of groups. The picture shows the first eight"
+        " images: original, what was given, one column a number of groups.",
+        epilog="example: megavis figure groups runs/gvp_demo --groups 1,4,12",
+    )
+    add_image_arguments(parser, num_images=256)
+    parser.add_argument("--share", type=float, default=0.25, help="of patches given; default: 0.25")
+    parser.add_argument(
+        "--groups", type=group_counts, default=(1, 4, 12), help="numbers; default: 1,4,12"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="decides what is hidden; default: 0")
+    parser.add_argument(
+        "--perceptual-weights",
+        metavar="FILE",
+        help="VGG-16 weights; the distance in its features is measured too",
+    )
+    parser.set_defaults(run=draw_groups)
+
+
+def group_counts(text: str) -> tuple[int, ...]:
+    """Read numbers of groups, as `1,4,12`."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' does not list numbers of groups, as 1,4,12")
+    return counts
+
+
+def draw_groups(args: argparse.Namespace) -> int:
+    """Predict, compare and draw.
+
+    Raises:
+        UserError: the run, its data or its objective does not allow it.
+    """
+    if args.num_images < 1:
+        raise UserError("--num-images must be at least 1")
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        return _draw(opened, args)
+
+
+def _draw(opened: Run, args: argparse.Namespace) -> int:
+    from megavis.data.loader import read_batch
+    from megavis.evaluation.figures import write_table
+    from megavis.sampling.grids import save_png
+    from megavis.sampling.groupwise import GroupByGroup
+    from megavis.sampling.pictures import picture_of_fillings
+
+    objective = opened.objective
+    if not isinstance(objective, GroupByGroup):
+        name = opened.config.objective.name
+        raise UserError(f"{name} does not predict several patches from any others")
+    dataset = held_out_images(opened, args)
+    indices = take_turns(dataset, args.num_images)
+    originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
+    options = {"share_given": args.share, "seed": args.seed}
+    rows = [
+        {
+            "groups": count,
+            **_score(opened.runner, objective, originals, args, num_groups=count, **options),
+        }
+        for count in args.groups
+    ]
+    shown = picture_of_fillings(
+        opened.runner, objective, originals=originals[:8], counts=args.groups, **options
+    )
+    folder: Path = args.run_folder / "evaluation"
+    save_png(folder / "groups.png", shown)
+    table = write_table(folder / "groups.csv", rows)
+    for row in rows:
+        sys.stdout.write(", ".join(f"{name} {value:.4g}" for name, value in row.items()) + "\n")
+    sys.stdout.write(f"{folder / 'groups.png'}\n{table}\n")
+    return 0
+
+
+def _score(
+    runner: Runner,
+    objective: GroupByGroup,
+    originals: Tensor,
+    args: argparse.Namespace,
+    **options: Any,
+) -> dict[str, float]:
+    """Fill in all images and score them."""
+    import torch
+
+    from megavis.evaluation.filling import score_filling
+    from megavis.model.perceptual import PerceptualDistance
+    from megavis.sampling.groupwise import fill, patches_to_pixels
+
+    weights = args.perceptual_weights
+    seed = options.pop("seed")
+    # What is hidden depends on seed and place in the batch; each batch has a seed of its own.
+    parts = [
+        fill(runner, objective, batch, seed=seed + number, **options)
+        for number, batch in enumerate(originals.split(_BATCH_SIZE))
+    ]
+    given = torch.cat([part.given for part in parts])
+    return score_filling(
+        originals,
+        torch.cat([part.images for part in parts]),
+        ~patches_to_pixels(given, originals.shape[1], originals.shape[2]),
+        perceptual=PerceptualDistance.load(weights) if weights else None,
+    )

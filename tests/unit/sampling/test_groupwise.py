@@ -1,0 +1,64 @@
+"""Filling in group by group, against forward passes made by hand."""
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.model.orders import random_orders
+from megavis.sampling.groupwise import GroupByGroup, evenly, fill, patches_to_pixels
+
+SHARE = 1 / 3
+
+
+@pytest.fixture
+def model(build_gvp):
+    return build_gvp()
+
+
+def photographs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (2, 12, 12, 3), generator=generator, dtype=torch.uint8)
+
+
+def test_groups_are_of_one_size():
+    assert evenly(3, 9, 3) == (3, 5, 7, 9)
+    assert evenly(2, 9, 1) == (2, 9)
+    with pytest.raises(UserError, match=r"9 patches of which 8 .* in 2 groups; .* 1 to 1"):
+        evenly(8, 9, 2)
+
+
+def test_what_is_given_stays_and_the_rest_is_never_looked_at(model):
+    objective, runner = model
+    assert isinstance(objective, GroupByGroup)
+    images = photographs()
+    filled = fill(runner, objective, images, share_given=SHARE, num_groups=3)
+    assert filled.given.sum(1).tolist() == [3, 3]
+    pixels = patches_to_pixels(filled.given, 12, 12)
+    assert pixels.sum() == 2 * 3 * 16
+    assert torch.equal(filled.images[pixels], images[pixels])
+    other = torch.where(pixels[..., None], images, photographs(seed=1))
+    again = fill(runner, objective, other, share_given=SHARE, num_groups=3)
+    assert torch.equal(again.images, filled.images)
+
+
+def test_each_group_sees_what_was_predicted_before(model):
+    """All of z at once: g of a group sees h of the groups before, predicted patches among them."""
+    objective, runner = model
+    images, order = photographs(), random_orders(torch.arange(2), 9, seed=0)
+    filled = fill(runner, objective, images, share_given=SHARE, num_groups=2)
+    patches = objective.patches_of(images)
+    for stop in (6, 9):
+        # The paper's own form: every token in the order, all groups at once.
+        inputs = list(objective.inputs_from(images, order=order, boundaries=(3, 6)))
+        content = inputs[1]
+        inputs[0] = patches.gather(1, content[..., None].expand(-1, -1, 48))
+        predicted = runner.predictions(tuple(inputs))
+        places = order[:, stop - 3 : stop, None].expand(-1, -1, 48)
+        patches = patches.scatter(1, places, predicted[:, stop - 3 : stop])
+    assert torch.equal(filled.images, objective.images_of(patches))
+
+
+def test_standardised_patches_make_no_picture(build_gvp):
+    objective, runner = build_gvp("objective.normalize_targets=true")
+    with pytest.raises(UserError, match="normalize_targets"):
+        fill(runner, objective, photographs(), share_given=SHARE, num_groups=2)
