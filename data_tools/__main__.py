@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from data_tools import (
     contact_sheet,
+    filter_images,
     jpeg_shards,
     palette_fit,
     palette_shards,
@@ -75,6 +76,14 @@ def build_parser() -> argparse.ArgumentParser:
         "jpeg demo/images/train --out demo/jpeg_train --size 32",
         jpeg_shards.add_arguments,
         jpeg_shards.run,
+    )
+    _add(
+        verbs,
+        "filter",
+        "decide which images of the web take part, and write down why others do not",
+        "filter web --out web_selection --min-side 128 --evaluation ILSVRC2012_img_val.tar",
+        filter_images.add_arguments,
+        filter_images.run,
     )
     _add(
         verbs,

@@ -99,7 +99,7 @@ def validation(
         OSError: it cannot be read.
     """
     known = truth.class_names if class_names is None else class_names
-    files = list(_flat_tar(root) if root.is_file() else list_images(root).files)
+    files = flat_files(root).files
     classes = {file.name: name for file in files if (name := truth.class_of(file.name)) is not None}
     if not classes:
         raise UserError(f"no picture of {root} is in the ground truth {truth.path}")
@@ -118,6 +118,19 @@ def validation(
         # Other labels are other data, though names and sizes are the same.
         extra=" ".join(name for _, name in sorted(classes.items())),
     )
+
+
+def flat_files(root: Path) -> FileSource:
+    """List the flat validation set, a tar or a folder, without labels.
+
+    Raises:
+        UserError: it is empty.
+        OSError: it cannot be read.
+    """
+    if root.is_dir():
+        return list_images(root)
+    description = f"ImageNet validation tar {root.name}"
+    return FileSource.of(_flat_tar(root), description=description, root=root, classes=())
 
 
 def _flat_tar(path: Path) -> Iterator[SourceFile]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data_tools.ground_truth import KAGGLE_TRUTH, find_truth, read_truth
-from data_tools.imagenet import VALIDATION_START, train_tar, validation
+from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
 from data_tools.selection import SPLITS, Selection, check_made_for, open_selection
 from data_tools.sources import FileSource, Source, SourceFile, list_images
 from data_tools.tars import first_member, is_tar
@@ -31,8 +31,8 @@ LAYOUTS = (
 _URL_LISTS = (".parquet", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where pictures come from."""
+def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = True) -> None:
+    """Add the options that say where pictures come from, and which of them take part."""
     parser.add_argument(
         "source",
         type=Path,
@@ -50,6 +50,18 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "class names",
     )
     parser.add_argument(
+        "--classes-from",
+        type=Path,
+        help="a shard folder whose class numbers to share, or a text file of one class name a line",
+    )
+    if selects:
+        _add_selection_arguments(parser)
+    else:
+        parser.set_defaults(split="all", validation_share=0.04, selection=None)
+
+
+def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--split",
         choices=SPLITS,
         default="all",
@@ -61,11 +73,6 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selection", type=Path, metavar="FOLDER", help="leave out what `filter` dropped"
     )
-    parser.add_argument(
-        "--classes-from",
-        type=Path,
-        help="a shard folder whose class numbers to share, or a text file of one class name a line",
-    )
 
 
 def open_source(arguments: argparse.Namespace) -> Source:
@@ -75,9 +82,7 @@ def open_source(arguments: argparse.Namespace) -> Source:
         UserError: there is nothing, or nothing known, at the path; or the options do not fit it.
         OSError: it cannot be read.
     """
-    selection = open_selection(
-        arguments.split, arguments.validation_share, getattr(arguments, "selection", None)
-    )
+    selection = open_selection(arguments.split, arguments.validation_share, arguments.selection)
     classes = _class_names(arguments.classes_from)
     place: Path = arguments.source
     layout = arguments.layout
@@ -94,6 +99,16 @@ def open_source(arguments: argparse.Namespace) -> Source:
         source = _FILE_LAYOUTS[layout](place, class_names=classes)
     check_made_for(selection, source.sha256)
     return selection.of_files(source)
+
+
+def open_unlabelled(place: Path) -> Source:
+    """Return the pictures at a path, whose labels do not matter. Raises UserError and OSError."""
+    layout = find_layout(place)
+    if layout == "webdataset":
+        return list_tars(place, selection=Selection())
+    if layout == "imagenet-validation":
+        return flat_files(place)
+    return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))
 
 
 def find_layout(place: Path) -> str:

@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 
 Split = Literal["all", "train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-DECISION_NAME = "decision.json"
+DECISION_NAME = "report.json"
 _HASH_RANGE = 1 << 64
 
 

@@ -1,0 +1,259 @@
+"""What `filter` decides from measurements, and the lists that it writes.
+
+One `dropped-NNNNNN.jsonl` a unit names every dropped picture with its reason, and what it is a
+near-duplicate of; `report.json`, written last, has the counts and makes the selection whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_tools import __version__
+from data_tools.likeness import Likeness, fit_likeness
+from data_tools.measurements import measured_units, read_measurements
+from data_tools.near_duplicates import find_duplicates
+from data_tools.opt_outs import Excluded
+from data_tools.report import say
+from data_tools.selection import DECISION_NAME, dropped_name
+from data_tools.sources import Source
+from megavis.data.files import write_atomically
+
+MEASURED, LIKE = "measurements", "like"
+_EXAMPLES = 5
+_EXCLUDED = "excluded"
+_UNLIKE = "unlike the pictures of --like"
+_NEAR_EXCLUDED = "near-duplicate of an excluded picture"
+_NEAR_EVALUATION = "near-duplicate of an evaluation picture"
+_NEAR_OTHER = "near-duplicate of another picture"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a picture must be to be kept.
+
+    Attributes:
+        min_side: pixels of the shorter side.
+        max_aspect: longer side divided by the shorter.
+        near: bits in which the perceptual hashes of near-duplicates differ at most.
+        keep_duplicates: pictures are not compared with one another.
+        min_likeness: probability to be one of `--like`; None: nothing is compared with those.
+        like_count: pictures of each side that train the classifier, at most.
+    """
+
+    min_side: int
+    max_aspect: float
+    near: int
+    keep_duplicates: bool
+    min_likeness: float | None
+    like_count: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What pictures must not be close to: opt-outs, then the pictures of evaluation sets.
+
+    Attributes:
+        hashes: uint64 `[m]`.
+        names: of each; of an opt-out its hash.
+        num_excluded: how many are opt-outs.
+    """
+
+    hashes: np.ndarray
+    names: list[str]
+    num_excluded: int
+
+    @classmethod
+    def of(cls, excluded: Excluded, evaluation: Sequence[Path]) -> Reference:
+        """Gather opt-outs and the measurements in the folders `evaluation`."""
+        hashes = [np.array(excluded.perceptual, np.uint64)]
+        names = [f"{one:016x}" for one in excluded.perceptual]
+        for folder in evaluation:
+            for _, tar, index in measured_units(folder):
+                hashes.append(read_measurements(tar, index)["perceptual"])
+                names += index.sources
+        return cls(np.concatenate(hashes), names, len(excluded.perceptual))
+
+
+def decide(
+    out: Path,
+    source: Source,
+    *,
+    thresholds: Thresholds,
+    excluded: Excluded,
+    evaluation: Sequence[Path],
+) -> None:
+    """Write what is dropped and why, one list a unit, and the report last.
+
+    Args:
+        out: the folder of `filter`, with the measurements of all pictures.
+        source: the pictures.
+        thresholds: what they must be.
+        excluded: hashes of opt-outs.
+        evaluation: folders of measurements of evaluation sets.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    (out / DECISION_NAME).unlink(missing_ok=True)  # the lists are about to change
+    likeness = None
+    if thresholds.min_likeness is not None:
+        likeness = _fit(out, count=thresholds.like_count)
+    columns, reasons = [], []
+    for _, tar, index in measured_units(out / MEASURED):
+        values = read_measurements(tar, index)
+        columns.append(values[["width", "height", "perceptual"]])
+        reasons.append(own_reasons(values, thresholds, excluded, likeness))
+    reason = np.concatenate(reasons)
+    reference = Reference.of(excluded, evaluation)
+    close = drop_near(np.concatenate(columns), reason, thresholds, reference)
+    dropped, num_files = _write_lists(out, reason, close, reference)
+    report = {
+        "source": source.sha256,
+        "description": source.description,
+        "num_files": num_files,
+        "num_kept": num_files - sum(map(len, dropped.values())),
+        "dropped": {name: len(names) for name, names in dropped.items()},
+        "examples": {name: names[:_EXAMPLES] for name, names in dropped.items()},
+        "thresholds": asdict(thresholds),
+        "excluded_hashes": len(excluded.sha256) + len(excluded.perceptual),
+        "area_under_roc": likeness.area if likeness else None,
+        "tool_version": __version__,
+    }
+    write_atomically(out / DECISION_NAME, json.dumps(report, indent=2).encode() + b"\n")
+    _say(out, report)
+
+
+def own_reasons(
+    values: np.ndarray, thresholds: Thresholds, excluded: Excluded, likeness: Likeness | None
+) -> np.ndarray:
+    """Return why each picture of a unit is dropped for itself.
+
+    Args:
+        values: measurements `[n]`.
+        thresholds: what a picture must be.
+        excluded: hashes of opt-outs.
+        likeness: the classifier, if there is one.
+
+    Returns:
+        Text as objects `[n]`, the weightiest reason; empty where there is none.
+    """
+    reason = np.full(len(values), "", object)
+    shorter = np.minimum(values["width"], values["height"]).astype(np.int64)
+    longer = np.maximum(values["width"], values["height"])
+    if likeness is not None:
+        assert thresholds.min_likeness is not None
+        reason[likeness(values["features"]) < thresholds.min_likeness] = _UNLIKE
+    # Later ones overwrite earlier ones.
+    aspect = thresholds.max_aspect
+    reason[longer > aspect * shorter] = f"aspect ratio above {aspect:g}"
+    reason[shorter < thresholds.min_side] = f"shorter side below {thresholds.min_side} pixels"
+    if excluded.sha256:
+        hashes = [row.tobytes().hex() for row in values["sha256"]]
+        reason[[one in excluded.sha256 for one in hashes]] = _EXCLUDED
+    return reason
+
+
+def drop_near(
+    table: np.ndarray, reason: np.ndarray, thresholds: Thresholds, reference: Reference
+) -> np.ndarray:
+    """Set the reason of near-duplicates among the pictures that have none yet.
+
+    Of near-duplicates the one with the most pixels stays, of equals the first.
+
+    Args:
+        table: structured `[n]`: width, height, perceptual.
+        reason: objects `[n]`, changed in place.
+        thresholds: what a picture must be.
+        reference: what it must not be close to.
+
+    Returns:
+        int64 `[n]`: what each near-duplicate is close to, counted through the reference (m) and
+        then the table; -1 for other pictures.
+    """
+    num_fixed = len(reference.hashes)
+    kept = np.flatnonzero(reason == "")
+    area = table["width"][kept].astype(np.int64) * table["height"][kept]
+    kept = kept[np.argsort(-area, kind="stable")]
+    hashes = np.concatenate([reference.hashes, table["perceptual"][kept]])
+    found = find_duplicates(hashes, distance=thresholds.near, num_fixed=num_fixed)[num_fixed:]
+    if thresholds.keep_duplicates:
+        # Whoever is close to the reference is said to be so, whatever else it is close to.
+        found[found >= num_fixed] = -1
+    names = np.array([_NEAR_EXCLUDED, _NEAR_EVALUATION, _NEAR_OTHER], object)
+    near = np.flatnonzero(found >= 0)
+    sort = (found[near] >= reference.num_excluded).astype(int) + (found[near] >= num_fixed)
+    reason[kept[near]] = names[sort]
+    close = np.full(len(table), -1, np.int64)
+    others = np.concatenate([np.arange(num_fixed), num_fixed + kept])
+    close[kept[near]] = others[found[near]]
+    return close
+
+
+def _fit(out: Path, *, count: int) -> Likeness:
+    """Train the classifier on pictures of both sides, evenly spread over them."""
+    return fit_likeness(
+        _some_features(out / LIKE, count=count), _some_features(out / MEASURED, count=count)
+    )
+
+
+def _some_features(folder: Path, *, count: int) -> np.ndarray:
+    total = sum(len(index) for _, _, index in measured_units(folder))
+    step, start, chosen = max(total // count, 1), 0, []
+    for _, tar, index in measured_units(folder):
+        chosen.append(read_measurements(tar, index)["features"][-start % step :: step])
+        start += len(index)
+    return np.concatenate(chosen)[:count]
+
+
+def _write_lists(
+    out: Path, reason: np.ndarray, close: np.ndarray, reference: Reference
+) -> tuple[dict[str, list[str]], int]:
+    """Write one list a unit; return all dropped names by reason, and the number of pictures."""
+    names = _names(out, close, reference)
+    dropped: dict[str, list[str]] = defaultdict(list)
+    start = num_files = 0
+    for number, _, index in measured_units(out / MEASURED):
+        lines = [{"name": name, "reason": why} for name, why in index.skipped]
+        for place in np.flatnonzero(reason[start : start + len(index)] != "").tolist():
+            line = {"name": index.sources[place], "reason": reason[start + place]}
+            if close[start + place] >= 0:
+                line["close_to"] = names[int(close[start + place])]
+            lines.append(line)
+        for line in lines:
+            dropped[line["reason"]].append(line["name"])
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_atomically(out / dropped_name(number), text.encode())
+        start += len(index)
+        num_files += len(index) + len(index.skipped)
+    return dict(sorted(dropped.items())), num_files
+
+
+def _names(out: Path, close: np.ndarray, reference: Reference) -> dict[int, str]:
+    """Return the names of those that others are close to, by the numbers in `close`."""
+    wanted = np.unique(close[close >= 0])
+    names = {
+        place: reference.names[place] for place in wanted.tolist() if place < len(reference.names)
+    }
+    start = len(reference.names)
+    for _, _, index in measured_units(out / MEASURED):
+        inside = wanted[(wanted >= start) & (wanted < start + len(index))]
+        names.update((place, index.sources[place - start]) for place in inside.tolist())
+        start += len(index)
+    return names
+
+
+def _say(out: Path, report: dict[str, Any]) -> None:
+    kept, total = report["num_kept"], report["num_files"]
+    say(f"{out}: {kept} of {total} pictures kept; other verbs take --selection {out}")
+    if report["area_under_roc"] is not None:
+        area = report["area_under_roc"]
+        say(f"  the classifier tells --like from the rest with an area under ROC of {area:.3f}")
+    for name, count in report["dropped"].items():
+        say(f"  dropped, {name}: {count} (the first: {report['examples'][name][0]})")

@@ -1,0 +1,145 @@
+"""What `filter` has to know of a picture: size, hashes, and a few numbers on colour and texture.
+
+They are stored as shards of 1 KB a picture (suffix `msr`), so that measuring resumes, runs on many
+machines and need not be done again when a threshold changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.sources import Picture
+from data_tools.units import Encoded
+from megavis.config.errors import UserError
+from megavis.data.shards import ShardIndex, map_file
+
+_SIDE = 64  # pictures are looked at in this size
+_COLORS = 4  # levels a channel
+_CELLS = 2
+_DIRECTIONS = 8
+_LEVELS = 8
+NUM_FEATURES = _COLORS**3 + (_CELLS**2 + 1) * _DIRECTIONS + _LEVELS
+
+MEASUREMENT = np.dtype(
+    [
+        ("width", "<u4"),
+        ("height", "<u4"),
+        ("perceptual", "<u8"),
+        ("sha256", "u1", 32),
+        ("features", "<f2", NUM_FEATURES),
+    ]
+)
+"""Size in pixels, perceptual hash, SHA-256 of the file, colour and texture."""
+
+
+@dataclass(frozen=True)
+class MeasureRecipe:
+    """Decode each picture and measure it."""
+
+    suffix: str = "msr"
+    batch_size: int = 16
+    folders: tuple[str, ...] = ("",)
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Return what decides about the numbers."""
+        versions = {**decoder_versions(), "imagehash": version("ImageHash")}
+        return {"measurement": 1, "versions": versions}
+
+    def prepare(self, directory: Path) -> None:
+        """A folder holds nothing besides shards."""
+
+    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+        """Return the measurement of each picture."""
+        encoded: list[Encoded] = []
+        for picture in pictures:
+            try:
+                encoded.append([[measure(picture.content).tobytes()]])
+            except RefusedImageError as refusal:
+                encoded.append(refusal)
+        return encoded
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Measurements have no manifest."""
+        raise AssertionError("measurements have no manifest")
+
+
+def check_installed() -> None:
+    """Raise UserError where the package of perceptual hashes is missing."""
+    try:
+        import imagehash  # noqa: F401
+    except ImportError:
+        raise UserError("filter needs ImageHash: run `pip install 'megavis[web]'`") from None
+
+
+def measure(content: bytes) -> np.ndarray:
+    """Return the MEASUREMENT of a file's bytes, shape `[]`. Raises RefusedImageError."""
+    pixels = decode_image(content)
+    measured = np.zeros((), MEASUREMENT)
+    measured["height"], measured["width"] = pixels.shape[:2]
+    measured["sha256"] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
+    measured["perceptual"] = perceptual_hash(pixels)
+    measured["features"] = features(pixels)
+    return measured
+
+
+def perceptual_hash(pixels: np.ndarray) -> int:
+    """Return ImageHash's `phash` of a picture uint8 `[h, w, 3]` as 64 bits, the first on top."""
+    import imagehash
+
+    return int(str(imagehash.phash(Image.fromarray(pixels))), 16)
+
+
+def features(pixels: np.ndarray) -> np.ndarray:
+    """Return colour and texture of a picture uint8 `[h, w, 3]`: float32 `[D]` in [0, 1].
+
+    Seen at 64x64 pixels: the square roots of a joint histogram of 4x4x4 colours; of histograms of
+    8 directions of the grey gradient, weighted by its length, for each quarter and the whole; of a
+    histogram of 8 levels of its length.
+    """
+    small = np.asarray(Image.fromarray(pixels).resize((_SIDE, _SIDE), Image.Resampling.BOX))
+    level = (small // (256 // _COLORS)).astype(np.int64)
+    color = _histogram((level[..., 0] * _COLORS + level[..., 1]) * _COLORS + level[..., 2], 64)
+    down, right = np.gradient(small.astype(np.float32).mean(axis=2))
+    length = np.hypot(down, right)
+    turn = (np.arctan2(down, right) / np.pi) % 1.0  # a line has no sign
+    direction = np.minimum((turn * _DIRECTIONS).astype(np.int64), _DIRECTIONS - 1)
+    half = _SIDE // _CELLS
+    cells = [np.s_[top : top + half, left : left + half] for top in (0, half) for left in (0, half)]
+    texture = [
+        _histogram(direction[cell], _DIRECTIONS, length[cell]) for cell in (*cells, np.s_[:, :])
+    ]
+    steps = np.minimum(np.log2(1 + length).astype(np.int64), _LEVELS - 1)
+    return np.sqrt(np.concatenate([color, *texture, _histogram(steps, _LEVELS)]))
+
+
+def _histogram(values: np.ndarray, size: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """Shares of each of `size` values: float32 `[size]`; zeros where nothing has weight."""
+    counts = np.bincount(
+        values.ravel(), None if weights is None else weights.ravel(), minlength=size
+    )
+    return (counts / max(counts.sum(), 1e-9)).astype(np.float32)
+
+
+def measured_units(directory: Path) -> Iterator[tuple[int, Path, ShardIndex]]:
+    """Yield number, tar and index of each unit of a finished folder of measurements, in order."""
+    for path in sorted(directory.glob("shard-*.index.json")):
+        index = ShardIndex.from_json(path.read_bytes(), path=path)
+        number = int(index.shard.split("-")[1].split(".")[0])
+        yield number, directory / index.shard, index
+
+
+def read_measurements(tar: Path, index: ShardIndex) -> np.ndarray:
+    """Return the measurements `[n]` of a unit. Raises UserError where its tar is missing."""
+    if not len(index):  # every picture was refused: there is no tar
+        return np.zeros(0, MEASUREMENT)
+    places = np.array(index.offsets)[:, None] + np.arange(MEASUREMENT.itemsize)
+    return np.asarray(map_file(tar))[places].view(MEASUREMENT)[:, 0]

@@ -1,0 +1,203 @@
+"""`filter`: every reason, what other verbs make of it, and what a rerun does."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+
+import imagehash
+import numpy as np
+import pytest
+from image_files import encoded, real_jpegs
+from image_sources import write_folder, write_tar
+from PIL import Image
+from skimage.data import data_dir
+
+from data_tools import measurements
+from data_tools.__main__ import main
+from data_tools.layouts import open_unlabelled
+from data_tools.likeness import fit_likeness
+from data_tools.measurements import features, measure
+from megavis.data.manifest import Manifest
+
+NUM_PHOTOGRAPHS = 16
+
+
+def photograph(number, size=(120, 90)):
+    return Image.open(real_jpegs()[number]).convert("RGB").resize(size, Image.Resampling.BICUBIC)
+
+
+def jpeg(image, quality=90):
+    return encoded(image, "JPEG", quality=quality)
+
+
+def web_files():
+    """Name -> bytes: photographs, and one picture for each reason to drop it."""
+    files = {f"{number:09d}": jpeg(photograph(number)) for number in range(NUM_PHOTOGRAPHS)}
+    files["100000000"] = jpeg(photograph(3), quality=30)  # as large as 3, after it
+    files["100000001"] = jpeg(photograph(4, (240, 180)))  # larger than 4: 4 goes
+    files["100000002"] = jpeg(photograph(16, (60, 40)))
+    files["100000003"] = jpeg(photograph(17, (400, 90)))
+    files["100000004"] = jpeg(photograph(18))  # in the evaluation set
+    files["100000005"] = files["000000005"][:500]
+    return files
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory):
+    """Two webdataset tars of them, an evaluation folder and a list of opt-outs."""
+    root = tmp_path_factory.mktemp("web")
+    files = list(web_files().items())
+    for number, part in enumerate((files[:12], files[12:])):
+        members = [(f"{key}.jpg", content) for key, content in part]
+        write_tar(root / "tars" / f"{number:05d}.tar", members)
+    write_folder(root / "evaluation", {"a.png": encoded(photograph(18, (200, 150)), "PNG")})
+    sha256 = hashlib.sha256(web_files()["000000007"]).hexdigest()
+    perceptual = imagehash.phash(Image.open(io.BytesIO(web_files()["000000008"])))
+    (root / "exclude.txt").write_text(f"# opt-outs\n{sha256}  7.jpg\n\n{perceptual} 8.jpg\n")
+    return root
+
+
+def filter_words(web, out):
+    return [
+        "filter",
+        *(str(web / "tars"), "--out", str(out), "--min-side", "64"),
+        *("--evaluation", str(web / "evaluation"), "--exclude", str(web / "exclude.txt")),
+    ]
+
+
+def dropped_lines(out):
+    paths = sorted(out.glob("dropped-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+EXPECTED = {
+    "000000004.jpg": "near-duplicate of another picture",
+    "000000007.jpg": "excluded",
+    "000000008.jpg": "near-duplicate of an excluded picture",
+    "100000000.jpg": "near-duplicate of another picture",
+    "100000002.jpg": "shorter side below 64 pixels",
+    "100000003.jpg": "aspect ratio above 3",
+    "100000004.jpg": "near-duplicate of an evaluation picture",
+    "100000005.jpg": "truncated",
+}
+
+
+def test_every_reason_and_what_other_verbs_read(web, tmp_path, capsys):
+    out, shards = tmp_path / "selection", tmp_path / "shards"
+    assert main(filter_words(web, out)) == 0
+    assert "14 of 22 pictures kept" in capsys.readouterr().out
+    lines = dropped_lines(out)
+    assert {line["name"].split("/")[1]: line["reason"] for line in lines} == EXPECTED
+    close = {line["name"].split("/")[1]: line.get("close_to") for line in lines}
+    assert close["000000004.jpg"] == "00001.tar/100000001.jpg"
+    assert close["100000000.jpg"] == "00000.tar/000000003.jpg"
+    assert close["100000004.jpg"] == "a.png"
+    report = json.loads((out / "report.json").read_text())
+    assert report["num_files"] == 22
+    assert sum(report["dropped"].values()) == len(EXPECTED)
+    words = ["jpeg", str(web / "tars"), "--out", str(shards), "--selection", str(out)]
+    assert main(words) == 0
+    manifest = Manifest.read(shards)
+    assert manifest.num_samples == 14
+    assert manifest.skipped["filtered: excluded"] == 1
+    other = write_folder(tmp_path / "other", {"a.jpg": jpeg(photograph(0))})
+    words = ["jpeg", str(other), "--out", str(tmp_path / "no"), "--selection", str(out)]
+    assert main(words) == 2
+    assert "was made of other pictures" in capsys.readouterr().err
+
+
+def test_a_rerun_measures_nothing_again(web, tmp_path, monkeypatch):
+    out, again = tmp_path / "out", tmp_path / "again"
+    for part in ("2/2", "1/2"):
+        assert main([*filter_words(web, out), "--slice", part]) == 0
+    assert main(filter_words(web, again)) == 0
+    names = [path.name for path in (*out.glob("dropped-*"), out / "report.json")]
+    assert len(names) == 3
+    assert all((out / name).read_bytes() == (again / name).read_bytes() for name in names)
+    monkeypatch.setattr(measurements, "measure", lambda content: pytest.fail("measured again"))
+    assert main([*filter_words(web, out), "--min-side", "1", "--keep-duplicates"]) == 0
+    dropped = {line["name"].split("/")[1] for line in dropped_lines(out)}
+    assert dropped == set(EXPECTED) - {"000000004.jpg", "100000000.jpg", "100000002.jpg"}
+    assert main(filter_words(web, out)) == 0
+    assert all((out / name).read_bytes() == (again / name).read_bytes() for name in names)
+
+
+def texture(number):
+    """A crop of brick, grass or gravel: one kind of picture, unlike photographs of things."""
+    name = ("brick", "grass", "gravel")[number % 3]
+    picture = Image.open(f"{data_dir}/{name}.png").convert("RGB")
+    left, top = np.random.default_rng(number).integers(0, 380, 2).tolist()
+    return picture.crop((left, top, left + 120, top + 120))
+
+
+def crops(numbers):
+    return {f"{n}.jpg": jpeg(photograph(n % 12).crop((n, n, 90 + n, 70 + n))) for n in numbers}
+
+
+def test_likeness_knows_pictures_that_it_has_not_seen():
+    def numbers(pictures):
+        return np.stack([measure(content)["features"] for content in pictures])
+
+    textures = numbers(jpeg(texture(n)) for n in range(60))
+    likeness = fit_likeness(numbers(crops(range(30)).values()), textures[:40])
+    photographs = numbers(jpeg(photograph(n)) for n in range(12, 20))
+    assert likeness.area > 0.95
+    assert (likeness(photographs) > 0.5).sum() >= 7
+    assert (likeness(textures[40:]) < 0.5).all()
+
+
+def test_unlike_pictures_are_dropped(tmp_path, capsys):
+    write_folder(tmp_path / "wanted", crops(range(20)))
+    found = {f"texture{n}.jpg": jpeg(texture(n)) for n in range(30)}
+    write_folder(tmp_path / "found", found | crops(range(20, 25)))
+    out, shards = tmp_path / "out", tmp_path / "shards"
+    words = ["filter", str(tmp_path / "found"), "--out", str(out), "--keep-duplicates"]
+    assert main([*words, "--like", str(tmp_path / "wanted")]) == 0
+    assert "with an area under ROC of" in capsys.readouterr().out
+    dropped = [line["name"] for line in dropped_lines(out)]
+    assert {line["reason"] for line in dropped_lines(out)} == {"unlike the pictures of --like"}
+    assert sum(name in found for name in dropped) >= 28
+    assert (
+        main(["jpeg", str(tmp_path / "found"), "--out", str(shards), "--selection", str(out)]) == 0
+    )
+    assert Manifest.read(shards).num_samples == 35 - len(dropped)
+
+
+def test_measurement():
+    image = photograph(2, (100, 80))
+    measured = measure(encoded(image, "PNG"))
+    assert (measured["width"], measured["height"]) == (100, 80)
+    assert f"{int(measured['perceptual']):016x}" == str(imagehash.phash(image))
+    flat = features(np.full((70, 90, 3), 200, np.uint8))
+    assert np.count_nonzero(flat) == 2  # one colour, no gradient
+    stripes = np.zeros((64, 64, 3), np.uint8)
+    stripes[:, ::4] = stripes[:, 1::4] = 255
+    assert features(stripes)[64 : 64 + 8].argmax() == 0
+    assert features(stripes.transpose(1, 0, 2))[64 : 64 + 8].argmax() == 4
+
+
+def test_any_layout_serves_as_evaluation_set(tmp_path):
+    files = {"ILSVRC2012_val_00000001.JPEG": jpeg(photograph(1))}
+    tar = write_tar(tmp_path / "val.tar", list(files.items()))
+    folder = write_folder(tmp_path / "val", files)
+    assert open_unlabelled(tar).sha256 == open_unlabelled(folder).sha256
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--near", "11"], "--near must lie in 0 to 10"),
+        (["--min-side", "0"], "must be at least 1"),
+        (["--exclude", "EXCLUDE"], "line 2: 'abc' is neither a SHA-256"),
+        (["--exclude", "nowhere"], "--exclude nowhere cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(web, tmp_path, capsys, words, message):
+    (tmp_path / "exclude.txt").write_text("\nabc\n")
+    words = [str(tmp_path / "exclude.txt") if word == "EXCLUDE" else word for word in words]
+    assert main(["filter", str(web / "tars"), "--out", str(tmp_path / "out"), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error

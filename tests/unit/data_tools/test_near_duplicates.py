@@ -1,0 +1,59 @@
+"""The search for close hashes, against loops over all pairs."""
+
+import numpy as np
+import pytest
+
+from data_tools.near_duplicates import close_pairs, find_duplicates
+
+
+def clustered_hashes(count, seed=0):
+    """Random hashes, half of them a few bits from another one, some equal."""
+    random = np.random.default_rng(seed)
+    hashes = random.integers(0, 2**64, count, dtype=np.uint64)
+    for place in range(count // 2, count):
+        flips = random.choice(64, int(random.integers(0, 14)), replace=False)
+        mask = sum(1 << int(bit) for bit in flips)
+        hashes[place] = int(hashes[int(random.integers(0, place))]) ^ mask
+    return random.permutation(hashes)
+
+
+def bits_apart(one, two):
+    return (int(one) ^ int(two)).bit_count()
+
+
+@pytest.mark.parametrize("distance", [0, 1, 4, 10])
+def test_pairs_are_those_of_all_comparisons(distance):
+    hashes = clustered_hashes(300)
+    expected = [
+        [i, j]
+        for i in range(300)
+        for j in range(i + 1, 300)
+        if bits_apart(hashes[i], hashes[j]) <= distance
+    ]
+    assert len(expected) > 2
+    assert close_pairs(hashes, distance=distance).tolist() == expected
+
+
+@pytest.mark.parametrize("num_fixed", [0, 40])
+def test_kept_are_those_of_the_plain_rule(num_fixed):
+    hashes = clustered_hashes(300, seed=1)
+    kept, expected = [], []
+    for j in range(300):
+        near = [i for i in kept if bits_apart(hashes[i], hashes[j]) <= 4]
+        if j < num_fixed or not near:
+            kept.append(j)
+            expected.append(-1)
+        else:
+            expected.append(near[0])
+    found = find_duplicates(hashes, distance=4, num_fixed=num_fixed)
+    assert (found >= 0).tolist() == [of >= 0 for of in expected]
+    for j in np.flatnonzero(found >= 0):
+        assert found[found[j]] == -1
+        assert bits_apart(hashes[j], hashes[found[j]]) <= 8
+        assert (found[j] < num_fixed) == (expected[j] < num_fixed)
+
+
+def test_none_and_a_crowd():
+    assert find_duplicates(np.zeros(0, np.uint64), distance=4).tolist() == []
+    crowd = np.zeros(50_000, np.uint64)
+    assert find_duplicates(crowd, distance=4).tolist() == [-1] + [0] * 49_999
