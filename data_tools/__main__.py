@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from data_tools import (
     contact_sheet,
@@ -37,106 +38,119 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted; what is finished is kept", code=130)
 
 
+@dataclass(frozen=True)
+class Verb:
+    """One command.
+
+    Attributes:
+        name: one word, or two of a group of verbs.
+        description: what it does, for `--help`.
+        example: its options in a typical call.
+        add_arguments: adds its options to its parser.
+        run: does it; returns the exit code.
+    """
+
+    name: str
+    description: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+VERBS = (
+    Verb(
+        "photographs",
+        "write crops of photographs that scikit-image and scikit-learn ship",
+        "demo/images --size 64 --crops 4000 --validation-crops 500",
+        photographs.add_arguments,
+        photographs.run,
+    ),
+    Verb(
+        "palette fit",
+        "fit a palette to the colours of images",
+        "demo/images/train --out demo/palette.npy --num-colors 512",
+        palette_fit.add_arguments,
+        palette_fit.run,
+    ),
+    Verb(
+        "palette shards",
+        "write images as shards of palette tokens",
+        "demo/images/train --palette demo/palette.npy --out demo/train --size 32",
+        palette_shards.add_arguments,
+        palette_shards.run,
+    ),
+    Verb(
+        "jpeg",
+        "write images as shards of JPEG files",
+        "demo/images/train --out demo/jpeg_train --size 32",
+        jpeg_shards.add_arguments,
+        jpeg_shards.run,
+    ),
+    Verb(
+        "filter",
+        "decide which images of the web take part, and write down why others do not",
+        "web --out web_selection --min-side 128 --evaluation ILSVRC2012_img_val.tar",
+        filter_images.add_arguments,
+        filter_images.run,
+    ),
+    Verb(
+        "merge",
+        "copy shard folders of one kind into one",
+        "shards/imagenet shards/web --out shards/both --samples-per-shard 10000",
+        reshard.add_merge_arguments,
+        reshard.run,
+    ),
+    Verb(
+        "reshard",
+        "copy a shard folder with another number of samples a shard",
+        "shards/train --out shards/small --samples-per-shard 1000",
+        reshard.add_reshard_arguments,
+        reshard.run,
+    ),
+    Verb(
+        "verify",
+        "read every byte of a shard folder and name what is wrong",
+        "demo/train",
+        verify.add_arguments,
+        verify.run,
+    ),
+    Verb(
+        "inspect",
+        "write a contact sheet of a shard folder",
+        "demo/train --out sheet.png",
+        contact_sheet.add_arguments,
+        contact_sheet.run,
+    ),
+)
+GROUPS = {"palette": "palette tokens: fit, shards"}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each has one example in its help."""
     parser = argparse.ArgumentParser(
         prog="python -m data_tools", description="Turn images into shards, and check them."
     )
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    _add(
-        verbs,
-        "photographs",
-        "write crops of photographs that scikit-image and scikit-learn ship",
-        "photographs demo/images --size 64 --crops 4000 --validation-crops 500",
-        photographs.add_arguments,
-        photographs.run,
-    )
-    palette = verbs.add_parser("palette", help="palette tokens: fit, shards")
-    palette_verbs = palette.add_subparsers(metavar="VERB", required=True)
-    _add(
-        palette_verbs,
-        "fit",
-        "fit a palette to the colours of images",
-        "palette fit demo/images/train --out demo/palette.npy --num-colors 512",
-        palette_fit.add_arguments,
-        palette_fit.run,
-    )
-    _add(
-        palette_verbs,
-        "shards",
-        "write images as shards of palette tokens",
-        "palette shards demo/images/train --palette demo/palette.npy --out demo/train --size 32",
-        palette_shards.add_arguments,
-        palette_shards.run,
-    )
-    _add(
-        verbs,
-        "jpeg",
-        "write images as shards of JPEG files",
-        "jpeg demo/images/train --out demo/jpeg_train --size 32",
-        jpeg_shards.add_arguments,
-        jpeg_shards.run,
-    )
-    _add(
-        verbs,
-        "filter",
-        "decide which images of the web take part, and write down why others do not",
-        "filter web --out web_selection --min-side 128 --evaluation ILSVRC2012_img_val.tar",
-        filter_images.add_arguments,
-        filter_images.run,
-    )
-    _add(
-        verbs,
-        "merge",
-        "copy shard folders of one kind into one",
-        "merge shards/imagenet shards/web --out shards/both --samples-per-shard 10000",
-        reshard.add_merge_arguments,
-        reshard.run,
-    )
-    _add(
-        verbs,
-        "reshard",
-        "copy a shard folder with another number of samples a shard",
-        "reshard shards/train --out shards/small --samples-per-shard 1000",
-        reshard.add_reshard_arguments,
-        reshard.run,
-    )
-    _add(
-        verbs,
-        "verify",
-        "read every byte of a shard folder and name what is wrong",
-        "verify demo/train",
-        verify.add_arguments,
-        verify.run,
-    )
-    _add(
-        verbs,
-        "inspect",
-        "write a contact sheet of a shard folder",
-        "inspect demo/train --out sheet.png",
-        contact_sheet.add_arguments,
-        contact_sheet.run,
-    )
+    words = parser.add_subparsers(metavar="VERB", required=True)
+    inner = {}
+    for verb in VERBS:
+        group, _, name = verb.name.rpartition(" ")
+        if group and group not in inner:
+            made = words.add_parser(group, help=GROUPS[group])
+            inner[group] = made.add_subparsers(metavar="VERB", required=True)
+        _add(inner[group] if group else words, name, verb)
     return parser
 
 
-def _add(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    description: str,
-    example: str,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace], int],
-) -> None:
-    parser = verbs.add_parser(
+def _add(words: argparse._SubParsersAction[argparse.ArgumentParser], name: str, verb: Verb) -> None:
+    parser = words.add_parser(
         name,
-        help=description,
-        description=description.capitalize() + ".",
-        epilog=f"example: python -m data_tools {example}",
+        help=verb.description,
+        description=verb.description.capitalize() + ".",
+        epilog=f"example: python -m data_tools {verb.name} {verb.example}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
+    verb.add_arguments(parser)
+    parser.set_defaults(run=verb.run)
 
 
 def _fail(text: str, *, code: int) -> int:

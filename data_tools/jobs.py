@@ -97,7 +97,6 @@ def run_job(
 
     Raises:
         UserError: a wrong option, a folder with other shards, or no picture at all.
-        OSError: the disk fails.
     """
     out: Path = arguments.out
     _check(arguments, source)
