@@ -13,6 +13,7 @@ from megavis.config.errors import UserError
 _COMMANDS = {
     "train": "train",
     "search-lr": "search_lr",
+    "sweep": "sweep",
     "parity": "parity",
     "params": "params",
     "sample": "sample",

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# A grid over two keys as a SLURM array: one run a task, one GPU each.
+#
+#   n=$(megavis sweep CONFIG --grid KEY=… --grid KEY=… --count)
+#   sbatch --array 0-$((n - 1)) launch/sweep.sh CONFIG --grid KEY=… --grid KEY=… [key=value ...]
+#   megavis sweep CONFIG --grid KEY=… --grid KEY=… --draw
+#
+# Partition, account and time are the cluster's: give them to sbatch, or add them here. More GPUs a
+# run: --ntasks-per-node and --gpus-per-node, both. `--array 0-24%5` runs five at a time.
+#SBATCH --job-name=megavis-sweep
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=8
+# %x is the job's name, %A the array's number, %a the task's.
+#SBATCH --output=%x-%A-%a.log
+#SBATCH --open-mode=append
+# A task that is preempted, or loses its node, is queued again and goes on from its checkpoint.
+#SBATCH --requeue
+set -euo pipefail
+
+if (($# == 0)) || [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
+  sed -n '2,9s/^# \{0,1\}//p' "$0"
+  exit 2
+fi
+
+# What these are for stands in torchrun.sh.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+# sbatch runs a copy of this file from its spool folder: the checkout is where sbatch was called.
+cd "${SLURM_SUBMIT_DIR:-.}"
+if [[ -f .venv/bin/activate ]]; then
+  # shellcheck source=/dev/null
+  source .venv/bin/activate
+fi
+
+exec srun --kill-on-bad-exit=1 python -m megavis.cli sweep "$@" --index "$SLURM_ARRAY_TASK_ID"

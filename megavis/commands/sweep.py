@@ -1,0 +1,187 @@
+"""`megavis sweep`: a grid over two keys as ordinary runs, and one heat-map of them."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.training.sweep import Axis, Point
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "sweep",
+        help="train a grid over two keys and draw a heat-map",
+        description="Train the config with every pair of values of two keys, each pair in a run"
+        " folder of its own, and draw one heat-map. Runs that are finished are kept, others go on."
+        " Alone, or under deepspeed, torchrun or srun, which share each run; or as a SLURM array,"
+        " one run a task (launch/sweep.sh), and at the end once more with --draw.",
+        epilog="example: megavis sweep yaml_configs/darl/demo.yaml --grid"
+        " objective.noise_a=0.1..10:5 --grid objective.noise_b=0.1..10:5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change in all")
+    parser.add_argument(
+        "--grid",
+        action="append",
+        required=True,
+        type=_axis,
+        metavar="KEY=V,V,…|KEY=LOW..HIGH:COUNT",
+        help="a key and its values, or a logarithmic grid; say it twice",
+    )
+    parser.add_argument("--index", type=int, metavar="I", help="train this run alone, from 0")
+    parser.add_argument("--count", action="store_true", help="say how many runs there are")
+    parser.add_argument("--draw", action="store_true", help="train nothing, draw what is there")
+    parser.add_argument(
+        "--measure",
+        choices=("probe", "loss"),
+        default="probe",
+        help="accuracy of the best layer's linear probe (default), or the validation loss, which"
+        " compares nothing where the grid changes the task, as a noise schedule does",
+    )
+    parser.add_argument("--train-images", type=int, default=2000, help="of a probe; default: 2000")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    parser.set_defaults(run=run)
+
+
+def _axis(text: str) -> Axis:
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.training.sweep import Axis
+    try:
+        return Axis.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train what is asked for, then draw where this is one process.
+
+    Raises:
+        UserError: a point's config is wrong, or has no validation data.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.config.load import load_config
+        from megavis.objectives import objective_configs
+        from megavis.parallel.launch import read_launch
+        from megavis.training.sweep import points_of
+
+    points = points_of(
+        args.grid,
+        lambda words: load_config(
+            args.config, [*args.overrides, *words], objectives=objective_configs()
+        ),
+    )
+    if args.count:
+        sys.stdout.write(f"{len(points)}\n")
+        return 0
+    if points[0].loaded.config.data.validation is None:
+        raise UserError("a sweep compares runs on held-out images: set data.validation")
+    launch = read_launch(os.environ)
+    if not args.draw:
+        for point in _chosen(points, args.index):
+            _train(point, launch, args)
+    if launch.world_size > 1 or (args.index is not None and not args.draw):
+        if launch.rank == 0:
+            sys.stdout.write("trained; draw with --draw, as one process\n")
+        return 0
+    return _draw(points, args)
+
+
+def _chosen(points: list[Point], index: int | None) -> list[Point]:
+    if index is None:
+        return points
+    if not 0 <= index < len(points):
+        raise UserError(f"--index {index}: the grid has the runs 0 to {len(points) - 1}")
+    return [points[index]]
+
+
+def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
+    from megavis.training.run import open_job
+    from megavis.training.sweep import train_point
+
+    if launch.rank == 0:
+        sys.stdout.write(f"{point.folder}\n")
+        sys.stdout.flush()
+    with open_job(point.loaded, launch, device=args.device) as context:
+        train_point(point, context)
+    # An engine lies in cycles of references, and the next one needs its memory.
+    gc.collect()
+
+
+def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
+    from megavis.evaluation.figures import write_figure
+    from megavis.training.sweep import draw_sweep, rows_of
+
+    scores = [_score(point, args) if point.is_finished else math.nan for point in points]
+    if all(map(math.isnan, scores)):
+        raise UserError("no run of the grid is finished yet, so there is nothing to draw")
+    # The grid's name is what all its runs' names begin with.
+    config = points[0].loaded.config
+    name = config.name.removesuffix(
+        "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
+    )
+    what = "validation loss" if args.measure == "loss" else "accuracy of a linear probe"
+    figure = draw_sweep(args.grid, scores, name=name, what=what)
+    folder = Path(config.output) / f"{name}-sweep"
+    for path in write_figure(folder, "sweep", figure, rows_of(args.grid, points, scores)):
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _score(point: Point, args: argparse.Namespace) -> float:
+    """Return the point's score; a probe is kept in the run's folder."""
+    from megavis.commands.probing import job_closed, open_run
+    from megavis.data.files import write_atomically
+    from megavis.training.metrics import read_metrics
+
+    if args.measure == "loss":
+        losses = [
+            r["validation_loss"] for r in read_metrics(point.folder) if "validation_loss" in r
+        ]
+        return losses[-1] if losses else math.nan
+    kept = point.folder / "evaluation" / "sweep.json"
+    asked = {"step": point.step, "train_images": args.train_images}
+    if kept.exists():
+        told = json.loads(kept.read_text(encoding="utf-8"))
+        if {key: told[key] for key in asked} == asked:
+            return float(told["accuracy"])
+    with job_closed():
+        opened = open_run(point.folder, step=None, device=args.device)
+        accuracy = _probe(opened, args.train_images)
+    kept.parent.mkdir(exist_ok=True)
+    write_atomically(kept, json.dumps({**asked, "accuracy": accuracy}).encode())
+    return accuracy
+
+
+def _probe(opened: Any, num_images: int) -> float:
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.transforms import evaluation_transform
+    from megavis.evaluation.features import layer_features
+    from megavis.evaluation.linear import best_layer, divide, score_layers
+
+    data = opened.config.data
+    transform = evaluation_transform(data)
+    train, validation = (
+        ShardDataset(folder, transform) for folder in (data.train_sources[0].path, data.validation)
+    )
+    model = (opened.runner, opened.objective)
+    fitted = layer_features(*model, train, limit=num_images)
+    reported = layer_features(*model, validation)
+    selection = divide(fitted.labels, share=0.2, seed=0)
+    return best_layer(score_layers(fitted, reported, selection)).accuracy

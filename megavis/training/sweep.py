@@ -1,0 +1,157 @@
+"""A grid over two keys: every point is an ordinary run, all points together one heat-map.
+
+Made for the noise schedules of "Denoising Autoregressive Representation Learning" (section 4.1,
+figure 3: a and b on a logarithmic grid from 0.1 to 10); any two keys will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.manifest import read_manifest
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig
+from megavis.evaluation.figures import Row
+from megavis.parallel.context import ParallelContext
+from megavis.training.run import TrainingRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Load = Callable[[Sequence[str]], LoadedConfig]
+"""Reads the sweep's config with further `key=value` words."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key and the values that it takes, as they would be written."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def short(self) -> str:
+        """The key without its section."""
+        return self.key.rpartition(".")[2]
+
+    @classmethod
+    def parse(cls, text: str) -> Axis:
+        """Read `KEY=V,V,...`, or `KEY=LOW..HIGH:COUNT` for a logarithmic grid.
+
+        Raises:
+            ValueError: with a sentence that says what is wrong.
+        """
+        key, equals, values = text.partition("=")
+        if not equals or not key or not values:
+            raise ValueError(f"'{text}' is not KEY=V,V,... or KEY=LOW..HIGH:COUNT")
+        if ".." not in values:
+            return cls(key, tuple(values.split(",")))
+        return cls(key, tuple(f"{value:.4g}" for value in _log_grid(values)))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of the grid."""
+
+    values: tuple[str, str]
+    loaded: LoadedConfig
+
+    @property
+    def folder(self) -> Path:
+        """Of its run."""
+        return Path(self.loaded.config.folder)
+
+    @property
+    def step(self) -> int:
+        """The step of its newest checkpoint; 0 where there is none."""
+        checkpoint = latest_checkpoint(self.folder)
+        return 0 if checkpoint is None else read_manifest(checkpoint).step
+
+    @property
+    def is_finished(self) -> bool:
+        """True where it has been trained to its last step."""
+        return self.step == self.loaded.config.training.steps
+
+
+def points_of(axes: Sequence[Axis], load: Load) -> list[Point]:
+    """Return the grid, the second key's values changing fastest; every config is checked.
+
+    Raises:
+        UserError: there are not two keys, or a value does not fit the config.
+    """
+    if len(axes) != 2 or axes[0].key == axes[1].key:
+        raise UserError(f"a heat-map has two keys: say --grid twice, not {len(axes)} time(s)")
+    name, points = load([]).config.name, []
+    for pair in product(axes[0].values, axes[1].values):
+        words = [f"{axis.key}={value}" for axis, value in zip(axes, pair, strict=True)]
+        parts = [f"{axis.short}-{value}" for axis, value in zip(axes, pair, strict=True)]
+        points.append(Point(pair, load([*words, f"name={'-'.join([name, *parts])}"])))
+    return points
+
+
+def train_point(point: Point, context: ParallelContext) -> None:
+    """Train one run to its end, from where it stands."""
+    if not point.is_finished:
+        TrainingRun.open(point.loaded, context).train()
+
+
+def rows_of(axes: Sequence[Axis], points: Sequence[Point], scores: Sequence[float]) -> list[Row]:
+    """Return one row a point; the score of a run that is not finished is empty."""
+    first, second = axes
+    return [
+        {
+            first.key: point.values[0],
+            second.key: point.values[1],
+            "score": "" if math.isnan(score) else f"{score:.6f}",
+            "run": str(point.folder),
+        }
+        for point, score in zip(points, scores, strict=True)
+    ]
+
+
+def draw_sweep(axes: Sequence[Axis], scores: Sequence[float], *, name: str, what: str) -> Figure:
+    """Draw the heat-map: the first key to the right, the second upwards, as figure 3.
+
+    Args:
+        axes: two of them.
+        scores: in the order of `points_of`; nan where there is none.
+        name: of the config, for the title.
+        what: the scores are.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    table = np.array(scores).reshape(len(axes[0].values), len(axes[1].values)).T
+    figure = Figure(figsize=(6.0, 4.8), dpi=150, layout="constrained")
+    cells = figure.add_subplot()
+    picture = cells.imshow(table, origin="lower", cmap="viridis", aspect="auto")
+    cells.set_xticks(range(len(axes[0].values)), axes[0].values)
+    cells.set_yticks(range(len(axes[1].values)), axes[1].values)
+    cells.set_xlabel(axes[0].short)
+    cells.set_ylabel(axes[1].short)
+    for (row, column), score in np.ndenumerate(table):
+        if not math.isnan(score):
+            frame = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1.5}
+            cells.text(column, row, f"{score:.3g}", ha="center", va="center", bbox=frame)
+    figure.colorbar(picture, ax=cells, label=what)
+    cells.set_title(name, fontsize="medium")
+    return figure
+
+
+def _log_grid(text: str) -> list[float]:
+    span, _, count = text.partition(":")
+    low, _, high = span.partition("..")
+    try:
+        first, last, number = float(low), float(high), int(count)
+    except ValueError:
+        first = last = number = 0
+    if not 0 < first < last or number < 2:
+        raise ValueError(f"'{text}' is not LOW..HIGH:COUNT with 0 < LOW < HIGH and COUNT 2 or more")
+    ratio = math.log(last / first) / (number - 1)
+    return [first * math.exp(ratio * i) for i in range(number)]
