@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from data_tools import (
     contact_sheet,
     filter_images,
+    id_shards,
     jpeg_shards,
+    latent_shards,
     palette_fit,
     palette_shards,
     photographs,
@@ -85,6 +87,20 @@ VERBS = (
         "demo/images/train --out demo/jpeg_train --size 32",
         jpeg_shards.add_arguments,
         jpeg_shards.run,
+    ),
+    Verb(
+        "latents",
+        "write images as shards of a VAE's means and scales",
+        "demo/images/train --tokenizer runs/givt_demo_vae --out demo/latents --size 64",
+        latent_shards.add_arguments,
+        latent_shards.run,
+    ),
+    Verb(
+        "ids",
+        "write images as shards of a discrete tokenizer's ids",
+        "images/train --tokenizer runs/vqgan --out shards/ids --size 256",
+        id_shards.add_arguments,
+        id_shards.run,
     ),
     Verb(
         "filter",

@@ -1,4 +1,4 @@
-"""`inspect`: a contact sheet of a shard folder, decoded from its tokens or files."""
+"""`inspect`: a contact sheet of a shard folder, decoded from its tokens, latents or files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="a shard folder")
     parser.add_argument("--out", type=Path, required=True, help="the PNG file to write")
     parser.add_argument("--count", type=int, default=100, help="images on the sheet")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="RUN", help="run folder that made latents or ids"
+    )
     parser.add_argument("--scale", type=int, default=2, help="screen pixels a pixel")
 
 
@@ -35,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     dataset = ShardDataset(arguments.directory, whole_images(arguments.directory))
     count = min(arguments.count, len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
-    images = _pixels(dataset, indices)
+    images = _pixels(dataset, indices, arguments.tokenizer)
     size = images.shape[1]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out)
@@ -54,18 +57,38 @@ def whole_images(directory: Path) -> Transform | None:
     return Transform(image_size=_LOOK, crop="center")
 
 
-def _pixels(dataset: ShardDataset, indices: np.ndarray) -> np.ndarray:
+def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None) -> np.ndarray:
     """Return the samples as pixels uint8 `[n, s, s, 3]`. Raises UserError where nothing decodes."""
     samples, _ = dataset.read(indices)
     if dataset.manifest.kind == "jpeg":
         return samples
     if dataset.manifest.kind != "palette":
-        raise UserError(
-            f"{dataset.directory} holds {dataset.manifest.kind}, which need their network"
-        )
+        return _decoded(dataset, samples, run_folder)
     size = dataset.manifest.image_size or 0
     palette = Palette.load(dataset.directory / PALETTE_NAME)
     return palette.decode(samples).reshape(len(indices), size, size, 3)
+
+
+def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None) -> np.ndarray:
+    """Return what a tokenizer's network makes of ids, or of the means of latents."""
+    import torch
+
+    from megavis.tokenizers.base import open_tokenizer
+
+    kind, identity = dataset.manifest.kind, dataset.manifest.identity
+    if run_folder is None:
+        raise UserError(
+            f"{dataset.directory} holds {kind}: name the run folder that made them in --tokenizer"
+        )
+    tokenizer = open_tokenizer(run_folder)
+    if tokenizer.identity() != identity:
+        raise UserError(
+            f"{run_folder} is not the tokenizer that made {dataset.directory}, or another "
+            f"checkpoint of it: SHA-256 {tokenizer.identity()[:12]}, not {str(identity)[:12]}"
+        )
+    codes = samples[:, 0] if kind == "latents" else samples.astype(np.int64)
+    images = [tokenizer.decode(torch.from_numpy(code[None])).cpu().numpy() for code in codes]
+    return np.concatenate(images)
 
 
 def tile(images: np.ndarray, *, scale: int) -> np.ndarray:

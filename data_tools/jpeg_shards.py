@@ -1,7 +1,7 @@
 """`jpeg`: pictures become folders of JPEG files that training decodes and crops.
 
-With `--size` every picture is resized, cut square and encoded again; without, JPEG files are kept
-byte for byte and only pictures of other formats are encoded.
+With `--size` every picture is resized, cut square and encoded again, in one decode for any number
+of sizes; without, JPEG files are kept byte for byte and only pictures of other formats are encoded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jpeg` to its parser."""
     add_source_arguments(parser)
     parser.add_argument(
-        "--size", type=int, help="side of the stored squares; absent: pictures stay as they are"
+        "--size",
+        type=int,
+        nargs="+",
+        default=(),
+        help="side of the stored squares, of several each in its folder below --out; absent: "
+        "pictures stay as they are",
     )
     parser.add_argument("--quality", type=int, default=95, help="of what is encoded, 1 to 100")
     add_job_arguments(parser)
@@ -39,12 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the shard folder and say what is in it. Raises UserError and OSError."""
-    if arguments.size is not None and arguments.size < 1:
+    sizes = tuple(dict.fromkeys(arguments.size))
+    if min(sizes, default=1) < 1:
         raise UserError("--size must be at least 1")
     if not 1 <= arguments.quality <= 100:
         raise UserError("--quality must lie in 1 to 100")
     source = open_source(arguments)
-    return run_job(source, JpegRecipe(arguments.size, arguments.quality), arguments, label="jpeg")
+    return run_job(source, JpegRecipe(sizes, arguments.quality), arguments, label="jpeg")
 
 
 @dataclass(frozen=True)
@@ -52,49 +58,61 @@ class JpegRecipe:
     """Decode everything once, so that what training would refuse is refused here.
 
     Attributes:
-        size: side of the squares; None keeps pictures as they are.
+        sizes: sides of the squares; none keeps pictures as they are.
         quality: of what is encoded.
     """
 
-    size: int | None
+    sizes: tuple[int, ...]
     quality: int
     suffix: str = JpegCodec.suffix
     batch_size: int = 16
-    folders: tuple[str, ...] = ("",)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """One folder a size, or `--out` itself where there are not several."""
+        return tuple(map(str, self.sizes)) if len(self.sizes) > 1 else ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return what decides about the bytes."""
-        return {"jpeg": [self.size, self.quality], "preparation": self._preparation()}
+        return {"jpeg": [self._size(folder), self.quality], "preparation": self._preparation()}
 
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
     def encode(self, pictures: list[Picture]) -> list[Encoded]:
-        """Return one JPEG file of each picture."""
+        """Return one JPEG file of each picture, for each folder."""
         encoded: list[Encoded] = []
         for picture in pictures:
             try:
-                encoded.append([[self._payload(picture.content)]])
+                encoded.append([[payload] for payload in self._payloads(picture.content)])
             except RefusedImageError as refusal:
                 encoded.append(refusal)
         return encoded
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a JPEG data set."""
-        return {"kind": "jpeg", "image_size": self.size, "preparation": self._preparation()}
+        return {
+            "kind": "jpeg",
+            "image_size": self._size(folder),
+            "preparation": self._preparation(),
+        }
+
+    def _size(self, folder: str) -> int | None:
+        return int(folder) if folder else next(iter(self.sizes), None)
 
     def _preparation(self) -> dict[str, Any]:
-        if self.size is None:
+        if not self.sizes:
             return {"resize": "none", "crop": "none", "decoders": decoder_versions()}
         return {"resize": RESIZE, "crop": CROP, "decoders": decoder_versions()}
 
-    def _payload(self, content: bytes) -> bytes:
+    def _payloads(self, content: bytes) -> list[bytes]:
+        if self.sizes:
+            image = decode_image(content, channels=4)
+            return [_encode(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
         image = decode_image(content)
-        if self.size is not None:
-            return _encode(resize_and_crop(image, size=self.size), self.quality)
         if content.startswith(_JPEG_START) and _reads(content):
-            return content
-        return _encode(image, self.quality)
+            return [content]
+        return [_encode(image, self.quality)]
 
 
 def _reads(content: bytes) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_tools import palette_curve
 from data_tools.decode import RefusedImageError, decode_image
 from data_tools.layouts import add_source_arguments, open_source
 from data_tools.report import Progress, say
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
     parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--curve",
+        type=palette_curve.color_counts,
+        metavar="K,K,...",
+        help="also fit palettes of these sizes, and write their errors beside --out: CSV and PNG",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     palette.save(arguments.out)
     say(_summary(palette, error, len(pixels), arguments.out))
+    if arguments.curve:
+        _write_curve(arguments, pixels, known=(len(palette), error))
     return 0
+
+
+def _write_curve(
+    arguments: argparse.Namespace, pixels: np.ndarray, *, known: palette_curve.Point
+) -> None:
+    points = palette_curve.measure(pixels, arguments.curve, seed=arguments.seed, known=known)
+    for count, error in points:
+        say(f"  {count} colours: mean squared error {error:.1f}")
+    table, picture = palette_curve.write(points, arguments.out)
+    say(f"{table}, {picture}")
 
 
 def sample_pixels(source: Source, *, num_pixels: int, size: int, seed: int) -> np.ndarray:

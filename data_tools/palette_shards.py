@@ -16,7 +16,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.layouts import add_source_arguments, open_source
-from data_tools.resize import RESIZE, Crop
+from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
@@ -36,14 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="side of the images: 32, 48, 64; of several each gets its folder below --out",
     )
-    parser.add_argument(
-        "--crop",
-        choices=("center", "evaluation", "random"),
-        default="center",
-        help="center: shorter side to --size; evaluation: centre 224 of shorter side 224; random: "
-        "224 of a shorter side in [256, 384]; the last two as the iGPT paper prepares ImageNet",
-    )
-    parser.add_argument("--crops", type=int, default=1, help="random crops stored a picture")
+    add_crop_arguments(parser, ("center", "evaluation", "random", "area"))
     parser.add_argument(
         "--fast",
         action="store_true",
@@ -57,13 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = tuple(dict.fromkeys(arguments.size))
     if min(sizes) < 1:
         raise UserError("--size must be at least 1")
-    if arguments.crops < 1 or (arguments.crops > 1 and arguments.crop != "random"):
-        raise UserError("--crops must be at least 1, and more than 1 only with --crop random")
+    crop = crop_from(arguments)
     palette = Palette.load(arguments.palette)
     source = open_source(arguments)
     recipe = PaletteRecipe(
         sizes=sizes,
-        crop=Crop(arguments.crop, arguments.crops, arguments.seed),
+        crop=crop,
         fast=arguments.fast,
         palette_path=arguments.palette.resolve(),
         palette_sha256=palette.sha256,

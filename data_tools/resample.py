@@ -22,19 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from megavis.data.transforms import Window
+
 # As in the kernels, which are not imported here: numba takes half a second.
 _PRECISION, _TAPS = 22, 8
 _SUPPORT = 2.0  # of the bicubic filter, in output pixels
-
-
-@dataclass(frozen=True)
-class Window:
-    """The part of a resized image that is kept, in its pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
 
 
 def resample(image: np.ndarray, *, height: int, width: int, window: Window) -> np.ndarray:

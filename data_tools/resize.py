@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from data_tools.decode import RefusedImageError
-from data_tools.resample import Window, resample, with_fourth_channel
+from data_tools.resample import resample, with_fourth_channel
+from megavis.config.errors import UserError
+from megavis.data.transforms import Window, cut, random_window
 
 RESIZE = "Pillow bicubic (antialiased)"
 CROP = "shorter side to image_size, then centre crop"
 # The paper's preparation of ImageNet: Generative Pretraining from Pixels, section 3.1.
 _PAPER_SIDE = 224
 _PAPER_SHORTER_SIDES = (256, 384)
+# GIVT, appendix C.2, keeps 80 % to 100 % of ImageNet's pictures; the shapes are MAE's.
+_AREAS, _SHAPES = (0.8, 1.0), (3 / 4, 4 / 3)
 _MAX_ASPECT = 64
+
+CropKind = Literal["center", "evaluation", "random", "area"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +34,13 @@ class Crop:
     Attributes:
         kind: `center`: shorter side to the size that is stored, centre. `evaluation`: shorter side
             to 224, centre crop of 224, then to the size that is stored. `random`: shorter side to
-            a random length in [256, 384], a random crop of 224, then to that size.
+            a random length in [256, 384], a random crop of 224, then to that size. `area`: a
+            random part of 80 % to 100 % of the area, 3/4 to 4/3 as wide as high, to that size.
         count: how many random crops of each picture are stored.
         seed: of the random crops; they depend on it and on the picture's name alone.
     """
 
-    kind: Literal["center", "evaluation", "random"] = "center"
+    kind: CropKind = "center"
     count: int = 1
     seed: int = 0
 
@@ -42,16 +51,17 @@ class Crop:
         side = _PAPER_SIDE
         if self.kind == "evaluation":
             return f"shorter side to {side}, centre crop of {side}, then to image_size"
-        return (
-            f"{self.count} times: shorter side to a random length in [{shorter}, {longer}], "
-            f"random crop of {side}, then to image_size; seed {self.seed}"
+        what = (
+            f"shorter side to a random length in [{shorter}, {longer}], random crop of {side}"
+            if self.kind == "random"
+            else f"random part of {_AREAS[0]:.0%} to {_AREAS[1]:.0%} of the area"
         )
+        return f"{self.count} times: {what}, then to image_size; seed {self.seed}"
 
     def side_before(self, size: int) -> int:
         """Return the shorter side after the first resize, at least: what decoding must give."""
-        return {"center": size, "evaluation": _PAPER_SIDE, "random": _PAPER_SHORTER_SIDES[1]}[
-            self.kind
-        ]
+        paper = {"evaluation": _PAPER_SIDE, "random": _PAPER_SHORTER_SIDES[1]}
+        return paper.get(self.kind, size)
 
     def squares(
         self, image: np.ndarray, *, sizes: tuple[int, ...], name: str
@@ -65,6 +75,9 @@ class Crop:
         """
         if self.kind == "center":
             return [[_centre_square(image, size)] for size in sizes]
+        if self.kind == "area":
+            parts = [self._random_part(image, name, number) for number in range(self.count)]
+            return [[_shrink(part, size) for part in parts] for size in sizes]
         if self.kind == "evaluation":
             large = [_centre_square(image, _PAPER_SIDE)]
         else:
@@ -72,15 +85,23 @@ class Crop:
         return [[_shrink(square, size) for square in large] for size in sizes]
 
     def _random_square(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
-        text = f"{self.seed}\0{number}\0{name}".encode("utf-8", "surrogateescape")
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
-        random = np.random.default_rng(seed)
+        random = self._random(name, number)
         shorter = int(random.integers(*_PAPER_SHORTER_SIDES, endpoint=True))
         height, width = scaled_size(image, shorter)
         top = int(random.integers(0, height - _PAPER_SIDE, endpoint=True))
         left = int(random.integers(0, width - _PAPER_SIDE, endpoint=True))
         window = Window(top, left, _PAPER_SIDE, _PAPER_SIDE)
         return resample(image, height=height, width=width, window=window)
+
+    def _random_part(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
+        height, width = image.shape[:2]
+        scaled_size(image, 1)  # refuses thin pictures
+        draws = self._random(name, number).random(40)
+        return cut(image, random_window(height, width, draws, scale=_AREAS, ratio=_SHAPES))
+
+    def _random(self, name: str, number: int) -> np.random.Generator:
+        text = f"{self.seed}\0{number}\0{name}".encode("utf-8", "surrogateescape")
+        return np.random.default_rng(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
 
 
 def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
@@ -114,6 +135,31 @@ def _centre_square(image: np.ndarray, size: int) -> np.ndarray:
     height, width = scaled_size(image, size)
     window = Window((height - size) // 2, (width - size) // 2, size, size)
     return resample(image, height=height, width=width, window=window)
+
+
+def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind]) -> None:
+    """Add the options that `crop_from` reads."""
+    told = {
+        "center": "shorter side to --size, centre",
+        "evaluation": "centre 224 of shorter side 224, as the iGPT paper evaluates on ImageNet",
+        "random": "224 of a shorter side in [256, 384], as it trains",
+        "area": "a random 80 to 100 %% of the area, as GIVT trains",
+    }
+    parser.add_argument(
+        "--crop",
+        choices=kinds,
+        default="center",
+        help="; ".join(f"{kind}: {told[kind]}" for kind in kinds),
+    )
+    parser.add_argument("--crops", type=int, default=1, help="random crops stored a picture")
+
+
+def crop_from(arguments: argparse.Namespace) -> Crop:
+    """Return the crop that the options name. Raises UserError."""
+    may_repeat = arguments.crop in ("random", "area")
+    if arguments.crops < 1 or (arguments.crops > 1 and not may_repeat):
+        raise UserError("--crops must be at least 1, and more than 1 only of random crops")
+    return Crop(arguments.crop, arguments.crops, arguments.seed)
 
 
 def _shrink(square: np.ndarray, size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Checkpoints from and to whole named tensors, for weights that come from or go to elsewhere."""
+"""Checkpoints from whole named tensors, for weights that come from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from megavis.checkpoint.folder import partial_folder, publish
-from megavis.checkpoint.load import CheckpointReader
 from megavis.checkpoint.manifest import MANIFEST, LogicalTensor, Manifest, Slice
 from megavis.checkpoint.save import write_tensors
 from megavis.data.files import write_atomically
@@ -43,16 +42,6 @@ def write_weights(
     )
     write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
     return publish(run_folder, 0)
-
-
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Return every parameter whole, by name, from a checkpoint of any layout."""
-    with CheckpointReader(checkpoint) as reader:
-        return {
-            key.removeprefix("weight/"): reader.read(key)
-            for key in reader.manifest.tensors
-            if key.startswith("weight/")
-        }
 
 
 def _one_slice(tensor: Tensor, file: str, key: str) -> LogicalTensor:

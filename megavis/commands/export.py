@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         from safetensors.torch import save_file
 
         from megavis.checkpoint.folder import step_folder
-        from megavis.checkpoint.whole import read_weights
+        from megavis.checkpoint.reader import read_weights
         from megavis.notebook import Run
 
         opened = Run.open(args.run_folder, step=args.step, device="cpu")

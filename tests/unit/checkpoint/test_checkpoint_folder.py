@@ -16,7 +16,7 @@ from megavis.checkpoint.folder import (
     saved_steps,
     step_folder,
 )
-from megavis.checkpoint.load import CheckpointReader, check_files
+from megavis.checkpoint.load import check_files
 from megavis.checkpoint.manifest import (
     LogicalTensor,
     Manifest,
@@ -24,6 +24,7 @@ from megavis.checkpoint.manifest import (
     StoredFile,
     read_manifest,
 )
+from megavis.checkpoint.reader import CheckpointReader
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file, write_atomically
 

@@ -1,5 +1,7 @@
 """`jpeg`: image folders to JPEG shards, and what training reads of them."""
 
+import io
+
 import numpy as np
 import pytest
 import webdataset
@@ -34,7 +36,12 @@ def test_files_are_kept_byte_for_byte(images, tmp_path):
     stored = [
         s["jpg"] for s in webdataset.WebDataset(str(out / "shard-000000.tar"), shardshuffle=0)
     ]
-    assert sum(content in originals for content in stored) >= 6
+    # Six are JPEG and stay untouched; two PNGs were encoded, one of them thin.
+    kept = [content for content in stored if content in originals]
+    assert len(kept) == 6
+    others = [content for content in stored if content not in originals]
+    shapes = {np.asarray(Image.open(io.BytesIO(content))).shape for content in others}
+    assert shapes == {(64, 96, 3), (10, 650, 3)}
     assert Manifest.read(out).image_size is None
     dataset = ShardDataset(out, Transform(image_size=24, crop="center"))
     pixels, labels = dataset.read(np.arange(len(dataset)))
@@ -54,6 +61,17 @@ def test_squares_are_pillows(images, tmp_path):
     assert min(errors) < 2.0  # of 255; JPEG at its best quality
     assert main(["verify", str(out)]) == 0
     assert main(["inspect", str(out), "--out", str(tmp_path / "sheet.png"), "--count", "4"]) == 0
+
+
+def test_several_sizes_are_those_of_single_runs(images, tmp_path):
+    out = tmp_path / "out"
+    assert main(["jpeg", str(images), "--out", str(out), "--size", "16", "24"]) == 0
+    for size in ("16", "24"):
+        alone = tmp_path / f"alone-{size}"
+        assert main(["jpeg", str(images), "--out", str(alone), "--size", size]) == 0
+        name = "shard-000000.tar"
+        assert (out / size / name).read_bytes() == (alone / name).read_bytes()
+        assert Manifest.read(out / size).image_size == int(size)
 
 
 def test_a_second_run_changes_nothing(images, tmp_path):

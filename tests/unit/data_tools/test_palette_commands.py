@@ -257,6 +257,39 @@ def test_fit_then_shards_then_inspect(images, tmp_path, capsys):
     assert (pixels[20:36, 20:36] == expected).all()
 
 
+def test_the_curve_over_the_number_of_colours(images, tmp_path, capsys):
+    out = tmp_path / "palette.npy"
+    fit = ["palette", "fit", str(images), "--out", str(out), "--pixels", "4000"]
+    assert main([*fit, "--num-colors", "16", "--curve", "64,4,16"]) == 0
+    rows = [line.split(",") for line in (tmp_path / "palette_curve.csv").read_text().splitlines()]
+    assert rows[0] == ["num_colors", "mean_squared_error"]
+    assert [int(count) for count, _ in rows[1:]] == [4, 16, 64]
+    errors = [float(error) for _, error in rows[1:]]
+    assert errors == sorted(errors, reverse=True)
+    said = capsys.readouterr().out
+    assert "palette.npy: 16 colours from" in said
+    assert f"mean squared error {errors[1]:.1f} (summed over" in said
+    assert Image.open(tmp_path / "palette_curve.png").width > 300
+    assert len(Palette.load(out)) == 16
+    for wrong in ("a,b", "0,4", "600"):
+        with pytest.raises(SystemExit):
+            main([*fit, "--curve", wrong])
+    assert "is not a list of numbers in 1..512" in capsys.readouterr().err
+
+
+def test_the_released_form_of_a_palette(images, tmp_path):
+    """float32 `[512, 3]` in [-1, 1], as `kmeans_centers.npy`: read as it is, and written so."""
+    released = tmp_path / "kmeans_centers.npy"
+    centers = np.random.default_rng(5).uniform(-1, 1, (512, 3)).astype(np.float32)
+    np.save(released, centers)
+    out = tmp_path / "out"
+    assert shards(images, released, out) == 0
+    kept = np.load(out / "palette.npy")
+    assert kept.dtype == np.float32
+    assert np.array_equal(kept, centers)
+    assert (out / "palette.npy").read_bytes() == released.read_bytes()
+
+
 def test_fit_with_too_few_colours(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     Image.new("RGB", (40, 40), (1, 2, 3)).save(tmp_path / "a" / "flat.png")

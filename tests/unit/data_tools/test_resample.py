@@ -10,7 +10,8 @@ from PIL import Image
 
 import data_tools
 from data_tools import resample as module
-from data_tools.resample import Window, resample, trusted_kernels
+from data_tools.resample import resample, trusted_kernels
+from megavis.data.transforms import Window
 
 BICUBIC = Image.Resampling.BICUBIC
 

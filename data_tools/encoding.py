@@ -1,0 +1,162 @@
+"""What `latents` and `ids` share: squares of pictures in batches, through a trained tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.jobs import add_job_arguments
+from data_tools.layouts import add_source_arguments
+from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
+from data_tools.sources import Picture
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:  # torch takes seconds, and only the processes that encode need it
+    from megavis.tokenizers.base import IdTokenizer, LatentTokenizer
+
+
+def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verb that sends pictures through a network."""
+    add_source_arguments(parser)
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="RUN", help="run folder that trained it"
+    )
+    parser.add_argument("--size", type=int, required=True, help="side of the images it gets")
+    add_crop_arguments(parser, ("center", "area"))
+    parser.add_argument("--batch-size", type=int, default=16, help="pictures encoded at once")
+    parser.add_argument("--device", default="cpu", help="cpu (one core a worker) or cuda")
+    add_job_arguments(parser)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How pictures become a network's input, and which network.
+
+    Attributes:
+        run_folder: of the tokenizer; a process opens it once.
+        kind: of the tokenizer.
+        sha256: identity of the tokenizer.
+        device: where it runs, `cpu` or `cuda`.
+        size: side of the images.
+        crop: which squares of a picture are kept.
+        batch_size: pictures encoded at once; the last bits of what comes out depend on it.
+    """
+
+    run_folder: Path
+    kind: str
+    sha256: str
+    device: str
+    size: int
+    crop: Crop
+    batch_size: int
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides about the bytes."""
+        return {
+            "tokenizer": self.sha256,
+            "size": self.size,
+            "preparation": [RESIZE, str(self.crop), decoder_versions()],
+            "arithmetic": [self.device, self.batch_size],
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's fields that do not depend on what comes out."""
+        preparation = {"resize": RESIZE, "crop": str(self.crop), "decoders": decoder_versions()}
+        return {"image_size": self.size, "preparation": preparation}
+
+    def tokenizer(self) -> LatentTokenizer | IdTokenizer:
+        """Return the network. Raises UserError where its run went on since the job began."""
+        return _opened(self.run_folder, self.sha256, self.device)
+
+    def images(self, pictures: Sequence[Picture]) -> tuple[np.ndarray, list[Refused]]:
+        """Return the squares of all pictures, and why some have none.
+
+        Returns:
+            uint8 `[p * count, size, size, 3]` of the p pictures that are not refused, the crops of
+            a picture side by side; and for each picture given the reason, or None.
+        """
+        squares: list[np.ndarray] = []
+        refused: list[Refused] = []
+        for picture in pictures:
+            try:
+                image = decode_image(picture.content, channels=4)
+                [crops] = self.crop.squares(image, sizes=(self.size,), name=picture.name)
+            except RefusedImageError as refusal:
+                refused.append(refusal)
+                continue
+            squares += [crop[..., :3] for crop in crops]
+            refused.append(None)
+        shape = (0, self.size, self.size, 3)
+        return np.stack(squares) if squares else np.empty(shape, np.uint8), refused
+
+
+Refused = RefusedImageError | None
+
+
+def encoding_from(
+    arguments: argparse.Namespace,
+) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
+    """Return what the options of `add_encoding_arguments` name, and the opened network.
+
+    Raises:
+        UserError: the options are wrong, or name no tokenizer.
+    """
+    if min(arguments.size, arguments.batch_size) < 1:
+        raise UserError("--size and --batch-size must be at least 1")
+    from megavis.tokenizers.base import open_tokenizer
+
+    device = _checked_device(arguments.device)
+    tokenizer = open_tokenizer(arguments.tokenizer)
+    encoding = Encoding(
+        run_folder=arguments.tokenizer.resolve(),
+        kind=tokenizer.kind,
+        sha256=tokenizer.identity(),
+        device=device,
+        size=arguments.size,
+        crop=crop_from(arguments),
+        batch_size=arguments.batch_size,
+    )
+    return encoding, tokenizer
+
+
+def mirrored(images: np.ndarray) -> np.ndarray:
+    """Return images `[b, h, w, 3]` with left and right exchanged."""
+    return np.ascontiguousarray(images[:, :, ::-1])
+
+
+def _checked_device(name: str) -> str:
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"--device is cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
+    return name
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(run_folder: Path, sha256: str, device: str) -> LatentTokenizer | IdTokenizer:
+    import torch
+
+    from megavis.tokenizers.base import open_tokenizer
+
+    # The sums of a convolution must not depend on how many cores a machine has, nor on a choice
+    # between kernels: a rerun elsewhere gives the same bytes.
+    if device == "cpu":
+        torch.set_num_threads(1)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    tokenizer = open_tokenizer(run_folder, device=device)
+    if tokenizer.identity() != sha256:
+        raise UserError(
+            f"{run_folder} has a newer checkpoint than when this job began: run the same command "
+            "again with another --out, or stop the training"
+        )
+    return tokenizer

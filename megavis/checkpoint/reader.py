@@ -1,0 +1,111 @@
+"""Random access to the logical tensors of a checkpoint; knows of no model and no layout.
+
+Files are memory-mapped safetensors, and nothing is ever unpickled. A tokenizer is a trained run as
+well, so this lies below `tokenizers`; what fits tensors into a model lies in `load.py`, far above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megavis.checkpoint.manifest import LogicalTensor, StoredFile, read_manifest
+from megavis.config.errors import UserError
+from megavis.data.files import sha256_of_file
+
+
+class CheckpointReader:
+    """Random access to the logical tensors of one checkpoint; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._open.close()
+
+    def read(
+        self, key: str, start: int = 0, length: int | None = None, *, dimension: int | None = None
+    ) -> Tensor:
+        """Return a logical tensor, or a part of it along one dimension.
+
+        Args:
+            key: `<kind>/<parameter name>`.
+            start: first row (or column) wanted.
+            length: how many; all that follow when absent.
+            dimension: along which; that of the stored slices when absent.
+
+        Raises:
+            UserError: when the checkpoint has no such tensor.
+        """
+        if key not in self.manifest.tensors:
+            raise UserError(f"{self.folder}: has no tensor {key}; it is of another model")
+        entry = self.manifest.tensors[key]
+        stored = entry.dimension or 0
+        wanted = stored if dimension is None else dimension
+        stop = entry.shape[wanted] if length is None else start + length
+        if len(entry.slices) > 1 and wanted != stored:
+            return self.read(key).narrow(wanted, start, stop - start)
+        parts = list(self._parts(entry, wanted, start, stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=wanted)
+
+    def _parts(self, entry: LogicalTensor, dimension: int, start: int, stop: int) -> Iterator[Any]:
+        for piece in entry.slices:
+            # A tensor in one slice may be cut along any dimension, so its length does not matter.
+            extent = piece.length if len(entry.slices) > 1 else entry.shape[dimension]
+            first = max(start, piece.start) - piece.start
+            last = min(stop, piece.start + extent) - piece.start
+            if first < last:
+                window = tuple(
+                    slice(first, last) if axis == dimension else slice(None)
+                    for axis in range(len(entry.shape))
+                )
+                yield self._file(piece.file).get_slice(piece.key)[window]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            opened = safe_open(self.folder / name, framework="pt")
+            self._files[name] = self._open.enter_context(opened)
+        return self._files[name]
+
+
+def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Return parameters whole, from a checkpoint of any layout.
+
+    Args:
+        checkpoint: the folder of one step.
+        prefix: of the names that are wanted; it is cut off.
+    """
+    start = f"weight/{prefix}"
+    with CheckpointReader(checkpoint) as reader:
+        return {
+            key.removeprefix(start): reader.read(key)
+            for key in reader.manifest.tensors
+            if key.startswith(start)
+        }
+
+
+def complaint_about(path: Path, stored: StoredFile) -> str | None:
+    """Return what is wrong with a file of a checkpoint; None where its size and SHA-256 agree."""
+    if not path.exists():
+        return f"{path}: missing, although the checkpoint's manifest lists it"
+    size = path.stat().st_size
+    if size != stored.size:
+        return f"{path}: has {size} bytes where the manifest says {stored.size}; it was cut off"
+    if sha256_of_file(path) != stored.sha256:
+        return (
+            f"{path}: its SHA-256 is not the manifest's, so its bytes have changed since it was"
+            " saved; resume from an older checkpoint by naming it in checkpoints/latest"
+        )
+    return None

@@ -1,0 +1,155 @@
+"""Tokenizers that are trained networks: images to latents or ids, and back.
+
+Such a tokenizer is a run of its own, named by its run folder. Its identity, the SHA-256 of kind,
+settings and weights, travels with every shard that it makes: training refuses shards of another.
+A network becomes a tokenizer by deriving from `LatentTokenizer` or `IdTokenizer` and a line in
+`TOKENIZERS`.
+
+Legend: b images, s side of an image in pixels, c channels, h and w of the latent grid, n ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.reader import complaint_about, read_weights
+from megavis.config.errors import UserError
+
+TOKENIZERS: dict[str, str] = {"vae": "megavis.tokenizers.vae:VAE"}
+"""`module:class` by the name of the objective that trains it; imported when a run asks for it."""
+
+
+class NetworkTokenizer(nn.Module, ABC):
+    """What both sorts of tokenizer share.
+
+    Attributes:
+        kind: short name of the network, as shards record it: `vae`, `vqgan`.
+        prefix: of its parameters' names in the run's checkpoints.
+    """
+
+    kind: ClassVar[str]
+    prefix: ClassVar[str]
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Remember the settings, JSON values that decide about the outputs."""
+        super().__init__()
+        self.settings = dict(settings)
+
+    @classmethod
+    @abstractmethod
+    def from_objective(cls, section: Mapping[str, Any]) -> NetworkTokenizer:
+        """Return the network that the `objective` section of a run's config describes."""
+
+    def identity(self) -> str:
+        """Return the SHA-256 of kind, settings and weights, as 64 hexadecimal digits."""
+        digest = hashlib.sha256(json.dumps([self.kind, self.settings], sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+            content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            digest.update(content.numpy().data)
+        return digest.hexdigest()
+
+
+class LatentTokenizer(NetworkTokenizer):
+    """Images to a grid of normal distributions and back."""
+
+    @abstractmethod
+    def latent_shape(self, image_size: int) -> tuple[int, int, int]:
+        """Return c, h, w for images of this side.
+
+        Raises:
+            UserError: the network takes no images of this side.
+        """
+
+    @abstractmethod
+    def encode(self, images: Tensor) -> Tensor:
+        """Return mean then scale, float32 `[b, 2, c, h, w]`, of images uint8 `[b, s, s, 3]`."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images uint8 `[b, s, s, 3]` of latents `[b, c, h, w]`."""
+
+
+class IdTokenizer(NetworkTokenizer):
+    """Images to ids of a codebook and back."""
+
+    @property
+    @abstractmethod
+    def vocabulary_size(self) -> int:
+        """Entries of the codebook, at most 65,536; every id is below it."""
+
+    @abstractmethod
+    def num_tokens(self, image_size: int) -> int:
+        """Return n, ids an image of this side.
+
+        Raises:
+            UserError: the network takes no images of this side.
+        """
+
+    @abstractmethod
+    def encode(self, images: Tensor) -> Tensor:
+        """Return ids int64 `[b, n]` in raster order, of images uint8 `[b, s, s, 3]`."""
+
+    @abstractmethod
+    def decode(self, ids: Tensor) -> Tensor:
+        """Return images uint8 `[b, s, s, 3]` of ids int64 `[b, n]` of a square grid."""
+
+
+def open_tokenizer(
+    run_folder: Path | str, *, device: torch.device | str = "cpu"
+) -> LatentTokenizer | IdTokenizer:
+    """Open the newest checkpoint of a tokenizer's run, for use: no gradients, evaluation mode.
+
+    Raises:
+        UserError: the folder holds no run of a tokenizer, no checkpoint, or a damaged one.
+    """
+    run_folder = Path(run_folder)
+    section = _objective_section(run_folder)
+    tokenizer = _tokenizer_class(run_folder, section).from_objective(section)
+    checkpoint = latest_checkpoint(run_folder)
+    if checkpoint is None:
+        raise UserError(f"{run_folder} has no checkpoint yet: train it first")
+    for name, stored in read_manifest(checkpoint).files.items():
+        if complaint := complaint_about(checkpoint / name, stored):
+            raise UserError(complaint)
+    try:
+        tokenizer.load_state_dict(read_weights(checkpoint, tokenizer.prefix))
+    except RuntimeError as error:
+        raise UserError(f"{checkpoint} does not fit the run's config.yaml: {error}") from None
+    return tokenizer.to(device).eval().requires_grad_(False)
+
+
+def _objective_section(run_folder: Path) -> dict[str, Any]:
+    path = run_folder / "config.yaml"
+    try:
+        section = yaml.safe_load(path.read_text(encoding="utf-8"))["objective"]
+    except FileNotFoundError:
+        raise UserError(f"{run_folder} is not a run folder: it holds no config.yaml") from None
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        section = None
+    if not isinstance(section, dict):
+        raise UserError(f"{path} is not the config of a run: it has no objective section")
+    return section
+
+
+def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
+    name = section.get("name")
+    if name not in TOKENIZERS:
+        known = ", ".join(sorted(TOKENIZERS))
+        raise UserError(
+            f"{run_folder} is a run of objective {name!r}, which is no tokenizer; one is: {known}"
+        )
+    module, _, attribute = TOKENIZERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
