@@ -6,6 +6,7 @@ sets SLURM_*; plain `python` sets nothing and is one process.
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     # Inside an allocation but outside of srun, SLURM_PROCID is absent and this is one process.
     if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
         return _from_slurm(environment)
-    return Launch(0, 1, 0, "127.0.0.1", _free_port())
+    return Launch(0, 1, 0, "127.0.0.1", free_port())
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Launch:
@@ -103,7 +104,14 @@ def first_host(nodes: str) -> str:
     return host
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a port below those that the system gives to connections on their way out.
+
+    A port that the system names as free may be gone when rank 0 listens on it: each connection
+    that any process makes takes one from the same range.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port

@@ -9,8 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.context
 import os
-import random
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
-from megavis.parallel.launch import Launch
+from megavis.parallel.launch import Launch, free_port
 
 Job = Callable[..., Any]
 
@@ -85,7 +83,7 @@ class WorkerPool:
             self.close()
             self._start()
         self._jobs += 1
-        port = _free_port()
+        port = free_port()
         for rank in range(num_processes):
             launch = Launch(rank, num_processes, rank, "127.0.0.1", port)
             self._pipes[rank].send((job, launch, args))
@@ -151,16 +149,3 @@ def _serve(pipe: Connection, threads: int, quiet: bool) -> None:
             pipe.send((True, job(launch, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def _free_port() -> int:
-    """Return a port below those that the system gives to connections on their way out.
-
-    A port that the system names as free may be gone when rank 0 listens on it: each connection
-    that any process makes takes one from the same range.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
