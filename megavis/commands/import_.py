@@ -18,45 +18,62 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "import",
         help="make a run out of released weights",
-        description="Read an ImageGPT folder (config.json, model.safetensors, and"
+        description="imagegpt: read an ImageGPT folder (config.json, model.safetensors, and"
         " preprocessor_config.json for the palette) as transformers saves it, write a run folder,"
-        " and compare the logits of both on random input.",
-        epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small",
+        " and compare the logits of both on random input. givt, givt-vae: read an .npz file of"
+        " GIVT's released Transformers or VAEs.",
+        epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
+        "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("form", choices=("imagegpt",), help="what the folder holds")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the released weights")
+    parser.add_argument("form", choices=("imagegpt", "givt", "givt-vae"), help="what it holds")
+    parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
     parser.add_argument(
         "--palette", type=Path, help="kmeans_centers.npy; default: the folder's own"
+    )
+    givt = parser.add_argument_group("givt")
+    givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: what the file tells")
+    givt.add_argument("--num-classes", type=int, help="default: what the file tells")
+    givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
+    givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
+    givt.add_argument(
+        "--image-size", type=int, default=256, help="givt-vae: of its images; default: 256"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert and compare; a run that does not agree is not kept.
+    """Convert; a run that is not what was released is not kept.
 
     Raises:
-        UserError: the folder is no ImageGPT folder, or the run exists.
+        UserError: the weights are not of this form, or the run exists.
     """
+    from megavis.commands.import_givt import import_transformer, import_vae
+
+    if args.run_folder.exists():
+        raise UserError(f"{args.run_folder} exists; choose another name")
+    forms = {"imagegpt": _import_imagegpt, "givt": import_transformer, "givt-vae": import_vae}
+    try:
+        forms[args.form](args)
+    except BaseException:
+        shutil.rmtree(args.run_folder, ignore_errors=True)
+        raise
+    return 0
+
+
+def _import_imagegpt(args: argparse.Namespace) -> None:
     from megavis.commands.quiet import quietly
 
     with quietly():
         from megavis.objectives.imagegpt_folder import read_folder
 
-    settings, tensors = read_folder(args.folder)
-    if args.run_folder.exists():
-        raise UserError(f"{args.run_folder} exists; choose another name")
-    try:
-        _write_run(args, settings, tensors)
-        difference = _compare(args.run_folder, settings, tensors)
-    except BaseException:
-        shutil.rmtree(args.run_folder, ignore_errors=True)
-        raise
+    settings, tensors = read_folder(args.source)
+    _write_run(args, settings, tensors)
+    difference = _compare(args.run_folder, settings, tensors)
     sys.stdout.write(
-        f"{args.run_folder}: logits agree with {args.folder} to {difference:.1e} on random input\n"
+        f"{args.run_folder}: logits agree with {args.source} to {difference:.1e} on random input\n"
     )
-    return 0
 
 
 def _write_run(args: argparse.Namespace, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -99,7 +116,7 @@ def _palette(args: argparse.Namespace) -> Any:
 
     if args.palette is not None:
         return Palette.load(args.palette)
-    beside = args.folder / "preprocessor_config.json"
+    beside = args.source / "preprocessor_config.json"
     clusters = json.loads(beside.read_text()).get("clusters") if beside.exists() else None
     return None if clusters is None else Palette(np.array(clusters, dtype=np.float32))
 

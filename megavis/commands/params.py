@@ -8,11 +8,13 @@ import math
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
+    from megavis.model.memory import StateMemory
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ def add_parser(subparsers: Any) -> None:
         "params",
         help="count the parameters of a config",
         description="Count the parameters of a config by part and by matrix. No weights are"
-        " allocated, so any size is counted in seconds.",
-        epilog="example: megavis params yaml_configs/igpt/xl_64.yaml model.num_layers=48",
+        " allocated, so any size is counted in seconds. With --processes also what weights,"
+        " gradients and optimizer states take on each process in the config's layout.",
+        epilog="example: megavis params yaml_configs/igpt/xl_64.yaml --processes 32",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--processes", type=int, metavar="N", help="tell memory a process, of N")
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(run=run)
 
@@ -66,12 +70,17 @@ def run(args: argparse.Namespace) -> int:
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
 
-    config = load_config(args.config, args.overrides, objectives=objective_configs()).config
+    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    if args.processes is not None:
+        loaded.require_world(args.processes)
+    config = loaded.config
     with quietly():
         context = open_context(read_launch({}), device="cpu")
         matrices = count_parameters(config, context)
         close_context()
-    sys.stdout.write(_as_json(config, matrices) if args.json else _as_table(config, matrices))
+    memory = None if args.processes is None else count_memory(config, matrices, args.processes)
+    write = _as_json if args.json else _as_table
+    sys.stdout.write(write(config, matrices, memory))
     return 0
 
 
@@ -106,7 +115,28 @@ def by_part(matrices: list[Matrix]) -> dict[str, int]:
     return dict(parts)
 
 
-def _as_json(config: RunConfig, matrices: list[Matrix]) -> str:
+def count_memory(config: RunConfig, matrices: list[Matrix], num_processes: int) -> StateMemory:
+    """Return what each process of the config's layout holds before it has seen an image."""
+    from megavis.model.memory import state_memory
+
+    return state_memory(
+        sum(matrix.parameters for matrix in matrices),
+        max(_parameters_of_layers(matrices)),
+        parallel=config.parallel,
+        precision=config.training.precision,
+        num_processes=num_processes,
+    )
+
+
+def _parameters_of_layers(matrices: list[Matrix]) -> Iterable[int]:
+    """Return the parameters of embedding, one block and head."""
+    layers: Counter[str] = Counter()
+    for matrix in matrices:
+        layers[matrix.part] += matrix.parameters // matrix.copies
+    return layers.values()
+
+
+def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:
     parts = by_part(matrices)
     tree = {
         "name": config.name,
@@ -122,10 +152,12 @@ def _as_json(config: RunConfig, matrices: list[Matrix]) -> str:
             for matrix in matrices
         ],
     }
+    if memory is not None:
+        tree["bytes_a_process"] = {**asdict(memory), "total": memory.total}
     return json.dumps(tree, indent=2) + "\n"
 
 
-def _as_table(config: RunConfig, matrices: list[Matrix]) -> str:
+def _as_table(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:
     parts = by_part(matrices)
     total = sum(parts.values())
     width = max(len(matrix.name) for matrix in matrices) + 2
@@ -138,4 +170,13 @@ def _as_table(config: RunConfig, matrices: list[Matrix]) -> str:
                 copies = f"{matrix.copies} of" if matrix.copies > 1 else ""
                 row = f"  {matrix.name:{width}}{copies:>6} {shape:14}{matrix.parameters:>16,}"
                 lines.append(f"{row}{matrix.parameters / total:>8.2%}")
+    if memory is not None:
+        lines.append(_memory_line(config, memory))
     return "\n".join(lines) + "\n"
+
+
+def _memory_line(config: RunConfig, memory: StateMemory) -> str:
+    parts = {**asdict(memory), "total": memory.total}
+    words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    zero, precision = config.parallel.zero_stage, config.training.precision
+    return f"GB a process before any image, {precision}, ZeRO-{zero}: {words}"

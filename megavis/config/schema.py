@@ -60,20 +60,51 @@ class ModelConfig(Section):
     """Width of the MLP; 4 × hidden_size when absent."""
     normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
     """`rms_norm`: a gain and no mean subtraction. `layer_norm`: the usual one, with a bias."""
+    norm_bias: Literal["all", "last"] = "all"
+    """Which layer norms have a bias: all, or only the one before the head."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the variance inside every norm."""
     activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
     """`quick_gelu` is x · sigmoid(1.702 x)."""
     add_bias: bool = False
     """Biases on the linear layers of the blocks."""
+    attention_bias: bool | None = None
+    """Biases on those of attention; as `add_bias` says when absent."""
     hidden_dropout: Fraction = 0.0
     """Dropout on what each half of a block adds to the residual stream."""
+    attention_output_dropout: Fraction | None = None
+    """Dropout on what attention adds to it; `hidden_dropout` when absent."""
     attention_dropout: Fraction = 0.0
     """Dropout on attention probabilities."""
+    mlp_dropout: Fraction = 0.0
+    """Dropout inside the MLP, after its activation."""
     positions: Literal["none", "learned", "sincos", "rope_1d", "rope_2d"] | None = None
     """How tokens know where they stand; the paper's own way when absent."""
     position_scale: Annotated[float, Field(gt=0)] = 1.0
     """Multiplies rotary coordinates: trained grid / present grid interpolates them."""
+
+    @property
+    def has_biased_attention(self) -> bool:
+        """True where attention's linear layers have biases."""
+        return self.add_bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def residual_dropout(self) -> float:
+        """Dropout on what attention adds to the residual stream."""
+        given = self.attention_output_dropout
+        return self.hidden_dropout if given is None else given
+
+    @property
+    def has_dropout(self) -> bool:
+        """True where anything at all is dropped."""
+        return any(
+            (self.hidden_dropout, self.residual_dropout, self.attention_dropout, self.mlp_dropout)
+        )
+
+    def without_dropout(self) -> ModelConfig:
+        """Return the same model with nothing dropped."""
+        names = ("hidden_dropout", "attention_output_dropout", "attention_dropout", "mlp_dropout")
+        return self.model_copy(update=dict.fromkeys(names, 0.0))
 
     @property
     def head_size(self) -> int:

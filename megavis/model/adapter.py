@@ -41,12 +41,16 @@ class CouplingBlock(nn.Module):
         return self.conv_2(hidden)
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Couple two halves `[b, c/2, h, w]`."""
-        return second, first + self.shift(second)
+        """Couple two halves `[b, c/2, h, w]`; sums keep the precision of the halves."""
+        return second, first + self.rounded_shift(second)
 
     def inverse(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward`."""
-        return second - self.shift(first), first
+        return second - self.rounded_shift(first), first
+
+    def rounded_shift(self, half: Tensor) -> Tensor:
+        """Return `shift`, computed in the precision of the weights."""
+        return self.shift(half.to(self.conv_0.weight.dtype)).to(half.dtype)
 
 
 class Adapter(nn.Module):

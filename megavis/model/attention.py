@@ -23,7 +23,8 @@ from megavis.model.init import Initialization
 from megavis.model.linear import RowParallelLinear
 from megavis.model.positions import rotate
 from megavis.model.tokens import all_tokens
-from megavis.model.visibility import Kind, Relations
+from megavis.model.visibility import Kind, Relations, Visibility
+from megavis.parallel.random import separate_draws
 
 
 class Attention(nn.Module):
@@ -37,6 +38,7 @@ class Attention(nn.Module):
         initialization: Initialization,
         visibility_kind: Kind,
         rotary_scale: float = 1.0,
+        has_bias: bool = False,
         recompute: bool = False,
         **_: Any,
     ) -> None:
@@ -50,7 +52,7 @@ class Attention(nn.Module):
         projection = copy.copy(config)
         projection.sequence_parallel = config.sequence_parallel and not self.chooses
         width = config.hidden_size
-        options = {"config": projection, "bias": config.add_bias_linear}
+        options = {"config": projection, "bias": has_bias}
         self.linear_q = ColumnParallelLinear(
             width,
             width,
@@ -71,6 +73,7 @@ class Attention(nn.Module):
             width,
             width,
             config=config,
+            bias=has_bias,
             init_method=initialization.attention_output,
             tp_group=self.tensor_group,
         )
@@ -113,7 +116,15 @@ class Attention(nn.Module):
         if relations.cache is not None:
             key, value = relations.cache.extend(self.layer_number, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
-        kind, num_queries, num_keys = relations.visibility.kind, query.shape[2], key.shape[2]
+        # Every process of the tensor group has other heads.
+        with separate_draws(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
+            return self._kernel(query, key, value, relations.visibility, dropout)
+
+    def _kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, dropout: float
+    ) -> Tensor:
+        """Choose the fastest kernel for the visibility; shapes as in `_attend`."""
+        kind, num_queries, num_keys = visibility.kind, query.shape[2], key.shape[2]
         if kind in ("full", "context") or (kind == "causal" and num_queries == 1):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         if kind == "causal" and num_queries == num_keys:
@@ -121,7 +132,7 @@ class Attention(nn.Module):
                 query, key, value, dropout_p=dropout, is_causal=True
             )
         # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
-        mask = relations.visibility.mask(num_queries, num_keys)
+        mask = visibility.mask(num_queries, num_keys)
         assert mask is not None
         mask = mask.to(query.device)
         if kind == "causal":

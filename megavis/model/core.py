@@ -14,14 +14,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
+from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
 from megavis.model.linear import RowParallelLinear
-from megavis.model.norms import Norm
+from megavis.model.norms import GainNorm, Norm
 from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
@@ -127,6 +128,21 @@ class FeedForward(MLP):
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=core.groups.tp,
         )
+        dropout = core.config.model.mlp_dropout
+        if dropout:
+            drop = SplitDropout(dropout, core.groups.tp)
+            self.activation_func = nn.Sequential(_Activation(config.activation_func), drop)
+
+
+class _Activation(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class Block(TransformerLayer):
@@ -134,22 +150,25 @@ class Block(TransformerLayer):
 
     def __init__(self, core: Core, number: int) -> None:
         initialization, parallel = core.initialization, core.config.parallel
+        model = core.config.model
+        norm = GainNorm if model.norm_bias == "last" else Norm
         # Megatron's MLP reads its fills from the config; both are functions of one block alone.
         core.megatron.init_method = initialization.mlp_input
         core.megatron.output_layer_init_method = initialization.mlp_output
         attention = {
             "initialization": initialization,
             "visibility_kind": core.visibility_kind,
-            "rotary_scale": core.config.model.position_scale,
+            "rotary_scale": model.position_scale,
+            "has_bias": model.has_biased_attention,
             "recompute": parallel.activation_checkpointing == "selective",
         }
         super().__init__(
             core.megatron,
             TransformerLayerSubmodules(
-                input_layernorm=Norm,
+                input_layernorm=norm,
                 self_attention=ModuleSpec(Attention, params=attention),
-                self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=Norm,
+                self_attn_bda=_dropout_add(model.residual_dropout),
+                pre_mlp_layernorm=norm,
                 mlp=_feed_forward_type(core),
                 mlp_bda=get_bias_dropout_add,
             ),
@@ -192,6 +211,16 @@ class Block(TransformerLayer):
         hidden = self.self_attn_bda(self.training, False)(mixed, residual, self.hidden_dropout)
         mixed = self.mlp(self.pre_mlp_layernorm(hidden))
         return self.mlp_bda(self.training, False)(mixed, hidden, self.hidden_dropout)
+
+
+def _dropout_add(probability: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
+    """Return Megatron's sum of bias, dropout and residual with a probability of its own."""
+
+    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+        return lambda mixed, residual, _: add(mixed, residual, probability)
+
+    return build
 
 
 def _feed_forward_type(core: Core) -> type:

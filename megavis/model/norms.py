@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,15 @@ class Norm(nn.Module):
     parameters pass through Megatron's copy region, whose backward does.
     """
 
+    may_have_bias: ClassVar[bool] = True
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.subtracts_mean = config.normalization == "LayerNorm"
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = None
-        if config.normalization == "LayerNorm":
+        if self.subtracts_mean and self.may_have_bias:
             self.bias = nn.Parameter(torch.zeros(hidden_size))
         self.sums_gradients = config.sequence_parallel
 
@@ -35,8 +38,15 @@ class Norm(nn.Module):
             weight = copy_to_tensor_model_parallel_region(weight)
             bias = copy_to_tensor_model_parallel_region(bias) if bias is not None else None
         wide = hidden.float()
-        if bias is None:
-            out = F.rms_norm(wide, weight.shape, weight.float(), self.eps)
+        if self.subtracts_mean:
+            shift = None if bias is None else bias.float()
+            out = F.layer_norm(wide, weight.shape, weight.float(), shift, self.eps)
         else:
-            out = F.layer_norm(wide, weight.shape, weight.float(), bias.float(), self.eps)
+            out = F.rms_norm(wide, weight.shape, weight.float(), self.eps)
         return out.to(hidden.dtype)
+
+
+class GainNorm(Norm):
+    """The same without a bias."""
+
+    may_have_bias = False

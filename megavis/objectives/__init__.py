@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from megavis.config.schema import ObjectiveConfig
 from megavis.objectives.darl import DARL
+from megavis.objectives.givt import GIVT
+from megavis.objectives.givt_maskgit import GIVTMaskGIT
 from megavis.objectives.gvp import GVP
 from megavis.objectives.igpt import IGPT
 from megavis.objectives.mp3 import MP3
@@ -14,6 +16,8 @@ from megavis.objectives.vae import VAEObjective
 
 OBJECTIVES: Mapping[str, type[Trainable]] = {
     "darl": DARL,
+    "givt": GIVT,
+    "givt_maskgit": GIVTMaskGIT,
     "gvp": GVP,
     "igpt": IGPT,
     "mp3": MP3,

@@ -37,7 +37,7 @@ from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import LayerPlan
 from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
 from megavis.parallel.random import normal
-from megavis.tokenizers.vae_network import GROUPS, Posterior, VAENetwork, VAEShape
+from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
 
 Weight = Annotated[float, Field(ge=0)]
 
@@ -51,7 +51,7 @@ class VAEConfig(ObjectiveConfig):
     latent_channels: Positive = 16
     """d, real numbers a latent."""
     filters: Positive = 128
-    """Channels of the first level; a multiple of 32."""
+    """Channels of the first level; a multiple of `norm_groups`."""
     multipliers: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (
         1,
         1,
@@ -62,6 +62,9 @@ class VAEConfig(ObjectiveConfig):
     """Channels of each level as multiples of `filters`; images are halved between levels."""
     blocks_per_level: Positive = 2
     """Residual blocks a level, and in the middle."""
+    norm_groups: Positive = 32
+    """Groups of each group norm; 32 in the paper. Narrow networks want fewer: a group of one
+    channel forgets how bright it was."""
     reconstruction_weight: Weight = 1.0
     """Of the squared error, averaged over pixels and channels in [0, 1]."""
     beta: Weight = 5e-5
@@ -87,12 +90,19 @@ class VAEConfig(ObjectiveConfig):
     @property
     def shape(self) -> VAEShape:
         """The sizes of the network."""
-        return VAEShape(self.latent_channels, self.filters, self.multipliers, self.blocks_per_level)
+        return VAEShape(
+            self.latent_channels,
+            self.filters,
+            self.multipliers,
+            self.blocks_per_level,
+            self.norm_groups,
+        )
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want sizes that divide, a file where one is needed, and a plain layout."""
-        if self.filters % GROUPS:
-            yield "objective.filters", f"{self.filters} is no multiple of {GROUPS}"
+        if self.filters % self.norm_groups:
+            text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
+            yield "objective.filters", text
         if config.data.image_size % self.shape.downsampling:
             text = f"{config.data.image_size} does not divide by {self.shape.downsampling}, the"
             yield "data.image_size", f"{text} pixels on the side of a latent"
@@ -217,11 +227,12 @@ class VAEObjective(Trainable):
         """Return pixels and noise.
 
         Args:
-            inputs: images uint8 `[b, H, W, 3]`.
+            inputs: images `[b, H, W, 3]`, uint8, or floats in [0, 1].
             sample_index: int64 `[b]`, decides the noise; without it the noise is zero, so that
                 the mean is decoded.
         """
-        pixels = inputs.permute(0, 3, 1, 2).float() / 255.0
+        scale = 1.0 if inputs.is_floating_point() else 255.0
+        pixels = inputs.permute(0, 3, 1, 2).float() / scale
         side = pixels.shape[-1] // self.paper.shape.downsampling
         shape = (self.paper.latent_channels, side, side)
         if sample_index is None:

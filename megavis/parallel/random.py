@@ -72,6 +72,30 @@ def seeded(seed: int, *names: object) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def separate_draws(rank: int, size: int) -> Iterator[None]:
+    """Draw inside the block as no other process of a group does, and as before after it.
+
+    Dropout on what every process of the tensor group holds must agree between them, dropout on
+    what is split (heads, features of the MLP) must not. The processes share torch's generators;
+    here each takes a seed of its own that depends on the CPU's. Activation checkpointing restores
+    that one, and so repeats what was dropped.
+
+    Args:
+        rank: of this process in the group.
+        size: of the group.
+    """
+    if size == 1:
+        yield
+        return
+    # On the CPU, so that nothing waits for the device.
+    shared = int(torch.randint(2**62, (), device="cpu"))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(derive_seed(shared, "tensor", rank) & (2**63 - 1))
+        yield
+
+
 def _mix(bits: Tensor) -> Tensor:
     bits = (bits ^ _shift(bits, 30)) * _MIX_1
     bits = (bits ^ _shift(bits, 27)) * _MIX_2

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUPS = 32
 EPSILON = 1e-6
 LOWEST_LOG_VARIANCE, HIGHEST_LOG_VARIANCE = -30.0, 20.0
 
@@ -26,15 +25,18 @@ class VAEShape:
 
     Attributes:
         latent_channels: d, real numbers a latent.
-        filters: channels of the first level; a multiple of 32, the groups of each norm.
+        filters: channels of the first level; a multiple of `groups`.
         multipliers: channels of each level, as multiples of `filters`.
         blocks_per_level: residual blocks a level, and in the middle.
+        groups: of each norm. A group of one channel forgets its mean, so a narrow network wants
+            fewer groups than the paper's.
     """
 
     latent_channels: int = 16
     filters: int = 128
     multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     blocks_per_level: int = 2
+    groups: int = 32
 
     @property
     def downsampling(self) -> int:
@@ -75,11 +77,11 @@ class Posterior:
 class ResidualBlock(nn.Module):
     """Norm, swish, 3×3 convolution, twice; added to the input."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
-        self.norm_0 = _norm(inputs)
+        self.norm_0 = _norm(inputs, groups)
         self.conv_0 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.norm_1 = _norm(outputs)
+        self.norm_1 = _norm(outputs, groups)
         self.conv_1 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         # As released, where the width changes: the skip reads the block's own output.
         self.shortcut = None if inputs == outputs else nn.Conv2d(outputs, outputs, 1, bias=False)
@@ -100,10 +102,10 @@ class Encoder(nn.Module):
         self.levels = nn.ModuleList()
         width = shape.filters
         for multiplier in shape.multipliers:
-            self.levels.append(_blocks(width, shape.filters * multiplier, shape.blocks_per_level))
+            self.levels.append(_blocks(width, shape.filters * multiplier, shape))
             width = shape.filters * multiplier
-        self.middle = _blocks(width, width, shape.blocks_per_level)
-        self.norm = _norm(width)
+        self.middle = _blocks(width, width, shape)
+        self.norm = _norm(width, shape.groups)
         self.conv_out = nn.Conv2d(width, 2 * shape.latent_channels, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -124,15 +126,15 @@ class Decoder(nn.Module):
         super().__init__()
         width = shape.filters * shape.multipliers[-1]
         self.conv_in = nn.Conv2d(shape.latent_channels, width, 3, padding=1)
-        self.middle = _blocks(width, width, shape.blocks_per_level)
+        self.middle = _blocks(width, width, shape)
         self.levels = nn.ModuleList()
         self.enlargers = nn.ModuleList()
         for number, multiplier in reversed(list(enumerate(shape.multipliers))):
-            self.levels.append(_blocks(width, shape.filters * multiplier, shape.blocks_per_level))
+            self.levels.append(_blocks(width, shape.filters * multiplier, shape))
             width = shape.filters * multiplier
             if number > 0:
                 self.enlargers.append(nn.Conv2d(width, width, 3, padding=1))
-        self.norm = _norm(width)
+        self.norm = _norm(width, shape.groups)
         self.conv_out = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
@@ -177,13 +179,16 @@ class VAENetwork(nn.Module):
         return self.decoder(latents), posterior
 
 
-def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(GROUPS, channels, eps=EPSILON)
+def _norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups, channels, eps=EPSILON)
 
 
-def _blocks(inputs: int, outputs: int, count: int) -> nn.Sequential:
+def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
+    count = shape.blocks_per_level
     widths = [inputs] + [outputs] * count
-    return nn.Sequential(*(ResidualBlock(widths[i], widths[i + 1]) for i in range(count)))
+    return nn.Sequential(
+        *(ResidualBlock(widths[i], widths[i + 1], shape.groups) for i in range(count))
+    )
 
 
 def _initialize(convolution: nn.Conv2d) -> None:

@@ -46,7 +46,7 @@ class Engine:
         )
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]
-        module = self._pipeline(plans) if self._pipelined else self._stack(plans, settings)
+        module = self._pipeline(plans) if self._pipelined else build_stack(objective, context)
         self.layers = self._local_layers(plans, module)
         optimizer = build_optimizer(
             self.layers.named_parameters(), config.optimizer, objective.group_options
@@ -62,21 +62,6 @@ class Engine:
             config=settings,
             mpu=None if self._pipelined else DeepSpeedView(context),
             dist_init_required=False,
-        )
-
-    def _stack(self, plans: list[LayerPlan], settings: dict[str, Any]) -> nn.Module:
-        with self._partitioned_construction(settings):
-            return Stack(plans, self.objective.loss)
-
-    def _partitioned_construction(self, settings: dict[str, Any]) -> Any:
-        """Under ZeRO-3, split each layer over the processes as soon as it is built."""
-        if self.config.parallel.zero_stage != 3:
-            return contextlib.nullcontext()
-        return deepspeed.zero.Init(
-            # The group says where weights are split, the view how batch sizes multiply.
-            data_parallel_group=self.context.data.group,
-            mpu=DeepSpeedView(self.context),
-            config_dict_or_path=settings,
         )
 
     def _pipeline(self, plans: list[LayerPlan]) -> nn.Module:
@@ -125,9 +110,10 @@ class Engine:
     def _seed_dropout(self, step: int) -> None:
         """Seed torch by step, so that a resumed run needs no generator state.
 
-        Processes of a tensor group drop the same units where they hold the same tokens.
+        Processes of a tensor group drop the same units where they hold the same tokens; where
+        they hold others, layers draw apart (`separate_draws`).
         """
-        if self.config.model.hidden_dropout == 0.0:
+        if not self.config.model.has_dropout:
             return
         context = self.context
         place = [context.data.rank, context.pipeline.rank]
@@ -183,6 +169,24 @@ class Engine:
             batch = next(batches).to(self.context.device)
             sequence = self.objective.sequence(batch)
             yield sequence.inputs, sequence.targets
+
+
+def build_stack(objective: Trainable, context: ParallelContext) -> Stack:
+    """Build all layers; under ZeRO-3 each is split over the processes as soon as it is built.
+
+    So no process ever holds more of the model than its share and one layer.
+    """
+    config = objective.config
+    partitioned: Any = contextlib.nullcontext()
+    if config.parallel.zero_stage == 3:
+        partitioned = deepspeed.zero.Init(
+            # The group says where weights are split, the view how batch sizes multiply.
+            data_parallel_group=context.data.group,
+            mpu=DeepSpeedView(context),
+            config_dict_or_path=deepspeed_config(config, context.data.size),
+        )
+    with partitioned:
+        return Stack(objective.layer_plans(), objective.loss)
 
 
 class _PlannedLayer(LayerSpec):

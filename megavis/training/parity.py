@@ -84,9 +84,8 @@ def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelCon
 
 def parity_config(config: RunConfig) -> RunConfig:
     """Return the config without what may differ by right: dropout."""
-    model = config.model.model_copy(update={"hidden_dropout": 0.0})
     plain = ParallelConfig(zero_stage=0 if config.training.precision == "float32" else 1)
-    return config.model_copy(update={"model": model, "parallel": plain})
+    return config.model_copy(update={"model": config.model.without_dropout(), "parallel": plain})
 
 
 def compare_layouts(

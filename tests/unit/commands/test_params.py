@@ -98,3 +98,27 @@ def test_the_command_writes_json_and_a_table(capsys):
     table = capsys.readouterr().out.splitlines()
     assert table[0] == "igpt_s_32: 76,571,648 parameters"
     assert len(table) == 1 + 3 + len(tree["matrices"])
+
+
+def test_memory_a_process_is_the_arithmetic_of_the_layout(capsys):
+    path = str(PRESETS / "xl_64.yaml")
+
+    def memory(*words):
+        assert main(["params", path, "--processes", "16", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["bytes_a_process"]
+
+    # bf16 under ZeRO-3: 2 + 4 + 12 bytes of each parameter, shared out, and one block in bf16.
+    shared = memory()
+    own, block = 6_810_875_904 / 16, 12 * 3072**2 + 2 * 3072
+    assert shared["weights"] == pytest.approx(2 * own)
+    assert shared["gradients"] == pytest.approx(4 * own)
+    assert shared["optimizer"] == pytest.approx(12 * own)
+    assert shared["gathered"] == 2 * block
+    assert shared["total"] == pytest.approx(18 * own + 2 * block)
+    # Tensor size 8 and two processes of data: ZeRO-1 splits the optimizer alone.
+    split = memory("parallel.zero_stage=1", "parallel.tensor_model_parallel_size=8")
+    assert split["total"] == pytest.approx((2 + 4) * 2 * own + 12 * own)
+    moved = memory("parallel.offload_optimizer=cpu", "parallel.offload_parameters=cpu")
+    assert (moved["weights"], moved["optimizer"]) == (0, 0)
+    assert main(["params", path, "--processes", "48"]) == 2
+    assert "does not divide by the data-parallel size 48" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""No process ever holds the whole model under ZeRO-3: memory while iGPT-XL's stand-in is built.
+
+    python benchmarks/zero3_memory.py [WIDTH]
+
+Builds 60 blocks, as XL has them, of a smaller width (default 192) on four processes, once under
+ZeRO-1 and once under ZeRO-3, then takes one step on random images. Prints the resident memory that
+each phase added to a process, as a multiple of the model's float32 weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+XL = Path(__file__).parents[1] / "yaml_configs/igpt/xl_64.yaml"
+M_MMAP_THRESHOLD = -3  # as <malloc.h> has it
+WORDS = ["data.image_size=16", "training.precision=float32", "training.batch_size=4"]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Resident bytes that were added on one process.
+
+    Attributes:
+        model: bytes of the whole model's float32 weights.
+        largest_layer: likewise of its largest layer.
+        peak: most at any time while the layers were built.
+        built: when they were built.
+        engine: when the engine had its master weights and gradients.
+        trained: after the first step, which makes Adam's moments; with its activations.
+    """
+
+    model: int
+    largest_layer: int
+    peak: int
+    built: int
+    engine: int
+    trained: int
+
+
+def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
+    """Build the layers, then the whole engine, and take a step; a job for `WorkerPool`.
+
+    Args:
+        launch: this process's place in the job.
+        words: keys of XL's config to change.
+        trains: also what comes after the layers; 0 is returned for it otherwise.
+    """
+    from megavis.config.load import load_config
+    from megavis.objectives import OBJECTIVES, objective_configs
+    from megavis.parallel.context import close_context, open_context
+    from megavis.training.engine import build_stack
+
+    config = load_config(XL, [*WORDS, *words], objectives=objective_configs()).config
+    context = open_context(launch, device="cpu")
+    objective = OBJECTIVES[config.objective.name](config, context)
+    first, block, last = (bytes_of(plan) for plan in layers_of(objective))
+    # The first use of each collective and library allocates for good; that is not the model.
+    small = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 1})})
+    build_stack(type(objective)(small, context), context)
+    layers, peak, built = measured(lambda: build_stack(objective, context))
+    del layers
+    engine, trained = train(objective, context) if trains else (0, 0)
+    close_context()
+    model = first + config.model.num_layers * block + last
+    return Growth(model, max(first, block, last), peak, built, engine, trained)
+
+
+def train(objective: Any, context: Any) -> tuple[int, int]:
+    """Return the resident bytes that an engine adds, and those of it after a step."""
+    import torch
+
+    from megavis.data.batch import Batch
+    from megavis.training.engine import Engine
+
+    engine, _, initialized = measured(lambda: Engine(objective.config, objective, context))
+    ids = torch.randint(512, (1, objective.num_tokens))
+    batch = Batch(ids, torch.full((1,), -1), torch.arange(1))
+    _, _, stepped = measured(lambda: engine.train_step(iter([batch]), 0))
+    return initialized, initialized + stepped
+
+
+def bytes_of(plan: Any) -> int:
+    """Return the bytes of a layer's float32 weights."""
+    return sum(4 * parameter.numel() for parameter in plan.build().parameters())
+
+
+def layers_of(objective: Any) -> list[Any]:
+    """Return the plans of embedding, first block and head."""
+    plans = objective.layer_plans()
+    return [plans[0], plans[1], plans[-1]]
+
+
+def measured(action: Any) -> tuple[Any, int, int]:
+    """Return what `action` gives, and the resident bytes that it added: at most, and in the end."""
+    libc = ctypes.CDLL(None)
+    # Freed memory goes back to the system at once, so that resident memory is what is held.
+    libc.mallopt(M_MMAP_THRESHOLD, 65536)
+    gc.collect()
+    libc.malloc_trim(0)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to now
+    result = action()
+    gc.collect()
+    libc.malloc_trim(0)
+    return result, resident("VmHWM") - before, resident("VmRSS") - before
+
+
+def resident(field: str) -> int:
+    """Return this process's `VmRSS` or its peak `VmHWM` in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status holds no {field}")
+
+
+def main() -> None:
+    """Measure both stages and print a table."""
+    from megavis.parallel.workers import WorkerPool
+
+    width = sys.argv[1] if len(sys.argv) > 1 else "192"
+    words = [f"model.hidden_size={width}", "model.num_attention_heads=4"]
+    with WorkerPool(4, quiet=True) as pool:
+        for stage in (1, 3):
+            results = pool.run(growth, 4, [*words, f"parallel.zero_stage={stage}"])
+            worst = max(results, key=lambda result: result.peak)
+            ratios = (worst.peak, worst.built, worst.engine, worst.trained)
+            peak, built, engine, trained = (size / worst.model for size in ratios)
+            print(
+                f"ZeRO-{stage}, 4 processes, model {worst.model / 1e6:.0f} MB, largest layer"
+                f" {worst.largest_layer / worst.model:.3f}: while built at most {peak:.2f}, built"
+                f" {built:.2f}, with its engine {engine:.2f}, after a step {trained:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

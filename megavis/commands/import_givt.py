@@ -1,0 +1,88 @@
+"""`megavis import givt` and `givt-vae`: runs out of the released `.npz` files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from megavis.config.schema import ModelConfig, ObjectiveConfig
+
+
+def import_transformer(args: argparse.Namespace) -> None:
+    """Write the run of a causal or masked model, with its adapter where the file has one.
+
+    Raises:
+        UserError: the file is no such checkpoint, or does not tell what is asked for.
+    """
+    from megavis.objectives.givt_released import read_arrays
+    from megavis.objectives.givt_weights import ReleasedModel
+
+    arrays = dict(read_arrays(args.source))
+    if args.adapter is not None:
+        adapter = read_arrays(args.adapter)
+        arrays |= {f"params_adaptor/{name}": array for name, array in adapter.items()}
+    released = ReleasedModel(arrays, mode=args.mode, num_classes=args.num_classes)
+    paper = released.objective()
+    if args.tokenizer is not None:
+        paper = paper.model_copy(update={"tokenizer": str(args.tokenizer)})
+    size = released.side * paper.downsampling
+    _write(args, paper, released.weights(), image_size=size, model=released.model())
+
+
+def import_vae(args: argparse.Namespace) -> None:
+    """Write the run of a VAE; without its discriminator, which was not released.
+
+    Raises:
+        UserError: the file is no such checkpoint.
+    """
+    from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
+    from megavis.objectives.vae import VAEConfig
+
+    arrays = read_arrays(args.source)
+    shape = vae_shape(arrays)
+    paper = VAEConfig(
+        latent_channels=shape.latent_channels,
+        filters=shape.filters,
+        multipliers=shape.multipliers,
+        blocks_per_level=shape.blocks_per_level,
+        perceptual_weight=0.0,
+        adversarial_weight=0.0,
+    )
+    weights = {f"vae.network.{name}": tensor for name, tensor in vae_weights(arrays).items()}
+    _write(args, paper, weights, image_size=args.image_size)
+
+
+def _write(
+    args: argparse.Namespace,
+    paper: ObjectiveConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    image_size: int,
+    model: ModelConfig | None = None,
+) -> None:
+    from megavis.checkpoint.whole import write_weights
+    from megavis.config.load import dump_config
+    from megavis.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+
+    sections: dict[str, Any] = {} if model is None else {"model": model}
+    config = RunConfig(
+        name=args.run_folder.name,
+        output=str(args.run_folder.parent),
+        objective=paper,
+        # The weights come without their data and their training; these keys are for going on.
+        data=DataConfig(train="shards/train", image_size=image_size),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        training=TrainingConfig(steps=1, batch_size=128),
+        **sections,
+    )
+    args.run_folder.mkdir(parents=True)
+    (args.run_folder / "config.yaml").write_text(dump_config(config))
+    write_weights(args.run_folder, weights, seed=config.seed, tokenizer=None)
+    total = sum(tensor.numel() for tensor in weights.values())
+    sys.stdout.write(f"{args.run_folder}: {total:,} parameters from {args.source}\n")

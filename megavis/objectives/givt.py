@@ -1,0 +1,90 @@
+"""GIVT-Causal: Generative Infinite-Vocabulary Transformers (Tschannen et al., 2024).
+
+An image is the raster sequence of a VAE's real-valued latents. Each token is predicted from those
+before it as a mixture of Gaussians in place of logits over a vocabulary (section 3.2); a vector for
+the class stands in front.
+
+Legend: b images, n tokens, d numbers of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.data.batch import Batch
+from megavis.model.visibility import Kind
+from megavis.objectives.base import Sequence
+from megavis.objectives.givt_base import LatentTokens, Predictions
+from megavis.objectives.givt_config import GIVTConfig
+from megavis.objectives.givt_layers import CausalEmbedding, DensityHead
+
+
+class GIVT(LatentTokens):
+    """Next-token prediction of latents."""
+
+    config_type = GIVTConfig
+
+    @property
+    def visibility_kind(self) -> Kind:
+        """Each place sees those before it."""
+        return "causal"
+
+    def build_embedding(self) -> CausalEmbedding:
+        """Return labels, latents and positions."""
+        return CausalEmbedding(
+            self.core, self.paper, self.position_kind, num_rows=self.num_label_rows
+        )
+
+    def build_head(self) -> DensityHead:
+        """Return the last norm and the matrix to the density's parameters."""
+        return DensityHead(self.core, self.num_outputs)
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Draw latents and drop some labels."""
+        latents = self.latents(batch.inputs, batch.sample_index)
+        return Sequence((latents, self.training_rows(batch)), self.plain_targets(latents))
+
+    def inputs_from(
+        self,
+        inputs: Any,
+        *,
+        labels: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return what the first layer takes.
+
+        Args:
+            inputs: as `latents` takes them. Tokens pass the adapter by.
+            labels: int64 `[b]`; -1 or None: no class.
+            sample_index: as `latents` takes it.
+
+        Raises:
+            UserError: a shape or a label is wrong.
+        """
+        latents = self.latents(inputs, sample_index)
+        rows = self.label_rows(labels, len(latents), latents.device)
+        if latents.ndim == 3:
+            return self.inputs_at(latents, rows, 0, self.num_tokens)
+        return latents, rows
+
+    def inputs_at(self, tokens: Tensor, rows: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places [start, stop) alone, for generation with a cache.
+
+        Args:
+            tokens: `[b, m, d]` as the adapter gives them; those before `stop - 1` are read.
+            rows: int64 `[b]`, see `label_rows`.
+            start: first place.
+            stop: end of the places.
+        """
+        before = F.pad(tokens, (0, 0, 1, 0))[:, start:stop].contiguous()
+        places = torch.arange(start, stop, device=tokens.device)[None]
+        return before, rows, places
+
+    def loss(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return nats a token (equation 2), the mean over tokens and images."""
+        return self.nats(predictions, targets).mean()

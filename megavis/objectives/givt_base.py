@@ -1,0 +1,215 @@
+"""What GIVT's causal and masked models share: latents, labels, the density and its loss.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", sections 3.2 and 3.3, appendices B and C.
+
+Legend: b images, n tokens, d numbers of a token, k components, c channels and h, w of the latents.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.init import Initialization, truncated_normal, xavier_uniform
+from megavis.model.mixture import Distribution, FullGaussian, Mixture
+from megavis.model.positions import PositionKind, carried_names
+from megavis.objectives.base import Objective
+from megavis.objectives.givt_config import LatentTokensConfig
+from megavis.objectives.givt_layers import TOKENS, LatentEmbedding
+from megavis.parallel.random import normal, uniform
+from megavis.tokenizers.latents import stack, to_tokens
+
+Predictions = Tensor | tuple[Tensor, Tensor]
+
+
+class LatentTokens(Objective):
+    """Real-valued tokens, each predicted as a density."""
+
+    num_special_rows = 0
+    """Rows of the table of labels between the classes and the null label."""
+
+    @property
+    def paper(self) -> LatentTokensConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, LatentTokensConfig)
+        return self.config.objective
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """Learned positions, unless the config says otherwise."""
+        return self.config.model.positions or "learned"
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """The adapter's tokens, on their way to the loss; coordinates for rotary positions."""
+        adapted = (TOKENS,) if self.paper.adapter_blocks else ()
+        return (*adapted, *carried_names(self.position_kind))
+
+    @property
+    def carries_gradient(self) -> bool:
+        """The adapter learns from the loss on the tokens that it gives."""
+        return self.paper.adapter_blocks > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image."""
+        height, width = self.paper.grid(self.config)
+        return height * width
+
+    @property
+    def token_size(self) -> int:
+        """Numbers of a token."""
+        return self.paper.token_size
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image's latents."""
+        side = self.config.data.image_size // self.paper.downsampling
+        return self.paper.latent_channels, side, side
+
+    @property
+    def num_outputs(self) -> int:
+        """Parameters of the density of a token."""
+        return self.paper.num_outputs
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of the labels; 0 where there are none."""
+        return self.paper.num_classes
+
+    def initialization(self) -> Initialization:
+        """Return the released code's: LeCun's for attention, Xavier's for the MLP."""
+        lecun = truncated_normal(self.config.model.hidden_size**-0.5)
+        return Initialization(lecun, lecun, lecun, xavier_uniform, xavier_uniform)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want latents of this grid, or images and a VAE, and labels that the table has."""
+        if manifest.kind == "latents":
+            if manifest.latent_shape != self.latent_shape:
+                yield (
+                    f"holds latents of shape {list(manifest.latent_shape or ())}; the config's"
+                    f" (objective.latent_channels, data.image_size / objective.downsampling) is"
+                    f" {list(self.latent_shape)}"
+                )
+        elif manifest.kind != "jpeg":
+            yield f"holds {manifest.kind} shards; {self.config.objective.name} wants latents shards"
+        elif self.paper.tokenizer is None:
+            yield "holds images; name the VAE's run folder in objective.tokenizer, or give latents"
+        yield from self._check_labels(len(manifest.class_names))
+
+    def _check_labels(self, num_given: int) -> Iterator[str]:
+        wanted = self.paper.num_classes
+        if num_given > wanted > 0:
+            yield f"has {num_given} classes; objective.num_classes is {wanted}"
+        if wanted and not num_given:
+            yield "has no labels; set objective.num_classes to 0, or give labelled shards"
+
+    @property
+    def num_label_rows(self) -> int:
+        """Rows of the table: classes (or one that stands for all), special ones, null label."""
+        classes = self.paper.num_classes or 1
+        return classes + self.num_special_rows + int(self.paper.has_null_label)
+
+    @property
+    def null_row(self) -> int:
+        """Row of the null label; of the only one where there are no classes."""
+        if not self.paper.num_classes:
+            return 0
+        return self.num_label_rows - 1
+
+    def label_rows(self, labels: Tensor | None, count: int, device: torch.device) -> Tensor:
+        """Return the table's rows int64 `[b]` of classes `[b]`; -1 and None: no class.
+
+        Raises:
+            UserError: a label is out of range, or none is given to a model that wants one.
+        """
+        if labels is None:
+            labels = torch.full((count,), -1)
+        if not self.paper.num_classes:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+        lowest = -1 if self.paper.has_null_label else 0
+        if int(labels.min()) < lowest or int(labels.max()) >= self.paper.num_classes:
+            null = " or -1 for no class" if lowest else ", without a null label"
+            raise UserError(f"labels must lie in 0..{self.paper.num_classes - 1}{null}")
+        return self._rows(labels.to(device))
+
+    def _rows(self, labels: Tensor) -> Tensor:
+        return torch.where(labels < 0, self.null_row, labels)
+
+    def training_rows(self, batch: Batch) -> Tensor:
+        """Return the rows `[b]` of a batch's labels, some of them dropped."""
+        if not self.paper.num_classes:
+            return torch.zeros_like(batch.labels)
+        rows = self._rows(batch.labels)
+        if not self.paper.has_null_label:
+            return rows
+        draws = uniform(batch.sample_index, 1, seed=self.config.seed, purpose="label-dropout")
+        return torch.where(draws[:, 0] < self.paper.label_dropout, self.null_row, rows)
+
+    def latents(self, inputs: Any, sample_index: Tensor | None) -> Tensor:
+        """Return latents `[b, c, h, w]`, or the tokens `[b, n, d]` as they are given.
+
+        Args:
+            inputs: mean and scale `[b, 2, c, h, w]` as shards hold them, latents, tokens as the
+                adapter gives them, or with a VAE images uint8 `[b, H, W, 3]`.
+            sample_index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
+
+        Raises:
+            UserError: the shape is none of these.
+        """
+        if inputs.shape[1:] == (self.num_tokens, self.token_size):
+            return inputs.float()
+        if inputs.shape[1:] == self.latent_shape and inputs.is_floating_point():
+            return inputs.float()
+        if inputs.shape[1:] != (2, *self.latent_shape):
+            raise UserError(
+                f"the inputs have shape {list(inputs.shape)}; this run takes latents"
+                f" [b, {', '.join(map(str, self.latent_shape))}], their mean and scale [b, 2, ...],"
+                f" or tokens [b, {self.num_tokens}, {self.token_size}]"
+            )
+        mean, scale = inputs.float().unbind(1)
+        if sample_index is None:
+            return mean
+        count = mean[0].numel()
+        noise = normal(sample_index, count, seed=self.config.seed, purpose="posterior")
+        return mean + scale * noise.view_as(mean)
+
+    def plain_targets(self, latents: Tensor) -> tuple[Tensor, ...]:
+        """Return the tokens to score `[b, n, d]`; none where the adapter gives them."""
+        if self.paper.adapter_blocks:
+            return ()
+        return (to_tokens(stack(latents, self.paper.stacked_latents)),)
+
+    @abstractmethod
+    def build_embedding(self) -> LatentEmbedding:
+        """Return the first layer."""
+
+    def distribution(self, predictions: Predictions) -> Distribution:
+        """Return the density of each token, float32."""
+        parameters = predictions if isinstance(predictions, Tensor) else predictions[0]
+        if self.paper.covariance == "full":
+            return FullGaussian.from_outputs(parameters, self.paper.scale_form)
+        return Mixture.from_outputs(parameters, self.paper.num_components, self.paper.scale_form)
+
+    def nats(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return -log p of each token, float32 `[b, n]`."""
+        tokens = targets[0] if isinstance(predictions, Tensor) else predictions[1]
+        return -self.distribution(predictions).log_prob(tokens)
+
+    def outputs(self, predictions: Predictions) -> Tensor:
+        """Return the parameters `[b, n, ...]`; with an adapter followed by its tokens."""
+        if isinstance(predictions, Tensor):
+            return predictions
+        return torch.cat([predictions[0].float(), predictions[1].float()], dim=-1)
+
+    def first_layer(self, layer: nn.Module) -> LatentEmbedding:
+        """Return the embedding, which holds the adapter."""
+        assert isinstance(layer, LatentEmbedding)
+        return layer

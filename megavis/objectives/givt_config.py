@@ -1,0 +1,144 @@
+"""The keys of GIVT, causal and masked.
+
+Where paper and released code differ, the key says what each has; the default is the code's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megavis.config.schema import (
+    Complaint,
+    Fraction,
+    NonNegative,
+    ObjectiveConfig,
+    Positive,
+    RunConfig,
+)
+from megavis.model.mixture import ScaleActivation, ScaleForm
+
+
+class LatentTokensConfig(ObjectiveConfig):
+    """What both models share."""
+
+    latent_channels: Positive = 16
+    """Numbers of a latent, d of the VAE."""
+    downsampling: Positive = 16
+    """Pixels on the side of a latent."""
+    stacked_latents: Positive = 1
+    """Neighbours of a row that are stacked into one token; 2 for Large at 512² (table 5)."""
+    num_classes: NonNegative = 1000
+    """Classes whose label stands in front; 0 trains without labels."""
+    label_dropout: Fraction = 0.1
+    """Probability that the null label takes the place of the class; 0: there is none, and no
+    guidance without the class. The paper names no number; the released code has 0.1."""
+    num_components: Positive = 16
+    """k of the mixture."""
+    covariance: Literal["diagonal", "full"] = "diagonal"
+    """`full`: a single Gaussian whose numbers depend on each other; num_components must be 1."""
+    scale_activation: ScaleActivation = "squareplus"
+    """From an output to a scale: `squareplus` in the released code, `softplus` in the paper."""
+    scale_floor: Annotated[float, Field(gt=0)] = 1e-6
+    """Smallest scale: 1e-6 in the released code, 1e-5 in the paper (appendix C.1)."""
+    adapter_blocks: NonNegative = 0
+    """Coupling blocks of the adapter that is trained jointly; 8 in the paper, 0: no adapter."""
+    adapter_bottleneck: Positive | None = None
+    """Its hidden channels; 4 · numbers of a token when absent, as in the paper. The released code
+    has 8 · numbers of a token at 512²."""
+    tokenizer: str | None = None
+    """Run folder of the VAE, to encode jpeg shards as they are read and to decode samples; latents
+    shards name theirs when absent."""
+
+    @property
+    def token_size(self) -> int:
+        """Numbers of a token."""
+        return self.latent_channels * self.stacked_latents
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head gives for a token."""
+        if self.covariance == "full":
+            return self.token_size**2 + self.token_size
+        return self.num_components * (1 + 2 * self.token_size)
+
+    @property
+    def scale_form(self) -> ScaleForm:
+        """From outputs to scales."""
+        return ScaleForm(self.scale_activation, self.scale_floor)
+
+    @property
+    def has_null_label(self) -> bool:
+        """True where a label stands for no class."""
+        return self.num_classes > 0 and self.label_dropout > 0
+
+    def grid(self, config: RunConfig) -> tuple[int, int]:
+        """Return height and width of the grid of tokens."""
+        side = config.data.image_size // self.downsampling
+        return side, side // self.stacked_latents
+
+    def num_places(self, config: RunConfig) -> int:
+        """Return the places of the sequence that goes through the blocks."""
+        height, width = self.grid(config)
+        return height * width
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want sizes that divide and a covariance that the head can give."""
+        side, rest = divmod(config.data.image_size, self.downsampling)
+        if rest or not side:
+            text = f"{config.data.image_size} does not divide by objective.downsampling"
+            yield "data.image_size", f"{text} {self.downsampling}"
+        if side % self.stacked_latents:
+            text = f"{self.stacked_latents} does not divide the {side} latents of a row"
+            yield "objective.stacked_latents", text
+        if self.covariance == "full" and self.num_components != 1:
+            text = f"{self.num_components} Gaussians cannot have a full covariance; use 1"
+            yield "objective.num_components", text
+        yield from self._check_adapter()
+        tensor, places = config.parallel.tensor_model_parallel_size, self.num_places(config)
+        if config.parallel.sequence_parallel and places % tensor:
+            text = f"{places} places do not divide by tensor_model_parallel_size {tensor}"
+            yield "parallel.sequence_parallel", f"{text}; set it to false"
+
+    def _check_adapter(self) -> Iterator[Complaint]:
+        half, groups = self.token_size // 2, min(32, self.token_size // 2)
+        hidden = (self.adapter_bottleneck or 4 * self.token_size) // 2
+        if not self.adapter_blocks:
+            return
+        if self.token_size % 2:
+            text = f"an adapter couples halves of a token, and {self.token_size} numbers are odd"
+            yield "objective.adapter_blocks", f"{text}; use 0"
+        elif half % groups or hidden % groups:
+            text = f"half of it and of the {self.token_size} numbers of a token must divide by"
+            yield "objective.adapter_bottleneck", f"{text} {groups}"
+
+
+class GIVTConfig(LatentTokensConfig):
+    """GIVT-Causal."""
+
+    name: Literal["givt"] = "givt"
+
+
+class MaskGITConfig(LatentTokensConfig):
+    """GIVT-MaskGIT."""
+
+    name: Literal["givt_maskgit"] = "givt_maskgit"
+    masked_input: Literal["vector", "zeros"] = "vector"
+    """What stands for a masked token: a learned vector in the released code, the embedding of
+    zeros in the paper (section 3.2)."""
+    least_masking: Fraction = 0.3
+    """The share of masked tokens is cos(π/2 · u), u uniform in [0, 1 - this): 0.3 in the released
+    code, which masks at least 45 %; the paper names none, and MaskGIT's own 0."""
+
+    def num_places(self, config: RunConfig) -> int:
+        """Return the tokens and the label in front of them."""
+        return super().num_places(config) + 1
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want a width of which token and mask take half each."""
+        yield from super().check(config)
+        if config.model.hidden_size % 2:
+            text = f"{config.model.hidden_size} must be even: token and mask take half of it each"
+            yield "model.hidden_size", text

@@ -1,0 +1,21 @@
+"""Under ZeRO-3 a model is built without any process ever holding all of it."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.zero3_memory import growth
+
+WORDS = ["model.num_layers=12", "model.hidden_size=256", "model.num_attention_heads=4"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_peak_memory_while_a_model_is_built(run_job: Any, stage: int) -> None:
+    results = run_job(growth, 4, [*WORDS, f"parallel.zero_stage={stage}"], False)
+    whole = results[0].model
+    assert whole > 30e6
+    for result in results:
+        if stage == 1:
+            assert result.peak > 0.9 * whole, "the measure does not see a model that is held whole"
+        else:
+            assert result.peak < whole / 2 + result.largest_layer

@@ -1,0 +1,188 @@
+"""GIVT's sequences, labels, masks and losses, against plain loops and equations."""
+
+import math
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.runner import Runner
+from megavis.model.stack import LocalLayers, Stack
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
+
+CONFIG = """\
+name: tiny
+objective: {name: givt, latent_channels: 4, downsampling: 8, num_classes: 3, num_components: 2}
+model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}
+data: {train: shards/train, image_size: 32}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 3, batch_size: 8}
+"""
+
+
+@pytest.fixture
+def make(context, tmp_path):
+    """Build a tiny model; every number random, also those of the head."""
+
+    def make(*words):
+        path = tmp_path / "tiny.yaml"
+        path.write_text(CONFIG)
+        config = load_config(path, words, objectives=objective_configs()).config
+        objective = OBJECTIVES[config.objective.name](config, context)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return objective, Runner(layers, context)
+
+    return make
+
+
+def batch_of(count=6, label=1):
+    generator = torch.Generator().manual_seed(1)
+    moments = torch.rand(count, 2, 4, 4, 4, generator=generator).half()
+    return Batch(moments, torch.full((count,), label), torch.arange(count))
+
+
+def test_stacked_latents_stand_as_the_released_code_has_them():
+    latents = torch.randn(2, 3, 4, 6)
+    stacked = stack(latents, 2)
+    for c in range(3):
+        for p in range(2):
+            torch.testing.assert_close(stacked[:, c * 2 + p], latents[:, c, :, p::2])
+    torch.testing.assert_close(unstack(stacked, 2), latents)
+    tokens = to_tokens(stacked)
+    torch.testing.assert_close(tokens[:, 3 + 1], stacked[:, :, 1, 1])
+    torch.testing.assert_close(to_grid(tokens, height=4), stacked)
+
+
+def test_latents_are_drawn_afresh_and_follow_the_sample(make):
+    objective, _ = make()
+    batch = batch_of()
+    first = objective.latents(batch.inputs, batch.sample_index)
+    again = objective.latents(batch.inputs[2:], batch.sample_index[2:])
+    torch.testing.assert_close(first[2:], again, rtol=0, atol=0)
+    later = objective.latents(batch.inputs, batch.sample_index + 100)
+    assert not torch.equal(first, later)
+    mean, scale = batch.inputs.float().unbind(1)
+    many = objective.latents(batch.inputs[:1].expand(20_000, -1, -1, -1, -1), torch.arange(20_000))
+    torch.testing.assert_close(many.mean(0), mean[0], rtol=0, atol=0.04)
+    torch.testing.assert_close(many.std(0), scale[0], rtol=0.04, atol=0.01)
+    torch.testing.assert_close(objective.latents(batch.inputs, None), mean)
+
+
+@pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=2",)])
+def test_a_token_depends_on_those_before_it_and_on_the_label(make, words):
+    objective, runner = make(*words)
+    tokens = torch.randn(1, 16, 4)
+    plain = runner.predictions(objective.inputs_from(tokens, labels=torch.tensor([1])))
+    changed = tokens.clone()
+    changed[:, 5] += 1.0
+    other = runner.predictions(objective.inputs_from(changed, labels=torch.tensor([1])))
+    label = runner.predictions(objective.inputs_from(tokens, labels=torch.tensor([2])))
+    first = [p if isinstance(p, torch.Tensor) else p[0] for p in (plain, other, label)]
+    assert torch.equal(first[0][:, :6], first[1][:, :6])
+    assert not torch.isclose(first[0][:, 6], first[1][:, 6]).all()
+    assert not torch.isclose(first[0][:, 0], first[2][:, 0]).all()
+
+
+def test_the_loss_is_the_mean_of_the_mixture_s_likelihood(make):
+    objective, runner = make()
+    sequence = objective.sequence(batch_of())
+    predictions = runner.predictions(sequence.inputs)
+    loss = objective.loss(predictions, sequence.targets)
+    (tokens,) = sequence.targets
+    total = 0.0
+    for image in range(len(tokens)):
+        for place in range(16):
+            numbers = predictions[image, place].double()
+            weights, rest = numbers[:2].softmax(0), numbers[2:].view(2, 2, 4)
+            density = 0.0
+            for component in range(2):
+                mean, raw = rest[component]
+                scale = (raw + (raw.square() + 4).sqrt()) / 2
+                normal = torch.distributions.Normal(mean, scale)
+                log_prob = normal.log_prob(tokens[image, place].double()).sum()
+                density += weights[component] * log_prob.exp()
+            total -= math.log(density)
+    assert loss.dtype == torch.float32
+    assert math.isclose(float(loss), total / (6 * 16), rel_tol=1e-5)
+
+
+def test_an_adapter_s_tokens_are_scored_and_have_a_gradient(make):
+    objective, runner = make("objective.adapter_blocks=2")
+    assert objective.carries_gradient
+    sequence = objective.sequence(batch_of())
+    assert sequence.targets == ()
+    state = sequence.inputs
+    for layer in runner.layers.modules:
+        state = layer(state)
+    # What the tokens are as targets, with the way through the blocks cut.
+    loss = objective.loss((state[0].detach(), state[1]), ())
+    loss.backward()
+    adapter = runner.layers.modules[0].adapter
+    assert all(float(p.grad.abs().sum()) > 0 for p in adapter.parameters())
+
+
+def test_labels_are_dropped_as_often_as_asked(make):
+    objective, _ = make("objective.label_dropout=0.25")
+    index = torch.arange(20_000)
+    batch = Batch(torch.empty(len(index)), torch.full((len(index),), 2), index)
+    rows = objective.training_rows(batch)
+    assert set(rows.tolist()) == {2, 3}
+    assert abs(float((rows == 3).float().mean()) - 0.25) < 0.01
+
+
+def test_hidden_tokens_are_not_seen_and_alone_are_scored(make):
+    objective, runner = make("objective.name=givt_maskgit")
+    tokens, mask = torch.randn(2, 16, 4), torch.zeros(2, 16, dtype=torch.bool)
+    mask[:, 3:9] = True
+    changed = torch.where(mask[..., None], 7.0, tokens)
+    labels = torch.tensor([0, 2])
+    plain, other = (
+        runner.predictions(objective.inputs_from(t, labels=labels, mask=mask))
+        for t in (tokens, changed)
+    )
+    assert torch.equal(plain, other)
+    expected = -objective.distribution(plain).log_prob(tokens)[:, 3:9].mean()
+    torch.testing.assert_close(objective.loss(plain, (tokens, mask)), expected)
+
+
+def test_the_share_of_hidden_tokens_follows_the_cosine(make):
+    objective, _ = make("objective.name=givt_maskgit", "objective.least_masking=0.3")
+    mask = objective.draw_mask(torch.arange(20_000))
+    shares = mask.float().mean(1)
+    assert shares.min() >= math.cos(math.pi / 2 * 0.7)
+    # The mean of cos(π u / 2) over u in [0, 0.7], and half a token more from rounding up.
+    mean = math.sin(math.pi / 2 * 0.7) / (math.pi / 2 * 0.7) + 0.5 / 16
+    assert abs(float(shares.mean()) - mean) < 0.01
+    assert float((mask.float().mean(0) - shares.mean()).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "message"),
+    [((), 3, "0..2 or -1"), (("objective.label_dropout=0.0",), -1, "0..2, without")],
+)
+def test_a_label_out_of_range_is_named(make, words, label, message):
+    objective, _ = make(*words)
+    with pytest.raises(UserError, match=message):
+        objective.inputs_from(torch.zeros(1, 16, 4), labels=torch.tensor([label]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("objective.covariance=full",), "use 1"),
+        (("objective.downsampling=5",), "does not divide by objective.downsampling"),
+        (("objective.stacked_latents=3",), "3 does not divide the 4 latents"),
+        (("objective.adapter_blocks=1", "objective.latent_channels=3"), "numbers are odd"),
+        (("objective.adapter_blocks=1", "objective.adapter_bottleneck=6"), "must divide by 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make, words, message):
+    with pytest.raises(UserError, match=message):
+        make(*words)

@@ -1,0 +1,105 @@
+"""GIVT against golden values of the released code, through imported runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import megavis
+from megavis.cli import main
+from megavis.parallel.context import close_context
+
+GOLDEN = Path(__file__).parents[2] / "data" / "givt"
+TOLERANCE = {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_job():
+    yield
+    close_context()
+
+
+def golden(name):
+    with np.load(GOLDEN / f"{name}.npz") as archive:
+        return {key: archive[key] for key in archive.files}
+
+
+def open_imported(folder, form, file, *options):
+    assert main(["import", form, str(file), str(folder / "run"), *options]) == 0
+    return megavis.load(folder / "run", device="cpu")
+
+
+def stacked(arrays):
+    """Stack the layers of released arrays on axis 1, as the large checkpoints are."""
+    first = "params/decoder/EncDecBlock0/"
+    inner = [name.removeprefix(first) for name in arrays if name.startswith(first)]
+    together = {
+        f"params/decoder/EncDecBlock/{name}": np.stack(
+            [arrays[f"params/decoder/EncDecBlock{layer}/{name}"] for layer in (0, 1)], axis=1
+        )
+        for name in inner
+    }
+    return {n: a for n, a in arrays.items() if "EncDecBlock" not in n} | together
+
+
+@pytest.mark.parametrize("name", ["givt_causal", "givt_maskgit", "givt_full_covariance"])
+def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
+    values = golden(name)
+    run = open_imported(tmp_path, "givt", GOLDEN / f"{name}.npz", "--num-classes", "10")
+    mask = torch.from_numpy(values["mask"]) if "mask" in values else None
+    tokens, labels = torch.from_numpy(values["tokens"]), torch.from_numpy(values["labels"])
+    outputs = run.outputs(tokens, labels=labels.long(), mask=mask)
+    torch.testing.assert_close(outputs, torch.from_numpy(values["logits"]), **TOLERANCE)
+    nats = run.objective.nats(outputs, (tokens,))
+    torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
+
+
+def test_stacked_layers_and_an_adapter_are_read(tmp_path):
+    arrays, adapter = golden("givt_causal"), golden("adapter")
+    random = np.random.default_rng(0)
+    width = {"params/EmbedTargets/kernel": (16, 64), "params/decoder/LogitsDense/kernel": (64, 99)}
+    for name, shape in width.items():
+        arrays[name] = random.normal(size=shape).astype(np.float32)
+    arrays["params/decoder/LogitsDense/bias"] = np.zeros(99, np.float32)
+    arrays["params/decoder/pos_emb"] = random.normal(size=(1, 36, 64)).astype(np.float32)
+    names = [name for name in adapter if name.startswith("params/")]
+    for name in names:
+        arrays[name.replace("params/", "params/params_adaptor/")] = adapter[name]
+    plain, together = tmp_path / "plain.npz", tmp_path / "together.npz"
+    np.savez(plain, **arrays)
+    np.savez(together, **stacked(arrays))
+    latents = torch.from_numpy(adapter["z"]).permute(0, 3, 1, 2)
+    labels = torch.tensor([3, -1])
+    outputs = []
+    for file in (plain, together):
+        run = open_imported(tmp_path / file.stem, "givt", file, "--num-classes", "10")
+        outputs.append(run.outputs(latents, labels=labels))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+    # What the adapter gave follows the density's parameters.
+    expected = torch.from_numpy(adapter["y"]).flatten(1, 2)
+    torch.testing.assert_close(outputs[0][..., -16:], expected, **TOLERANCE)
+    back = run.runner.layers.modules[0].latents(outputs[0][..., -16:])
+    torch.testing.assert_close(back, latents, **TOLERANCE)
+
+
+def test_vae_is_read(tmp_path):
+    values = golden("vae")
+    run = open_imported(tmp_path, "givt-vae", GOLDEN / "vae.npz")
+    image = torch.from_numpy(values["image01"])
+    moments = torch.from_numpy(values["moments"]).permute(0, 3, 1, 2)
+    torch.testing.assert_close(run.outputs(image), moments, **TOLERANCE)
+    made = run.runner.predictions(run.objective.inputs_from(image))[1]
+    expected = torch.from_numpy(values["decoder_output"]).permute(0, 3, 1, 2)
+    torch.testing.assert_close(made, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [([], "--num-classes"), (["--num-classes", "7"], "11 labels")],
+)
+def test_what_a_file_does_not_tell_is_asked_for(tmp_path, capsys, options, message):
+    file = str(GOLDEN / "givt_causal.npz")
+    assert main(["import", "givt", file, str(tmp_path / "run"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
