@@ -13,6 +13,7 @@ from megavis.objectives.igpt import IGPT
 from megavis.objectives.mp3 import MP3
 from megavis.objectives.trainable import Trainable
 from megavis.objectives.vae import VAEObjective
+from megavis.objectives.vqgan import VQGANObjective
 
 OBJECTIVES: Mapping[str, type[Trainable]] = {
     "darl": DARL,
@@ -22,6 +23,7 @@ OBJECTIVES: Mapping[str, type[Trainable]] = {
     "igpt": IGPT,
     "mp3": MP3,
     "vae": VAEObjective,
+    "vqgan": VQGANObjective,
 }
 
 

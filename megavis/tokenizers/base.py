@@ -27,7 +27,10 @@ from megavis.checkpoint.manifest import read_manifest
 from megavis.checkpoint.reader import complaint_about, read_weights
 from megavis.config.errors import UserError
 
-TOKENIZERS: dict[str, str] = {"vae": "megavis.tokenizers.vae:VAE"}
+TOKENIZERS: dict[str, str] = {
+    "vae": "megavis.tokenizers.vae:VAE",
+    "vqgan": "megavis.tokenizers.vqgan:VQGAN",
+}
 """`module:class` by the name of the objective that trains it; imported when a run asks for it."""
 
 

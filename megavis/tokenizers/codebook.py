@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -43,3 +44,11 @@ class Codebook(nn.Module):
     def codes(self, ids: Tensor) -> Tensor:
         """Return the entries `[b, d, h, w]` of ids `[b, h, w]`."""
         return self.embedding(ids).permute(0, 3, 1, 2)
+
+
+def usage(ids: Tensor, size: int) -> Tensor:
+    """Return how often each of `size` entries is among the ids: float32 `[size]`."""
+    flat = ids.flatten()
+    counts = torch.zeros(size, device=ids.device)
+    # Without a look at the largest id, which would wait for the device.
+    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))

@@ -1,0 +1,245 @@
+"""Training of networks that make images smaller and back: what a VAE and a VQGAN share.
+
+Squared error, perceptual and adversarial loss, as in MaskGIT's tokenizer ("MaskGIT: Masked
+Generative Image Transformer", appendix A), beside the terms of what lies between encoder and
+decoder, which each tokenizer brings.
+
+Two networks learn at once. The usual two optimizers that take turns would not fit an engine with
+one backward pass a step, so both take their step at the same time: the loss is the sum of the
+autoencoder's and the discriminator's. The first sees the discriminator's weights as constants,
+the second the reconstruction, so each gradient is that of one side alone; the two sides are groups
+of one optimizer, with learning rates and decay rates of their own.
+
+Legend: b images, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, Positive, RunConfig
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.discriminator import (
+    Discriminator,
+    discriminator_loss,
+    frozen,
+    generator_loss,
+    squared_slope,
+)
+from megavis.model.perceptual import PerceptualDistance
+from megavis.model.stack import LayerPlan
+from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
+
+Weight = Annotated[float, Field(ge=0)]
+State = tuple[Tensor, ...]
+NUM_SCORES = 4
+"""Tensors that the discriminator's layer adds to the state."""
+
+
+class AutoencoderConfig(ObjectiveConfig):
+    """Keys of the losses, and sizes of the discriminator."""
+
+    has_blocks: ClassVar[bool] = False
+
+    reconstruction_weight: Weight = 1.0
+    """Of the squared error, averaged over pixels and channels in [0, 1]."""
+    perceptual_weight: Weight = 0.1
+    """Of the distance in VGG-16's features; 0 switches it off."""
+    perceptual_weights: str | None = None
+    """File of VGG-16 weights (.safetensors or .pth, torchvision's names)."""
+    adversarial_weight: Weight = 0.1
+    """Of the non-saturating adversarial loss; 0 trains without a discriminator."""
+    r1_weight: Weight = 10.0
+    """γ of the penalty γ/2 · ‖∇D(x)‖² on the discriminator's slope at images."""
+    discriminator_filters: Positive = 64
+    """Channels of the discriminator's first level."""
+    discriminator_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of the discriminator; optimizer.learning_rate when absent."""
+    discriminator_betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] | None = None
+    """Adam's decay rates for the discriminator; optimizer.betas when absent."""
+
+    @property
+    @abstractmethod
+    def downsampling(self) -> int:
+        """Pixels on the side of one place of the grid between encoder and decoder."""
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want an image that divides, a file where one is needed, and a plain layout."""
+        if config.data.image_size % self.downsampling:
+            text = f"{config.data.image_size} does not divide by {self.downsampling}, the"
+            yield "data.image_size", f"{text} pixels on the side of a latent"
+        if self.perceptual_weight and self.perceptual_weights is None:
+            text = "names a file of VGG-16 weights and must be given; or set perceptual_weight: 0"
+            yield "objective.perceptual_weights", text
+        yield from self._check_layout(config)
+
+    def _check_layout(self, config: RunConfig) -> Iterator[Complaint]:
+        parallel = config.parallel
+        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if getattr(parallel, key) > 1:
+                text = f"a {self.name} is trained data-parallel; the only legal choice is 1"
+                yield f"parallel.{key}", text
+        if parallel.zero_stage == 3:
+            text = "3 splits weights that the penalty differentiates twice; use 2"
+            yield "parallel.zero_stage", text
+        if parallel.activation_checkpointing != "none":
+            yield "parallel.activation_checkpointing", "is for Transformer blocks; use none"
+
+
+class DiscriminatorLayer(nn.Module):
+    """The discriminator as the second layer: adds its scores."""
+
+    def __init__(self, image_size: int, filters: int, *, penalises: bool) -> None:
+        super().__init__()
+        self.network, self.penalises = Discriminator(image_size, filters), penalises
+
+    def forward(self, state: State) -> State:
+        """Add to what `AutoencoderLayer` gives, each `[b]`.
+
+        Returns:
+            Also: scores of the reconstruction for the autoencoder, scores of images and of the
+            reconstruction for the discriminator, and the squared slope at images.
+        """
+        pixels, reconstruction, *_ = state
+        for_generator = frozen(self.network, reconstruction)
+        real, fake = self.network(pixels), self.network(reconstruction.detach())
+        slope = torch.zeros(len(pixels), device=pixels.device)
+        # Without gradients, as in validation, there is no slope to measure.
+        if self.penalises and torch.is_grad_enabled():
+            slope = squared_slope(self.network, pixels)
+        return (*state, for_generator, real, fake, slope)
+
+
+class AutoencoderObjective(Trainable):
+    """Reconstruct images through a grid that is much smaller."""
+
+    @property
+    def paper(self) -> AutoencoderConfig:
+        """The section of the config."""
+        assert isinstance(self.config.objective, AutoencoderConfig)
+        return self.config.objective
+
+    @abstractmethod
+    def build_autoencoder(self) -> nn.Module:
+        """Return the first layer: `Sequence.inputs` to pixels, reconstruction and what it adds.
+
+        Pixels and reconstruction are `[b, 3, H, W]` in about [0, 1].
+        """
+
+    @abstractmethod
+    def own_terms(self, between: State) -> Mapping[str, Tensor]:
+        """Return the terms of what the first layer adds, before their weights."""
+
+    @abstractmethod
+    def own_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Return the weighted sum of `own_terms`."""
+
+    @abstractmethod
+    def plain_network(self, pixels: Tensor) -> Tensor:
+        """Build the autoencoder and run it on pixels `[b, 3, H, W]`, to count operations."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of the grid between encoder and decoder."""
+        return (self.config.data.image_size // self.paper.downsampling) ** 2
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want images."""
+        if manifest.kind != "jpeg":
+            yield f"holds {manifest.kind} shards; a {self.paper.name} wants jpeg shards"
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return autoencoder and discriminator."""
+        paper, size, seed = self.paper, self.config.data.image_size, self.config.seed
+        plans = [LayerPlan(paper.name, nn.Module, self.build_autoencoder, seed)]
+        if paper.adversarial_weight:
+            filters, penalises = paper.discriminator_filters, paper.r1_weight > 0
+            plans.append(
+                LayerPlan(
+                    "discriminator",
+                    DiscriminatorLayer,
+                    lambda: DiscriminatorLayer(size, filters, penalises=penalises),
+                    seed,
+                )
+            )
+        return plans
+
+    def group_options(self, name: str) -> GroupOptions:
+        """Give the discriminator its own rates."""
+        if not name.startswith("discriminator."):
+            return GroupOptions()
+        rate = self.paper.discriminator_learning_rate
+        scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
+        return GroupOptions(scale, self.paper.discriminator_betas)
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Return what goes in; there are no other targets."""
+        return Sequence(self.inputs_from(batch.inputs, sample_index=batch.sample_index), ())
+
+    def pixels_from(self, inputs: Any) -> Tensor:
+        """Return pixels `[b, 3, H, W]` of images `[b, H, W, 3]`, uint8 or floats in [0, 1]."""
+        scale = 1.0 if inputs.is_floating_point() else 255.0
+        return inputs.permute(0, 3, 1, 2).float() / scale
+
+    def loss(self, predictions: State, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of the autoencoder's loss and the discriminator's."""
+        terms, paper = self.measures(predictions, targets), self.paper
+        total = (
+            paper.reconstruction_weight * terms["squared_error"]
+            + self.own_loss(terms)
+            + paper.perceptual_weight * terms.get("perceptual", 0.0)
+            + paper.adversarial_weight * terms.get("adversarial", 0.0)
+        )
+        slope = 0.5 * paper.r1_weight * terms.get("squared_slope", 0.0)
+        return total + terms.get("discriminator", 0.0) + slope
+
+    def measures(self, predictions: State, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return the terms of the loss before their weights, means over the images."""
+        judged = self.paper.adversarial_weight > 0
+        scores = predictions[-NUM_SCORES:] if judged else ()
+        pixels, reconstruction, *between = predictions[: len(predictions) - len(scores)]
+        terms = {
+            "squared_error": (reconstruction.float() - pixels.float()).square().mean(),
+            **self.own_terms(tuple(between)),
+        }
+        if self.paper.perceptual_weight:
+            terms["perceptual"] = self._perceptual(reconstruction, pixels).mean()
+        if judged:
+            for_generator, real, fake, slope = scores
+            terms["adversarial"] = generator_loss(for_generator).mean()
+            terms["discriminator"] = discriminator_loss(real, fake).mean()
+            terms["squared_slope"] = slope.mean()
+        return terms
+
+    @cached_property
+    def _perceptual(self) -> PerceptualDistance:
+        assert self.paper.perceptual_weights is not None
+        return PerceptualDistance.load(self.paper.perceptual_weights)
+
+    def reconstruction(self, predictions: State) -> Tensor:
+        """Return the images that came out, uint8 `[b, H, W, 3]`."""
+        pixels = (predictions[1].float().clamp(0.0, 1.0) * 255.0).round()
+        return pixels.to(torch.uint8).permute(0, 2, 3, 1)
+
+    def flops_per_image(self) -> float:
+        """Return the operations of a training step for one image: three forward passes.
+
+        The discriminator is not counted.
+        """
+        size = self.config.data.image_size
+        with (
+            torch.device("meta"),
+            torch.no_grad(),
+            FlopCounterMode(display=False) as counter,
+        ):
+            self.plain_network(torch.empty(1, 3, size, size))
+        return 3.0 * counter.get_total_flops()

@@ -1,0 +1,184 @@
+"""Training of the VQGAN whose ids GVP reads and predicts.
+
+"Taming Transformers for High-Resolution Image Synthesis" (2021), section 3.1: reconstruction,
+perceptual and adversarial loss (`autoencoder.py`), and the two terms of "Neural Discrete
+Representation Learning" (2017), equation 3, that bring vectors and codebook together.
+
+Legend: b images, H and W pixels, h and w of the grid of ids, d numbers of an entry, K entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from megavis.config.schema import Complaint, Positive, RunConfig
+from megavis.objectives.autoencoder import AutoencoderConfig, AutoencoderObjective, State, Weight
+from megavis.objectives.trainable import GroupOptions
+from megavis.tokenizers.codebook import Codebook, usage
+from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
+
+
+class VQGANConfig(AutoencoderConfig):
+    """The keys of the VQGAN: sizes and the weights of its own losses."""
+
+    name: Literal["vqgan"] = "vqgan"
+    codebook_size: Annotated[int, Field(gt=1, le=65536)] = 16384
+    """K, entries of the codebook; 1024 and 16384 in the released models."""
+    code_size: Positive = 256
+    """d, numbers of an entry."""
+    filters: Positive = 128
+    """Channels of the first level; a multiple of `norm_groups`."""
+    multipliers: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (
+        1,
+        1,
+        2,
+        2,
+        4,
+    )
+    """Channels of each level as multiples of `filters`; images are halved between levels."""
+    blocks_per_level: Positive = 2
+    """Residual blocks a level of the encoder; the decoder has one more."""
+    latent_channels: Positive = 256
+    """Channels between the networks and the codebook's own."""
+    norm_groups: Positive = 32
+    """Groups of each group norm; 32 in the released models."""
+    codebook_weight: Weight = 1.0
+    """Of the squared distance that pulls entries to the vectors that chose them."""
+    commitment_weight: Weight = 0.25
+    """β, of the same distance, pulling vectors to their entries."""
+    revival_weight: Weight = 1.0
+    """Of the squared distance that pulls entries that no vector of a process's micro-batch chose to
+    vectors of it, so that none is dead for good. Neither paper has it."""
+    codebook_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak rate of the codebook; optimizer.learning_rate when absent."""
+
+    @property
+    def shape(self) -> VQGANShape:
+        """The sizes of the network."""
+        return VQGANShape(
+            codebook_size=self.codebook_size,
+            code_size=self.code_size,
+            filters=self.filters,
+            multipliers=self.multipliers,
+            blocks_per_level=self.blocks_per_level,
+            latent_channels=self.latent_channels,
+            norm_groups=self.norm_groups,
+        )
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels on the side of an id."""
+        return self.shape.downsampling
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want channels that the groups divide."""
+        if self.filters % self.norm_groups:
+            text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
+            yield "objective.filters", text
+        yield from super().check(config)
+
+
+class VQGANLayer(nn.Module):
+    """The VQGAN as the first layer: pixels to pixels, reconstruction and distances."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        self.network = VQGANNetwork(shape)
+
+    def forward(self, inputs: State) -> State:
+        """Map pixels `[b, 3, H, W]` in [0, 1].
+
+        Returns:
+            Pixels; reconstruction; squared distances `[]` that pull the codebook, the vectors and
+            the unused entries; ids int64 `[b, h, w]`.
+        """
+        (pixels,) = inputs
+        pixels = pixels.to(self.network.encoder.conv_in.weight.dtype)
+        made, vectors, quantized = self.network(pixels)
+        vectors, codes = vectors.float(), quantized.codes.float()
+        pulls = (
+            (codes - vectors.detach()).square().mean(),
+            (codes.detach() - vectors).square().mean(),
+            _revival(self.network.quantize, vectors.detach(), quantized.ids),
+        )
+        return pixels, made, *pulls, quantized.ids
+
+
+def _revival(book: Codebook, vectors: Tensor, ids: Tensor) -> Tensor:
+    """Return the mean over entries of the squared distance of the unused ones to some vector.
+
+    Each takes the vector at a place of its own, spread evenly over the batch; nothing is drawn,
+    and nothing waits for the device.
+    """
+    entries = book.embedding.weight.float()
+    flat = vectors.permute(0, 2, 3, 1).flatten(0, 2)
+    places = torch.arange(len(entries), device=flat.device) * len(flat) // len(entries)
+    unused = usage(ids, len(entries)) == 0
+    return ((entries - flat[places]).square().mean(1) * unused).mean()
+
+
+class VQGANObjective(AutoencoderObjective):
+    """Reconstruct images through ids."""
+
+    config_type = VQGANConfig
+
+    @property
+    def paper(self) -> VQGANConfig:
+        """The section of the config."""
+        assert isinstance(self.config.objective, VQGANConfig)
+        return self.config.objective
+
+    def build_autoencoder(self) -> nn.Module:
+        """Return the VQGAN."""
+        return VQGANLayer(self.paper.shape)
+
+    def group_options(self, name: str) -> GroupOptions:
+        """Give the codebook its own rate, too."""
+        rate = self.paper.codebook_learning_rate
+        if ".quantize." not in name or rate is None:
+            return super().group_options(name)
+        return GroupOptions(rate / self.config.optimizer.learning_rate)
+
+    def inputs_from(self, inputs: Any, **_: Any) -> tuple[Tensor, ...]:
+        """Return pixels of images `[b, H, W, 3]`, uint8 or floats in [0, 1]."""
+        return (self.pixels_from(inputs),)
+
+    def own_terms(self, between: State) -> Mapping[str, Tensor]:
+        """Return the three distances, and how much of the codebook this batch uses.
+
+        `codebook_use` is the share of entries that some vector chose; `codebook_perplexity` is
+        exp(entropy) of the choices: K where all are chosen equally often.
+        """
+        codebook, commitment, revival, ids = between
+        counts = usage(ids, self.paper.codebook_size)
+        shares = counts / counts.sum()
+        entropy = torch.special.entr(shares).sum()
+        return {
+            "codebook": codebook,
+            "commitment": commitment,
+            "revival": revival,
+            "codebook_use": (counts > 0).float().mean(),
+            "codebook_perplexity": entropy.exp(),
+        }
+
+    def own_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Return the weighted sum of the distances."""
+        return (
+            self.paper.codebook_weight * terms["codebook"]
+            + self.paper.commitment_weight * terms["commitment"]
+            + self.paper.revival_weight * terms["revival"]
+        )
+
+    def outputs(self, predictions: State) -> Tensor:
+        """Return ids int64 `[b, h · w]` in raster order."""
+        return predictions[5].flatten(1)
+
+    def plain_network(self, pixels: Tensor) -> Tensor:
+        """Decode what was not quantized: looking up ids costs one product besides."""
+        network = VQGANNetwork(self.paper.shape)
+        return network.decode(network.vectors(pixels))

@@ -1,0 +1,75 @@
+"""Training a VQGAN: its terms against plain loops, whose gradient is whose, dead entries."""
+
+import pytest
+import torch
+from vqgan_config import write_config
+
+from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.stack import Stack
+from megavis.objectives import OBJECTIVES, objective_configs
+
+
+@pytest.fixture
+def small(tmp_path, context):
+    """The objective, its layers and a batch of random images."""
+    config = load_config(write_config(tmp_path), objectives=objective_configs()).config
+    objective = OBJECTIVES["vqgan"](config, context)
+    stack = Stack(objective.layer_plans(), objective.loss)
+    images = torch.randint(256, (3, 16, 16, 3), dtype=torch.uint8)
+    return objective, stack, Batch(images, torch.zeros(3).long(), torch.arange(3))
+
+
+def test_terms_are_those_of_the_definitions(small):
+    objective, stack, batch = small
+    (pixels,) = objective.sequence(batch).inputs
+    network = stack.layers[0].network
+    with torch.no_grad():
+        terms = objective.measures(stack.layers[1](stack.layers[0]((pixels,))), ())
+    vectors = network.vectors(pixels).detach().permute(0, 2, 3, 1).flatten(0, 2)
+    entries, choices = network.quantize.embedding.weight, []
+    distance = 0.0
+    for vector in vectors:
+        away = [(entry - vector).square().sum() for entry in entries]
+        choices.append(int(torch.stack(away).argmin()))
+        distance = distance + away[choices[-1]] / (len(vectors) * entries.shape[1])
+    assert terms["codebook"] == pytest.approx(float(distance), rel=1e-4)
+    assert terms["commitment"] == pytest.approx(float(distance), rel=1e-4)
+    shares = [choices.count(k) / len(choices) for k in range(12)]
+    assert terms["codebook_use"] == pytest.approx(sum(share > 0 for share in shares) / 12)
+    entropy = -sum(share * torch.tensor(share).log() for share in shares if share)
+    assert terms["codebook_perplexity"] == pytest.approx(float(entropy.exp()), rel=1e-5)
+
+
+def test_each_distance_pulls_one_side(small):
+    objective, stack, batch = small
+    state = stack.layers[0](objective.sequence(batch).inputs)
+    encoder = stack.layers[0].network.encoder.conv_in.weight
+    book = stack.layers[0].network.quantize.embedding.weight
+    codebook, commitment, revival = state[2:5]
+
+    def reaches(term, weight):
+        (gradient,) = torch.autograd.grad(term, weight, retain_graph=True, allow_unused=True)
+        return gradient is not None
+
+    assert (reaches(codebook, encoder), reaches(codebook, book)) == (False, True)
+    assert (reaches(commitment, encoder), reaches(commitment, book)) == (True, False)
+    assert (reaches(revival, encoder), reaches(revival, book)) == (False, True)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_dead_entries_come_back(small, weight):
+    """Entries far from all vectors are never chosen: without revival they stay where they are."""
+    objective, stack, batch = small
+    network = stack.layers[0].network
+    inputs = objective.sequence(batch).inputs
+    with torch.no_grad():
+        network.quantize.embedding.weight[1:] += 100.0
+    optimizer = torch.optim.Adam(network.quantize.parameters(), lr=1.0)
+    for _ in range(300):
+        codebook, _, revival = stack.layers[0](inputs)[2:5]
+        optimizer.zero_grad()
+        (codebook + weight * revival).backward()
+        optimizer.step()
+    chosen = len(stack.layers[0](inputs)[5].unique())
+    assert chosen == 1 if weight == 0.0 else chosen > 6
