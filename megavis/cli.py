@@ -19,6 +19,7 @@ _COMMANDS = {
     "sample": "sample",
     "probe": "probe",
     "figure": "figure",
+    "finetune": "finetune",
     "report": "report",
     "import": "import_",
     "export": "export",

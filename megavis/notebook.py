@@ -28,7 +28,7 @@ from megavis.data.batch import Batch
 from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.objectives import build_objective, objective_configs
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.batches import sample_ids
@@ -59,7 +59,7 @@ class Run:
     ) -> None:
         """Build the network; with fresh weights, as the run began, when `checkpoint` is None."""
         self.config, self.folder, self.context = config, folder, context
-        self.objective = OBJECTIVES[config.objective.name](config, context)
+        self.objective = build_objective(config, context)
         plans = self.objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, self.objective.loss).layers))
         self.step = 0

@@ -58,12 +58,14 @@ def publish(run_folder: Path, step: int) -> Path:
     return target
 
 
-def prune(run_folder: Path, *, keep_last: int, keep_every: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints and every `keep_every`-th step's."""
+def prune(
+    run_folder: Path, *, keep_last: int, keep_every: int, keep_step: int | None = None
+) -> None:
+    """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_step`."""
     latest = latest_checkpoint(run_folder)
     for step in saved_steps(run_folder)[:-keep_last]:
         folder = step_folder(run_folder, step)
-        if (keep_every and step % keep_every == 0) or folder == latest:
+        if (keep_every and step % keep_every == 0) or step == keep_step or folder == latest:
             continue
         # Renamed first: a checkpoint is there completely or not at all, also while it goes.
         doomed = partial_folder(run_folder, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,6 +33,35 @@ def load_training_state(
             for kind in KINDS:
                 states.set(parameter, kind, _local_slice(reader, kind, name, parameter, context))
         return reader.manifest
+
+
+def start_from_weights(
+    folder: Path,
+    *,
+    layers: LocalLayers,
+    states: ParameterStates,
+    context: ParallelContext,
+    is_fresh: Callable[[str, bool], bool],
+) -> None:
+    """Read another run's weights into a DeepSpeed engine of any layout, before its first step.
+
+    Args:
+        folder: the other run's checkpoint.
+        layers: this process's.
+        states: of the engine.
+        context: of the job.
+        is_fresh: by a parameter's name, and whether the other run has it, says whether it keeps
+            the weights that it was built with.
+
+    Raises:
+        UserError: on every process, when a file is damaged or the model is another one.
+    """
+    check_files(folder, context)
+    with CheckpointReader(folder) as reader:
+        for name, parameter in layers.named_parameters():
+            if not is_fresh(name, f"weight/{name}" in reader.manifest.tensors):
+                value = _local_slice(reader, "weight", name, parameter, context)
+                states.set(parameter, "weight", value)
 
 
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> Manifest:

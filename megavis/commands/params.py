@@ -93,9 +93,9 @@ def count_parameters(config: RunConfig, context: Any) -> list[Matrix]:
     """
     import torch
 
-    from megavis.objectives import OBJECTIVES
+    from megavis.objectives import build_objective
 
-    objective = OBJECTIVES[config.objective.name](config, context)
+    objective = build_objective(config, context)
     found: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for plan in objective.layer_plans():
         # Megatron draws its initial weights on the CPU; on the meta device that does nothing.

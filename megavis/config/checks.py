@@ -25,6 +25,7 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
+    yield from _check_finetuning(config)
     if config.schedule.warmup_steps > config.training.steps:
         yield (
             "schedule.warmup_steps",
@@ -125,6 +126,27 @@ def _check_data(data: DataConfig) -> Iterator[Complaint]:
             "data.short_side",
             f"{data.short_side} is too small to cut data.image_size = {data.image_size} out of it",
         )
+
+
+def _check_finetuning(config: RunConfig) -> Iterator[Complaint]:
+    """The step is chosen by an accuracy, and no token may see what it predicts."""
+    settings = config.finetune
+    if settings is None:
+        return
+    if not config.objective.has_blocks:
+        yield "finetune", f"{config.objective.name} has no Transformer blocks to fine-tune"
+    if config.data.validation is None:
+        yield "data.validation", "must name labelled shards: the best step is chosen on them"
+    if config.training.validate_every == 0:
+        yield "training.validate_every", "must be 1 or more: the accuracy is looked at so often"
+    if settings.visibility == "full" and settings.generative_weight:
+        yield (
+            "finetune.visibility",
+            "full shows tokens what they are to predict; set finetune.generative_weight to 0, or"
+            " this to kept",
+        )
+    if settings.step is not None and settings.from_run is None:
+        yield "finetune.step", "says which checkpoint of finetune.from_run, which is absent"
 
 
 def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Complaint]:

@@ -243,6 +243,34 @@ class TrainingConfig(Section):
     """Images of such a grid."""
 
 
+class FinetuneConfig(Section):
+    """A training on labelled images: the paper's own loss, a cross-entropy of classes, or both."""
+
+    from_run: str | None = None
+    """Run folder whose weights it starts from; from scratch when absent."""
+    step: Positive | None = None
+    """Which checkpoint of that run; the newest when absent."""
+    num_classes: Annotated[int, Field(gt=1)]
+    """Classes of the labels; must be that of the shards."""
+    generative_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the paper's own loss, beside 1 for the classes; at 0 images are seen as they are
+    for features."""
+    visibility: Literal["kept", "full"] = "kept"
+    """Which token sees which: as in pre-training, or all see all."""
+    read_out: Literal["mean", "first", "last"] = "mean"
+    """Where class logits are read off the last norm's output: the mean over tokens, the first
+    token (a class token), or the last one."""
+    label_smoothing: Fraction = 0.0
+    """Share of a label that is spread evenly over all classes."""
+    layer_decay: Share = 1.0
+    """Each layer learns at so many times the rate of the one above it."""
+    patience: NonNegative = 0
+    """Validations without a new best accuracy after which training stops; 0: at the last step."""
+    test: str | None = None
+    """Folder of test shards, which the best checkpoint meets once; when absent, a half of the
+    validation images is kept for that."""
+
+
 class CheckpointConfig(Section):
     """When to save, what to keep."""
 
@@ -273,6 +301,8 @@ class RunConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    finetune: FinetuneConfig | None = None
+    """Present in a fine-tuning run."""
 
     @property
     def folder(self) -> str:

@@ -8,7 +8,9 @@ cut, and the number of the step is the loader's whole state.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +21,23 @@ from megavis.data.batch import Batch
 from megavis.data.mixture import Samples
 
 DEFAULT_THREADS = 4
+
+
+class Readable(Protocol):
+    """What can be read by index: a shard folder, or some of its samples."""
+
+    @property
+    def directory(self) -> Path:
+        """The shard folder."""
+
+    def __len__(self) -> int: ...
+
+    def read(
+        self, indices: np.ndarray, *, positions: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read samples, as `ShardDataset.read` says."""
+
+
 
 
 class BatchLoader:
@@ -137,7 +156,7 @@ class _Reader:
 
 
 def evaluation_batches(
-    dataset: Samples,
+    dataset: Readable,
     *,
     batch_size: int,
     data_parallel_rank: int,
@@ -169,7 +188,7 @@ def evaluation_batches(
 
 
 def _evaluate(
-    dataset: Samples, count: int, batch_size: int, rank: int, num_ranks: int
+    dataset: Readable, count: int, batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[Batch]:
     def read(number: int) -> Batch:
         start = number * batch_size * num_ranks
@@ -185,7 +204,7 @@ def _evaluate(
         batches.close()
 
 
-def read_batch(dataset: Samples, indices: np.ndarray, positions: np.ndarray) -> Batch:
+def read_batch(dataset: Readable, indices: np.ndarray, positions: np.ndarray) -> Batch:
     """Read samples `indices` `[b]` that stand at `positions` `[b]`; raises as the data set."""
     samples, labels = dataset.read(indices, positions=positions)
     if samples.dtype == np.uint16:  # ids; torch computes little with this type

@@ -6,7 +6,7 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.data.loader import Readable, evaluation_batches
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Trainable
 from megavis.tokenizers.palette import Palette
@@ -84,14 +84,14 @@ def layer_features(
     for batch in _batches(dataset, limit=limit, batch_size=batch_size):
         batch = batch.to(runner.context.device)
         for number, features in enumerate(views):
-            inputs = objective.sequence(view_of(batch, number, dataset)).inputs
+            inputs = objective.feature_inputs(view_of(batch, number, dataset))
             features.append(runner.features(inputs).cpu())
         labels.append(batch.labels.cpu())
     first, *further = (torch.cat(features, dim=1).numpy() for features in views)
     return _labelled(first, torch.cat(labels).numpy(), further)
 
 
-def view_of(batch: Batch, number: int, dataset: ShardDataset) -> Batch:
+def view_of(batch: Batch, number: int, dataset: Readable) -> Batch:
     """Return a batch of the data set with the random draws of another view; view 0 is its own.
 
     Every draw of an objective is a function of the sample's index, so a view is the same image
@@ -100,10 +100,15 @@ def view_of(batch: Batch, number: int, dataset: ShardDataset) -> Batch:
     return dataclasses.replace(batch, sample_index=batch.sample_index + number * len(dataset))
 
 
-def has_random_inputs(objective: Trainable, dataset: ShardDataset) -> bool:
-    """Say whether the model's inputs hold random draws, as BERT's masks."""
+def has_random_inputs(inputs_of: Callable[[Batch], tuple[Tensor, ...]], dataset: Readable) -> bool:
+    """Say whether the model's inputs hold random draws, as BERT's masks.
+
+    Args:
+        inputs_of: what makes inputs of a batch, for example `objective.feature_inputs`.
+        dataset: to try it on.
+    """
     batch = next(_batches(dataset, limit=8, batch_size=8))
-    one, other = (objective.sequence(view_of(batch, view, dataset)).inputs for view in (0, 1))
+    one, other = (inputs_of(view_of(batch, view, dataset)) for view in (0, 1))
     return any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -121,7 +126,7 @@ def pixel_features(
     return _labelled(np.concatenate(pixels)[None], np.concatenate(labels))
 
 
-def _batches(dataset: ShardDataset, *, limit: int | None, batch_size: int) -> Iterator[Batch]:
+def _batches(dataset: Readable, *, limit: int | None, batch_size: int) -> Iterator[Batch]:
     return evaluation_batches(
         dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.data.files import write_atomically
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -112,14 +113,49 @@ def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
     return figure
 
 
-def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -> list[Path]:
-    """Write `name.png` and `name.csv`, each whole or not at all; returns both. Raises OSError."""
+def draw_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: str) -> Figure:
+    """Draw how often each class (row) got each answer (column).
+
+    Args:
+        confusion: int64 `[c, c]`.
+        class_names: c names.
+        title: above the picture.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    size = max(4.5, min(12.0, 0.55 * len(class_names) + 2))
+    figure = Figure(figsize=(size, size), dpi=120, layout="constrained")
+    axes = figure.add_subplot(xlabel="answer", ylabel="class")
+    shares = confusion / np.maximum(1, confusion.sum(1, keepdims=True))
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set_title(title, fontsize="medium")
+    if len(class_names) > 25:  # Names and numbers would lie on top of each other.
+        return figure
+    places = range(len(class_names))
+    axes.set_xticks(places, class_names, rotation=90, fontsize="small")
+    axes.set_yticks(places, class_names, fontsize="small")
+    for row, column in zip(*np.nonzero(confusion), strict=True):
+        color = "white" if shares[row, column] > 0.5 else "black"
+        text = str(confusion[row, column])
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize="small")
+    return figure
+
+
+def write_png(path: Path, figure: Figure) -> None:
+    """Write a figure, whole or not at all. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    folder.mkdir(parents=True, exist_ok=True)
-    picture, png = io.BytesIO(), folder / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.BytesIO()
     FigureCanvasAgg(figure).print_png(picture)
-    write_atomically(png, picture.getvalue())
+    write_atomically(path, picture.getvalue())
+
+
+def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -> list[Path]:
+    """Write `name.png` and `name.csv`, each whole or not at all; returns both. Raises OSError."""
+    png = folder / f"{name}.png"
+    write_png(png, figure)
     return [png, write_table(folder / f"{name}.csv", rows)]
 
 

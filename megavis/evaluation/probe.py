@@ -136,7 +136,7 @@ def probe(
     """
     settings = settings or ProbeSettings()
     num_views = settings.num_views or (
-        NUM_VIEWS if has_random_inputs(objective, data.validation) else 1
+        NUM_VIEWS if has_random_inputs(objective.feature_inputs, data.validation) else 1
     )
     pixels = data.pixels()
     selection = divide(pixels[0].labels, share=settings.held_out_share, seed=settings.seed)

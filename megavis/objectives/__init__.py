@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megavis.config.schema import ObjectiveConfig
+from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.objectives.base import Objective
+from megavis.objectives.classification import Classification
 from megavis.objectives.darl import DARL
 from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_maskgit import GIVTMaskGIT
@@ -14,6 +16,7 @@ from megavis.objectives.mp3 import MP3
 from megavis.objectives.trainable import Trainable
 from megavis.objectives.vae import VAEObjective
 from megavis.objectives.vqgan import VQGANObjective
+from megavis.parallel.context import ParallelContext
 
 OBJECTIVES: Mapping[str, type[Trainable]] = {
     "darl": DARL,
@@ -25,6 +28,15 @@ OBJECTIVES: Mapping[str, type[Trainable]] = {
     "vae": VAEObjective,
     "vqgan": VQGANObjective,
 }
+
+
+def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
+    """Return the config's paper, with classes on top in a fine-tuning run."""
+    paper = OBJECTIVES[config.objective.name](config, context)
+    if config.finetune is None:
+        return paper
+    assert isinstance(paper, Objective), "the config's checks want one with blocks"
+    return Classification(config, context, paper)
 
 
 def objective_configs() -> dict[str, type[ObjectiveConfig]]:

@@ -57,6 +57,11 @@ class Objective(Trainable):
     def num_outputs(self) -> int:
         """Numbers that the head gives for each place, over all processes."""
 
+    @property
+    def weights_need_their_seed(self) -> bool:
+        """True where weights mean something only with the `seed` that they were trained with."""
+        return False
+
     def workload(self) -> Workload:
         """Return what is computed for an image, for the count of operations."""
         causal = self.visibility_kind == "causal"

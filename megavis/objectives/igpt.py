@@ -107,6 +107,11 @@ class IGPT(Objective):
         return carried_names(self.position_kind)
 
     @property
+    def weights_need_their_seed(self) -> bool:
+        """The seed decides a random order of the pixels, which the network has learned."""
+        return self.paper.order == "random"
+
+    @property
     def num_outputs(self) -> int:
         """One logit a colour."""
         return self.paper.vocabulary_size

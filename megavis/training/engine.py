@@ -49,7 +49,10 @@ class Engine:
         module = self._pipeline(plans) if self._pipelined else build_stack(objective, context)
         self.layers = self._local_layers(plans, module)
         optimizer = build_optimizer(
-            self.layers.named_parameters(), config.optimizer, objective.group_options
+            self.layers.named_parameters(),
+            config.optimizer,
+            objective.group_options,
+            stages=context.pipeline.group if self._pipelined else None,
         )
         self._norm_of_zero_0: GradientNorm | None = None
         if config.parallel.zero_stage == 0:

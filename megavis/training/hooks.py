@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.data.loader import Readable, evaluation_batches
 from megavis.model.flops import peak_flops
 from megavis.model.runner import Runner
 from megavis.training.engine import Engine
@@ -33,6 +32,8 @@ class StepState:
     engine: Engine
     record: dict[str, float] = field(default_factory=dict)
     images: dict[str, np.ndarray] = field(default_factory=dict)
+    wants_checkpoint: bool = False
+    """A hook sets it, the same on every process: this step is saved, due or not."""
     stop: str | None = None
     """Why training ends here and now; a hook sets it, the same on every process."""
 
@@ -104,7 +105,7 @@ _COUNT = "images"
 class Validate:
     """Mean loss on held-out images, every N steps and before the first."""
 
-    def __init__(self, dataset: ShardDataset, every: int, num_images: int) -> None:
+    def __init__(self, dataset: Readable, every: int, num_images: int) -> None:
         self.dataset, self.every, self.num_images = dataset, every, num_images
 
     def __call__(self, state: StepState) -> None:
@@ -143,14 +144,15 @@ class Validate:
 
 
 class SaveCheckpoint:
-    """A checkpoint every N steps and at the end."""
+    """A checkpoint every N steps, where a hook wants one, and at the end."""
 
     def __init__(self, every: int, save: Callable[[int], Any]) -> None:
         self.every, self.save = every, save
 
     def __call__(self, state: StepState) -> None:
         """Save where it is due."""
-        if state.loss is not None and (state.is_due(self.every) or state.step == state.last_step):
+        due = state.is_due(self.every) or state.wants_checkpoint or state.step == state.last_step
+        if state.loss is not None and due:
             self.save(state.step)
 
 
@@ -188,7 +190,14 @@ class ShowProgress:
         """Advance the bar; write the step's numbers where there are any."""
         if state.loss is not None:
             self._bar.update(1)
-        shown = ("loss", "validation_loss", "lr", "grad_norm", "samples_per_s")
+        shown = (
+            "loss",
+            "validation_loss",
+            "validation_accuracy",
+            "lr",
+            "grad_norm",
+            "samples_per_s",
+        )
         text = "  ".join(f"{k} {state.record[k]:.4g}" for k in shown if k in state.record)
         if text:
             tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megavis.config.errors import UserError
@@ -23,6 +24,8 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     options_of: OptionsOf = lambda name: NO_OPTIONS,
+    *,
+    stages: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """Return decoupled-decay Adam over the parameters.
 
@@ -30,11 +33,15 @@ def build_optimizer(
         named_parameters: by the names that they have in every layout.
         config: what holds for all.
         options_of: what the objective does differently for the parameter of a name.
+        stages: the pipeline's processes, which hold different layers.
 
     Raises:
         UserError: when NVIDIA Apex is asked for and absent.
     """
     groups = parameter_groups(named_parameters, config.weight_decay, options_of)
+    if stages is not None:
+        # ZeRO sums gradient norms over the stages group by group, and waits for the missing ones.
+        groups = split_groups(groups, _largest(len(groups), stages))
     options: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.betas,
@@ -70,6 +77,25 @@ def parameter_groups(
         }
         for (decays, options), parameters in ordered
     ]
+
+
+def split_groups(groups: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return so many groups, or more where there are, by halving the largest ones."""
+    groups = list(groups)
+    while len(groups) < count:
+        largest = max(range(len(groups)), key=lambda place: len(groups[place]["params"]))
+        parameters = groups[largest]["params"]
+        middle = len(parameters) // 2
+        assert middle, "fewer parameters than groups"
+        halves = (parameters[:middle], parameters[middle:])
+        groups[largest : largest + 1] = [{**groups[largest], "params": half} for half in halves]
+    return groups
+
+
+def _largest(count: int, processes: dist.ProcessGroup) -> int:
+    counts: list[Any] = [None] * processes.size()
+    dist.all_gather_object(counts, count, group=processes)
+    return max(counts)
 
 
 def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:

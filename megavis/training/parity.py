@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from megavis.checkpoint.state import ParameterStates
 from megavis.config.checks import check_config, check_world
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
@@ -139,6 +140,9 @@ def train_briefly(launch: Launch, config: RunConfig, steps: int) -> Curve:
     try:
         run = TrainingRun.open(LoadedConfig(config, Source("parity")), context)
         engine = Engine(config, run.objective, context)
+        if run.finetuning is not None:
+            states = ParameterStates(engine.deepspeed, config.parallel.zero_stage)
+            run.finetuning.start(engine, states)
         loader = BatchLoader(
             run.train_data,
             seed=config.seed,

@@ -20,17 +20,18 @@ from megavis.checkpoint.state import ParameterStates
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.schema import RunConfig
-from megavis.data.dataset import ShardDataset
 from megavis.data.files import write_atomically
-from megavis.data.loader import BatchLoader
+from megavis.data.loader import BatchLoader, Readable
 from megavis.data.manifest import PALETTE_NAME
-from megavis.data.mixture import MixedDataset, Samples
-from megavis.data.transforms import Transform, evaluation_transform, training_transform
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.data.mixture import Samples
+from megavis.data.transforms import training_transform
+from megavis.objectives import build_objective, objective_configs
+from megavis.objectives.classification import Classification
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
+from megavis.training.finetune import Finetuning
 from megavis.training.hooks import (
     CollectGarbage,
     Hook,
@@ -41,6 +42,7 @@ from megavis.training.hooks import (
 )
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
+from megavis.training.open_data import open_held_out, open_training_data
 from megavis.training.samples import SampleImages
 
 
@@ -52,7 +54,10 @@ class TrainingRun:
     context: ParallelContext
     objective: Trainable
     train_data: Samples
-    validation_data: ShardDataset | None
+    validation_data: Readable | None
+    """Held-out images; in a fine-tuning run those that choose the step."""
+    finetuning: Finetuning | None = None
+    """Present in a fine-tuning run."""
 
     @property
     def folder(self) -> Path:
@@ -67,25 +72,25 @@ class TrainingRun:
             UserError: with the key and its line, when data and config do not go together.
         """
         config = loaded.config
-        objective = OBJECTIVES[config.objective.name](config, context)
+        objective = build_objective(config, context)
         training = training_transform(config.data, seed=config.seed)
-        train_data = _open_training_data(loaded, training, objective)
-        validation_data = None
-        if config.data.validation is not None:
-            path = config.data.validation
-            held_out = evaluation_transform(config.data)
-            validation_data = _open_data(loaded, "data.validation", path, held_out, objective)
-            if validation_data.manifest.identity != train_data.manifest.identity:
-                kind = train_data.manifest.tokenizer_kind
-                text = f"{path} was made with another {kind} than {train_data.directory}"
-                raise loaded.source.error([("data.validation", text)])
-        return cls(config, context, objective, train_data, validation_data)
+        train_data = open_training_data(loaded, training, objective)
+        held_out, path = None, config.data.validation
+        if path is not None:
+            held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
+        if not isinstance(objective, Classification):
+            return cls(config, context, objective, train_data, held_out)
+        assert held_out is not None, "the config's checks want one"
+        tuning = Finetuning.open(loaded, objective, train_data, held_out)
+        return cls(config, context, objective, train_data, tuning.selection, tuning)
 
     def train(self, extra_hooks: Sequence[Hook] = ()) -> None:
         """Train to the last step, from the newest checkpoint if there is one."""
         config, context = self.config, self.context
         checkpoint = self._checkpoint_to_resume()
         first_step = read_manifest(checkpoint).step if checkpoint else 0
+        if self.finetuning is not None:
+            self.finetuning.resume(first_step, context)
         hooks = self._hooks(first_step, extra_hooks)
         self._prepare_folder()
         engine = Engine(config, self.objective, context)
@@ -95,6 +100,8 @@ class TrainingRun:
                 checkpoint, layers=engine.layers, states=states, context=context
             )
             engine.restore_loss_scale(manifest.loss_scale)
+        elif self.finetuning is not None:
+            self.finetuning.start(engine, states)
         metrics = MetricsWriter(self.folder, first_step=first_step) if context.is_main else None
         loader = BatchLoader(
             self.train_data,
@@ -111,7 +118,7 @@ class TrainingRun:
                 engine,
                 loader,
                 first_step=first_step,
-                last_step=config.training.steps,
+                last_step=first_step if self._is_over else config.training.steps,
                 hooks=hooks,
                 metrics=metrics,
                 save=SaveCheckpoint(
@@ -120,6 +127,13 @@ class TrainingRun:
             )
         if metrics is not None:
             metrics.close()
+        if self.finetuning is not None:
+            self.finetuning.finish(engine)
+
+    @property
+    def _is_over(self) -> bool:
+        """True where a run that is started again had stopped early."""
+        return self.finetuning is not None and self.finetuning.stopping.is_over
 
     def _hooks(self, first_step: int, extra: Sequence[Hook]) -> list[Hook]:
         settings, paper = self.config.training, self.objective
@@ -133,6 +147,8 @@ class TrainingRun:
             hooks.append(
                 Validate(self.validation_data, settings.validate_every, settings.validation_images)
             )
+        if self.finetuning is not None:
+            hooks.append(self.finetuning.stopping)
         if settings.sample_every:
             hooks.append(
                 SampleImages(
@@ -161,7 +177,13 @@ class TrainingRun:
         )
         if self.context.is_main:
             keep = self.config.checkpoint
-            prune(self.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+            best = self.finetuning.stopping.best_step if self.finetuning else None
+            prune(
+                self.folder,
+                keep_last=keep.keep_last,
+                keep_every=keep.keep_every,
+                keep_step=best,
+            )
 
     def _checkpoint_to_resume(self) -> Path | None:
         checkpoint = latest_checkpoint(self.folder)
@@ -181,7 +203,7 @@ class TrainingRun:
             )
         path = self.folder / "config.yaml"
         before = load_config(path, objectives=objective_configs()).config
-        for key in ("seed", "objective", "model"):
+        for key in ("seed", "objective", "model", "finetune"):
             if getattr(before, key) != getattr(self.config, key):
                 raise UserError(
                     f"{path}: this run was begun with another '{key}'; choose another name, or"
@@ -207,35 +229,6 @@ class TrainingRun:
         palette = self.train_data.directory / PALETTE_NAME
         if palette.exists():
             shutil.copyfile(palette, self.folder / PALETTE_NAME)
-
-
-def _open_training_data(
-    loaded: LoadedConfig, transform: Transform, objective: Trainable
-) -> Samples:
-    data = loaded.config.data
-    if isinstance(data.train, str):
-        return _open_data(loaded, "data.train", data.train, transform, objective)
-    parts = [
-        _open_data(loaded, f"data.train.{place}.path", source.path, transform, objective)
-        for place, source in enumerate(data.train)
-    ]
-    try:
-        return MixedDataset(parts, [source.weight for source in data.train])
-    except UserError as error:
-        raise loaded.source.error([("data.train", str(error))]) from None
-
-
-def _open_data(
-    loaded: LoadedConfig, key: str, path: str, transform: Transform, objective: Trainable
-) -> ShardDataset:
-    try:
-        dataset = ShardDataset(path, transform)
-    except UserError as error:
-        raise loaded.source.error([(key, str(error))]) from None
-    complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]
-    if complaints:
-        raise loaded.source.error(complaints)
-    return dataset
 
 
 def _require_device(loaded: LoadedConfig, device: str | None) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import read_batch
+from megavis.data.loader import Readable, read_batch
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Trainable
 from megavis.sampling.gallery import gallery_of
@@ -22,7 +21,7 @@ class SampleImages:
     def __init__(
         self,
         run_folder: Path,
-        dataset: ShardDataset | None,
+        dataset: Readable | None,
         *,
         objective: Trainable,
         every: int,

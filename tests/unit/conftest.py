@@ -26,13 +26,13 @@ def build_paper(context, tmp_path):
     from megavis.config.load import load_config
     from megavis.model.runner import Runner
     from megavis.model.stack import LocalLayers, Stack
-    from megavis.objectives import OBJECTIVES, objective_configs
+    from megavis.objectives import build_objective, objective_configs
 
     def build_paper(text, *words):
         path = tmp_path / "small.yaml"
         path.write_text(text)
         config = load_config(path, words, objectives=objective_configs()).config
-        objective = OBJECTIVES[config.objective.name](config, context)
+        objective = build_objective(config, context)
         plans = objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
         torch.manual_seed(0)

@@ -10,7 +10,12 @@ from torch import nn
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.training.gradients import GradientNorm
-from megavis.training.optimizer import build_optimizer, learning_rate, parameter_groups
+from megavis.training.optimizer import (
+    build_optimizer,
+    learning_rate,
+    parameter_groups,
+    split_groups,
+)
 
 
 def test_schedule_warms_up_and_ends_at_zero():
@@ -63,3 +68,17 @@ def test_gradient_norm_is_measured_before_it_is_clipped(context):
     assert float(norm.value) == 13.0
     moved = torch.cat([p.detach().flatten() for p in parameters])
     assert float(moved.norm()) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_groups_are_split_until_there_are_as_many_as_elsewhere(count):
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5)]
+    groups = [
+        {"params": parameters[:1], "weight_decay": 0.1},
+        {"params": parameters[1:], "weight_decay": 0.0},
+    ]
+    parts = split_groups(groups, count)
+    assert len(parts) == count
+    decays = {id(p): part["weight_decay"] for part in parts for p in part["params"]}
+    assert decays == {id(p): 0.0 if place else 0.1 for place, p in enumerate(parameters)}
+    assert split_groups(parts, 1) == parts

@@ -1,0 +1,114 @@
+"""How often a fine-tuned network names the right class, and what it takes for what.
+
+Legend: b images, c classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavis.data.batch import Batch
+from megavis.data.files import write_atomically
+from megavis.data.loader import Readable, evaluation_batches
+from megavis.evaluation.features import view_of
+from megavis.evaluation.linear import commonest
+from megavis.model.runner import Runner
+from megavis.objectives.classification import Classification, is_among_likeliest
+
+
+@dataclass(frozen=True)
+class ClassResult:
+    """Answers to a set of labelled images.
+
+    Attributes:
+        num_images: how many.
+        top1: share of images whose likeliest class is right, in [0, 1].
+        top5: share whose class is among the five likeliest (all, where there are fewer).
+        num_views: random draws of each image's inputs, as BERT's masks.
+        vote: share of images whose commonest answer over the views is right; top1 for one view.
+        confusion: int64 `[c, c]`: images of each class (row) by the commonest answer (column).
+    """
+
+    num_images: int
+    top1: float
+    top5: float
+    num_views: int
+    vote: float
+    confusion: np.ndarray
+
+    def write(self, path: Path, *, class_names: Sequence[str], **record: Any) -> None:
+        """Write everything as JSON, with more of the record; whole or not at all."""
+        content = {**record, **dataclasses.asdict(self), "class_names": list(class_names)}
+        content["confusion"] = self.confusion.tolist()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content, indent=1).encode() + b"\n")
+
+
+@torch.no_grad()
+def name_classes(
+    runner: Runner,
+    objective: Classification,
+    dataset: Readable,
+    *,
+    num_views: int = 1,
+    batch_size: int = 64,
+) -> ClassResult:
+    """Let a fine-tuned network name the classes of labelled images.
+
+    Every process of the job calls this; data-parallel ranks share the images, of which less than
+    one a rank is left over at the end and not counted.
+
+    Args:
+        runner: the network.
+        objective: with the classes.
+        dataset: labelled images.
+        num_views: as in `ClassResult`.
+        batch_size: images of one forward pass on each rank.
+    """
+    context, num_classes = runner.context, objective.settings.num_classes
+    # Right answers and near ones, then the confusion, row by row.
+    counts = torch.zeros(2 + num_classes**2, dtype=torch.int64, device=context.device)
+    for batch in evaluation_batches(
+        dataset,
+        batch_size=batch_size,
+        data_parallel_rank=context.data.rank,
+        data_parallel_size=context.data.size,
+    ):
+        batch = batch.to(context.device)
+        views = [view_of(batch, number, dataset) for number in range(num_views)]
+        logits = [_logits(runner, objective, view) for view in views]
+        counts[0] += is_among_likeliest(logits[0], batch.labels, 1).sum()
+        counts[1] += is_among_likeliest(logits[0], batch.labels, 5).sum()
+        answers = commonest(torch.stack([view.argmax(1) for view in logits]).cpu().numpy())
+        cells = batch.labels * num_classes + torch.from_numpy(answers).to(context.device)
+        counts[2:] += torch.bincount(cells, minlength=num_classes**2)
+    dist.all_reduce(counts, group=context.data.group)
+    return _result(counts.cpu().numpy(), num_classes, num_views)
+
+
+def _logits(runner: Runner, objective: Classification, batch: Batch) -> Tensor:
+    predictions = runner.predictions(objective.sequence(batch).inputs)
+    return objective.outputs(predictions)
+
+
+def _result(counts: np.ndarray, num_classes: int, num_views: int) -> ClassResult:
+    confusion = counts[2:].reshape(num_classes, num_classes)
+    num_images = int(confusion.sum())
+    return ClassResult(
+        num_images=num_images,
+        top1=float(counts[0] / num_images),
+        top5=float(counts[1] / num_images),
+        num_views=num_views,
+        vote=float(confusion.trace() / num_images),
+        confusion=confusion,
+    )

@@ -1,0 +1,233 @@
+"""Fine-tuning of any paper's model: class logits on top, with or without the paper's own loss.
+
+"Generative Pretraining from Pixels", section 2.3: the last norm's output is averaged over the
+sequence, a projection gives class logits, and L_GEN + L_CLF is minimised. The projection starts at
+zero (appendix A.1). Other papers leave L_GEN away, let all tokens see all ("Bridging Autoregressive
+and Masked Modeling", section 5), or read the last token ("Denoising Autoregressive Representation
+Learning", section 4): what differs is the config's `finetune` section, not code.
+
+Legend: b images, s tokens, h hidden size, c classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.config.schema import FinetuneConfig, RunConfig
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.core import Core
+from megavis.model.flops import Workload, training_flops
+from megavis.model.init import zeros
+from megavis.model.patches import WholeLinear
+from megavis.model.stack import LayerPlan
+from megavis.model.stream import State, Stream
+from megavis.model.tokens import all_tokens
+from megavis.objectives.base import Objective
+from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
+from megavis.parallel.context import ParallelContext
+
+CLASSIFIER = "head.classifier."
+"""Begins the names of the parameters that no run that fine-tuning starts from has."""
+
+NO_LABEL = -1
+"""The label of an image that has none."""
+
+
+class Classifier(nn.Module):
+    """Class logits from what the last norm gives.
+
+    Every process of the tensor group computes all of them: c is small, and no size has to divide.
+    """
+
+    def __init__(self, core: Core, settings: FinetuneConfig) -> None:
+        super().__init__()
+        self.core, self.read_out = core, settings.read_out
+        self.linear = WholeLinear(core.megatron.hidden_size, settings.num_classes, zeros)
+
+    def forward(self, normalised: Tensor) -> Tensor:
+        """Map this process's tokens `[s, b, h]` to float32 logits `[b, c]`."""
+        tokens = all_tokens(normalised, self.core.megatron, self.core.groups.tp)
+        if self.read_out == "mean":
+            described = tokens.float().mean(0)
+        else:
+            described = tokens[0 if self.read_out == "first" else -1]
+        return self.linear(described).float()
+
+
+class ClassHead(nn.Module):
+    """The last norm and the classifier, without the paper's own predictions."""
+
+    def __init__(self, core: Core, norm: nn.Module, classifier: Classifier) -> None:
+        super().__init__()
+        self.core, self.norm, self.classifier = core, norm, classifier
+
+    def forward(self, state: State) -> Tensor:
+        """Map the `State` of `[s, b, h]` to logits `[b, c]`."""
+        hidden = Stream.unpack(state, self.core.carries).hidden
+        return self.classifier(self.norm(hidden))
+
+
+def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
+    """Let a paper's head give class logits after its own predictions.
+
+    By hooks and not by a module around it, so that its parameters keep the names under which the
+    run that fine-tuning starts from has saved them.
+
+    Args:
+        head: any paper's last layer; its `norm` is the last norm.
+        classifier: becomes part of it.
+    """
+    normalised: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        normalised.append(output)
+
+    def join(_: nn.Module, __: Any, predictions: Any) -> tuple[Tensor, ...]:
+        own = (predictions,) if isinstance(predictions, Tensor) else predictions
+        return (*own, classifier(normalised.pop()))
+
+    head.get_submodule("norm").register_forward_hook(keep)
+    head.register_forward_hook(join)
+    head.classifier = classifier
+    return head
+
+
+class Classification(Trainable):
+    """A paper's model with classes on top.
+
+    Attributes:
+        paper: the paper's objective, whose layers these are but for the head.
+        settings: the config's `finetune` section.
+    """
+
+    def __init__(self, config: RunConfig, context: ParallelContext, paper: Objective) -> None:
+        super().__init__(config, context)
+        assert config.finetune is not None
+        self.settings, self.paper = config.finetune, paper
+        if self.settings.visibility == "full":
+            paper.core = dataclasses.replace(paper.core, visibility_kind="full")
+
+    @property
+    def is_joint(self) -> bool:
+        """True where the paper's own loss counts too."""
+        return self.settings.generative_weight > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of the paper's sequence."""
+        return self.paper.num_tokens
+
+    @property
+    def carries_gradient(self) -> bool:
+        """As in pre-training."""
+        return self.paper.carries_gradient
+
+    def flops_per_image(self) -> float:
+        """Return the operations of a training step for one image, without the classifier's few."""
+        if self.is_joint:
+            return self.paper.flops_per_image()
+        causal = self.paper.core.visibility_kind == "causal"
+        work = Workload.of_one_stream(self.num_tokens, 0, causal=causal)
+        return training_flops(self.config.model, work)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want what the paper wants; labels are looked at when the data are open."""
+        return self.paper.check_data(manifest)
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return the paper's layers, with class logits from the last."""
+        *layers, head = self.paper.layer_plans()
+        return [*layers, dataclasses.replace(head, factory=self._build_head)]
+
+    def _build_head(self) -> nn.Module:
+        core, head = self.paper.core, self.paper.build_head()
+        classifier = Classifier(core, self.settings)
+        if self.is_joint:
+            return add_classifier(head, classifier)
+        return ClassHead(core, head.get_submodule("norm"), classifier)
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Return the paper's sequence with the labels; without its own loss, that of features."""
+        if not self.is_joint:
+            return Sequence(self.paper.feature_inputs(batch), (batch.labels,))
+        own = self.paper.sequence(batch)
+        return Sequence(own.inputs, (*own.targets, batch.labels))
+
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return what the paper takes for features."""
+        return self.paper.feature_inputs(batch)
+
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, ...]:
+        """Return what the first layer takes for images as shards hold them (`Batch.inputs`)."""
+        index = torch.arange(len(inputs)) if sample_index is None else sample_index
+        batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
+        return self.sequence(batch.to(inputs.device)).inputs
+
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
+
+        An image without a label adds nothing to the former.
+        """
+        own, logits = divide(predictions)
+        *own_targets, labels = targets
+        nats = F.cross_entropy(
+            logits,
+            labels,
+            ignore_index=NO_LABEL,
+            label_smoothing=self.settings.label_smoothing,
+            reduction="sum",
+        )
+        loss = nats / len(labels)
+        if self.is_joint:
+            loss = loss + self.settings.generative_weight * self.paper.loss(own, tuple(own_targets))
+        return loss
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return `accuracy` and `top5`, the shares of images whose class is named so."""
+        logits, labels = divide(predictions)[1], targets[-1]
+        return {
+            "accuracy": is_among_likeliest(logits, labels, 1).float().mean(),
+            "top5": is_among_likeliest(logits, labels, 5).float().mean(),
+        }
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return class logits `[b, c]`."""
+        return divide(predictions)[1]
+
+    def group_options(self, name: str) -> GroupOptions:
+        """Return the paper's options, with the rate of the parameter's layer.
+
+        Layers count from 0, the embedding, over the L blocks to L + 1, the head, and the i-th
+        learns at γ^(L + 1 - i) times the rate, as in MAE's recipe, with γ = `layer_decay`.
+        """
+        own = self.paper.group_options(name)
+        depth = self.config.model.num_layers
+        layer, number, *_ = name.split(".")
+        above = {"embedding": depth + 1, "head": 0}.get(layer)
+        if above is None:
+            above = depth - int(number)
+        scale = own.learning_rate_scale * self.settings.layer_decay**above
+        return dataclasses.replace(own, learning_rate_scale=scale)
+
+
+def divide(predictions: Any) -> tuple[Any, Tensor]:
+    """Return the paper's own predictions, if there are any, and the class logits `[b, c]`."""
+    if isinstance(predictions, Tensor):
+        return (), predictions
+    *own, logits = predictions
+    return (own[0] if len(own) == 1 else tuple(own)), logits
+
+
+def is_among_likeliest(logits: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return bool `[b]`: the label is among so many largest of the logits `[b, c]`."""
+    likeliest = logits.topk(min(count, logits.shape[1]), dim=1).indices
+    return (likeliest == labels[:, None]).any(1)

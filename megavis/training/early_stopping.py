@@ -1,0 +1,74 @@
+"""When a fine-tuning run stops, and which of its steps was best.
+
+"Generative Pretraining from Pixels", section 3.4: fine-tuning stops early, at the highest
+validation accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megavis.parallel.context import ParallelContext
+from megavis.training.hooks import StepState
+from megavis.training.metrics import read_metrics
+
+ACCURACY = "validation_accuracy"
+"""The key of `metrics.jsonl` that is looked at."""
+
+
+class EarlyStopping:
+    """A hook that has the best step saved, and stops when no better one comes.
+
+    Attributes:
+        patience: looks without a new best after which it is over; 0: never.
+        looks: step and accuracy of each so far, the same on every process.
+    """
+
+    def __init__(self, patience: int, looks: Iterable[tuple[int, float]] = ()) -> None:
+        self.patience, self.looks = patience, list(looks)
+
+    @classmethod
+    def resume(
+        cls, patience: int, run_folder: Path, step: int, context: ParallelContext
+    ) -> EarlyStopping:
+        """Return what a run had seen when it had taken so many steps; every process calls this."""
+        looks = [
+            (int(record["step"]), record[ACCURACY])
+            for record in read_metrics(run_folder)
+            if ACCURACY in record and 0 < record["step"] <= step
+        ]
+        # The main process tells: the folder may look older on another node.
+        told = [looks]
+        dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
+        return cls(patience, told[0])
+
+    def __call__(self, state: StepState) -> None:
+        """Look at the step's accuracy where it was measured, after the first step."""
+        if state.loss is None or ACCURACY not in state.record:
+            return
+        # The main process tells: another last bit elsewhere must not part the processes.
+        context = state.engine.context
+        accuracy = torch.tensor(state.record[ACCURACY], dtype=torch.float64, device=context.device)
+        dist.broadcast(accuracy, src=0, group=context.world.group)
+        self.looks.append((state.step, float(accuracy)))
+        if self.is_over:
+            state.stop = f"no new best accuracy in {self.patience} validations"
+        state.wants_checkpoint |= self.is_over or self.best_step == state.step
+
+    @property
+    def best_step(self) -> int | None:
+        """The first step with the highest accuracy; None before the first look."""
+        best = max(self.looks, key=lambda look: (look[1], -look[0]), default=None)
+        return best and best[0]
+
+    @property
+    def is_over(self) -> bool:
+        """True when the last `patience` looks brought no new best."""
+        if not self.patience or not self.looks:
+            return False
+        since = [step for step, _ in self.looks if step > (self.best_step or 0)]
+        return len(since) >= self.patience

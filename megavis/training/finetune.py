@@ -1,0 +1,148 @@
+"""What a fine-tuning run does besides training: where it starts, which step it keeps, its report.
+
+The step is chosen on the selection images, and what the chosen step is worth is told by others,
+the test images: those of `finetune.test`, or a half of the validation images that chance keeps
+back, the same half in every run.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavis.checkpoint.folder import step_folder
+from megavis.checkpoint.load import load_weights, start_from_weights
+from megavis.checkpoint.state import ParameterStates
+from megavis.config.load import LoadedConfig
+from megavis.data.dataset import ShardDataset
+from megavis.data.mixture import Samples
+from megavis.data.subset import Subset, halves, shuffled
+from megavis.evaluation.classes import ClassResult, name_classes
+from megavis.evaluation.features import has_random_inputs
+from megavis.evaluation.figures import draw_confusion, write_png
+from megavis.evaluation.probe import NUM_VIEWS
+from megavis.model.runner import Runner
+from megavis.objectives.classification import CLASSIFIER, Classification
+from megavis.parallel.context import ParallelContext
+from megavis.training.early_stopping import EarlyStopping
+from megavis.training.engine import Engine
+from megavis.training.finetune_checks import check_source, label_complaints, source_checkpoint
+from megavis.training.open_data import open_held_out
+
+_POSITIONS = "embedding.positions."
+
+
+@dataclass
+class Finetuning:
+    """The side of a training run that knows of classes.
+
+    Attributes:
+        objective: the paper with classes.
+        folder: of the run.
+        class_names: of the shards.
+        selection: images that choose the step.
+        test: images that tell what it is worth.
+        stopping: what the run has seen so far.
+    """
+
+    objective: Classification
+    folder: Path
+    class_names: tuple[str, ...]
+    selection: Subset
+    test: Subset
+    stopping: EarlyStopping
+
+    @classmethod
+    def open(
+        cls,
+        loaded: LoadedConfig,
+        objective: Classification,
+        train: Samples,
+        validation: ShardDataset,
+    ) -> Finetuning:
+        """Check source and labels, and tell the images that choose from those that judge.
+
+        Raises:
+            UserError: with the key and its line, when something does not fit.
+        """
+        settings = objective.settings
+        if settings.from_run is not None:
+            check_source(loaded, objective, train)
+        test = None
+        if settings.test is not None:
+            test = open_held_out(loaded, "finetune.test", settings.test, objective, train)
+        datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
+        for key, dataset in datasets.items():
+            if dataset is not None:
+                complaints = list(label_complaints(key, dataset, settings, train.class_names))
+                if complaints:
+                    raise loaded.source.error(complaints)
+        parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
+        folder = Path(loaded.config.folder)
+        stopping = EarlyStopping(settings.patience)
+        return cls(objective, folder, train.class_names, *parts, stopping)
+
+    def resume(self, step: int, context: ParallelContext) -> None:
+        """Remember what the run had seen when it had taken so many steps."""
+        patience = self.objective.settings.patience
+        self.stopping = EarlyStopping.resume(patience, self.folder, step, context)
+
+    def start(self, engine: Engine, states: ParameterStates) -> None:
+        """Give the model the other run's weights, if there is one."""
+        if self.objective.settings.from_run is not None:
+            start_from_weights(
+                source_checkpoint(self.objective.settings),
+                layers=engine.layers,
+                states=states,
+                context=engine.context,
+                is_fresh=_is_fresh,
+            )
+
+    def finish(self, engine: Engine) -> None:
+        """Let the best checkpoint name all classes; write and print, unless that was done.
+
+        The engine's weights are the checkpoint's afterwards: training cannot go on.
+        """
+        step = self.stopping.best_step
+        paths = {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
+        if step is None or all(path.exists() for path in paths.values()):
+            return
+        load_weights(step_folder(self.folder, step), engine.layers, engine.context)
+        for part, path in paths.items():
+            result = self._result(engine, getattr(self, part))
+            if engine.context.is_main:
+                self._write(result, path, part, step)
+
+    def _result(self, engine: Engine, dataset: Subset) -> ClassResult:
+        objective = self.objective
+        random = has_random_inputs(lambda batch: objective.sequence(batch).inputs, dataset)
+        return name_classes(
+            Runner(engine.layers, engine.context),
+            objective,
+            dataset,
+            num_views=NUM_VIEWS if random else 1,
+            batch_size=engine.micro_batch_size,
+        )
+
+    def _write(self, result: ClassResult, path: Path, part: str, step: int) -> None:
+        data = str(getattr(self, part).directory)
+        result.write(path, class_names=self.class_names, step=step, part=part, data=data)
+        title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
+        picture = draw_confusion(result.confusion, self.class_names, title=title)
+        write_png(path.with_suffix(".png"), picture)
+        views = result.num_views
+        vote = f", {result.vote:.1%} by the vote of {views} draws" if views > 1 else ""
+        sys.stdout.write(
+            f"{part}, best step {step}: top-1 {result.top1:.1%}{vote}, top-5 {result.top5:.1%}"
+            f" of {result.num_images} images, {path}\n"
+        )
+        sys.stdout.flush()
+
+
+_PARTS = ("selection", "test")
+
+
+def _is_fresh(name: str, is_saved: bool) -> bool:
+    """Say whether a parameter keeps its initial weights: the classifier's, and new positions."""
+    return name.startswith(CLASSIFIER) or (name.startswith(_POSITIONS) and not is_saved)

@@ -1,0 +1,108 @@
+"""Which run fine-tuning starts from, and what it refuses before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.manifest import read_manifest
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig, load_config
+from megavis.config.schema import Complaint, FinetuneConfig, RunConfig
+from megavis.data.mixture import Samples
+from megavis.objectives import objective_configs
+from megavis.objectives.classification import Classification
+
+_MAY_DIFFER = ("hidden_dropout", "attention_dropout", "positions", "position_scale")
+
+
+def source_checkpoint(settings: FinetuneConfig) -> Path:
+    """Return the checkpoint that fine-tuning starts from; `from_run` names a run.
+
+    Raises:
+        UserError: there is no such run or checkpoint.
+    """
+    assert settings.from_run is not None
+    folder = Path(settings.from_run)
+    if not (folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+    if settings.step is not None:
+        if settings.step not in saved_steps(folder):
+            existing = ", ".join(map(str, saved_steps(folder))) or "none"
+            raise UserError(
+                f"{folder} has no checkpoint of step {settings.step}; steps there: {existing}"
+            )
+        return step_folder(folder, settings.step)
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        raise UserError(f"{folder} has no checkpoint yet")
+    return newest
+
+
+def check_source(loaded: LoadedConfig, objective: Classification, train: Samples) -> None:
+    """Refuse to start from a run of another architecture or of other tokens.
+
+    Args:
+        loaded: a config whose `finetune` section names a run.
+        objective: of the config.
+        train: the training shards.
+
+    Raises:
+        UserError: with the key and its line.
+    """
+    settings = objective.settings
+    try:
+        checkpoint = source_checkpoint(settings)
+        path = Path(settings.from_run or "") / "config.yaml"
+        source = load_config(path, objectives=objective_configs()).config
+        complaint = next(_differences(source, loaded.config, objective), None)
+        if complaint is None and read_manifest(checkpoint).tokenizer != train.manifest.identity:
+            complaint = f"was trained on other tokens than those of {train.directory}"
+    except UserError as error:
+        raise loaded.source.error([("finetune.from_run", str(error))]) from None
+    if complaint is not None:
+        text = f"{settings.from_run} {complaint}"
+        raise loaded.source.error([("finetune.from_run", text)])
+
+
+def _differences(source: RunConfig, config: RunConfig, objective: Classification) -> Iterator[str]:
+    """Yield what makes the other run's weights mean something else here."""
+    for section in ("objective", "model"):
+        there, here = (getattr(each, section).model_dump() for each in (source, config))
+        for key in {**there, **here}:
+            if there.get(key) != here.get(key) and key not in _MAY_DIFFER:
+                yield (
+                    f"was trained with {section}.{key} {there.get(key)}, and this config has"
+                    f" {here.get(key)}; fine-tuning keeps the architecture"
+                )
+    if objective.paper.weights_need_their_seed and source.seed != config.seed:
+        yield (
+            f"was trained with seed {source.seed}, which its weights depend on; set seed to"
+            f" {source.seed}, not {config.seed}"
+        )
+
+
+def label_complaints(
+    key: str, dataset: Samples, settings: FinetuneConfig, class_names: tuple[str, ...]
+) -> Iterator[Complaint]:
+    """Yield what is wrong with the labels of a data set.
+
+    Args:
+        key: which of the config's data sets.
+        dataset: its shards.
+        settings: the `finetune` section.
+        class_names: those of the training shards.
+    """
+    where, missing = dataset.directory, int((dataset.labels < 0).sum())
+    if missing:
+        yield key, f"{where} holds {missing} images without a label, of {len(dataset)} in all"
+    elif len(dataset.class_names) != settings.num_classes:
+        text = f"{where} has {len(dataset.class_names)} classes; finetune.num_classes is"
+        yield key, f"{text} {settings.num_classes}"
+    elif dataset.class_names != class_names:
+        yield (
+            key,
+            f"{where} numbers its classes in another way than data.train: write its shards with"
+            " --classes-from",
+        )

@@ -1,0 +1,62 @@
+"""The shards that a config names, opened and compared with what the objective wants."""
+
+from __future__ import annotations
+
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig
+from megavis.data.dataset import ShardDataset
+from megavis.data.mixture import MixedDataset, Samples
+from megavis.data.transforms import Transform, evaluation_transform
+from megavis.objectives.trainable import Trainable
+
+
+def open_data(
+    loaded: LoadedConfig, key: str, path: str, transform: Transform, objective: Trainable
+) -> ShardDataset:
+    """Open a shard folder.
+
+    Args:
+        loaded: the config.
+        key: which of its keys names the folder.
+        path: the folder.
+        transform: what is cut out of images.
+        objective: says which shards it wants.
+
+    Raises:
+        UserError: with the key and its line.
+    """
+    try:
+        dataset = ShardDataset(path, transform)
+    except UserError as error:
+        raise loaded.source.error([(key, str(error))]) from None
+    complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]
+    if complaints:
+        raise loaded.source.error(complaints)
+    return dataset
+
+
+def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Trainable) -> Samples:
+    """Open the shard folder of `data.train`, or mix several; arguments as `open_data` has them."""
+    data = loaded.config.data
+    if isinstance(data.train, str):
+        return open_data(loaded, "data.train", data.train, transform, objective)
+    parts = [
+        open_data(loaded, f"data.train.{place}.path", source.path, transform, objective)
+        for place, source in enumerate(data.train)
+    ]
+    try:
+        return MixedDataset(parts, [source.weight for source in data.train])
+    except UserError as error:
+        raise loaded.source.error([("data.train", str(error))]) from None
+
+
+def open_held_out(
+    loaded: LoadedConfig, key: str, path: str, objective: Trainable, train: Samples
+) -> ShardDataset:
+    """Open images that are not trained on; raises also where their tokenizer is another."""
+    dataset = open_data(loaded, key, path, evaluation_transform(loaded.config.data), objective)
+    if dataset.manifest.identity != train.manifest.identity:
+        kind = train.manifest.tokenizer_kind
+        text = f"{path} was made with another {kind} than {train.directory}"
+        raise loaded.source.error([(key, text)])
+    return dataset

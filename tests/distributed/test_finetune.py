@@ -1,0 +1,94 @@
+"""Fine-tuning in every kind of layout: the curve of one process, early stopping, the best kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_jobs import deterministic_metrics, train_run
+from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
+
+from megavis.checkpoint.folder import saved_steps
+from megavis.training.parity import train_briefly
+
+STEPS = 6
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"zero_stage": 3}),
+    (2, {"tensor_model_parallel_size": 2, "zero_stage": 2, "sequence_parallel": True}),
+    (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+]
+JOINT = "finetune.generative_weight=0.5"
+CLASSES = ("finetune.visibility=full", "finetune.read_out=last", "finetune.layer_decay=0.7")
+
+
+@pytest.fixture(scope="module")
+def config_path(run_job: Any, tiny_config: Path, tmp_path_factory: Any) -> Path:
+    """A fine-tuning config that starts from a run saved with tensor size 2 and ZeRO-3."""
+    root = tmp_path_factory.mktemp("finetune")
+    layout = ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]
+    run_job(train_run, 4, str(tiny_config), [f"output={root}", "name=source", *layout])
+    path = root / "finetune.yaml"
+    path.write_text(
+        tiny_config.read_text() + f"finetune: {{from_run: {root}/source, num_classes: 10}}\n"
+    )
+    return path
+
+
+def words(path: Path, *more: str) -> list[str]:
+    return [f"output={path.parent}", "training.validate_every=2", "schedule.warmup_steps=2", *more]
+
+
+@pytest.mark.parametrize("options", [(JOINT,), CLASSES], ids=["joint", "classes"])
+def test_layouts_give_the_curve_of_one_process(
+    run_job: Any, config_path: Path, options: tuple[str, ...]
+) -> None:
+    config = make_config(config_path, *words(config_path, *options))
+    reference = run_job(train_briefly, 1, config, STEPS)[0]
+    # ln 10 of a classifier at zero, and of its source what it had come to.
+    generative = deterministic_metrics(config_path.parent / "source")[-1]["loss"]
+    own = 0.5 * generative if JOINT in options else 0.0
+    assert reference[0][0] == pytest.approx(2.302585 + own, rel=0.05 if own else 1e-5)
+    for processes, layout in LAYOUTS:
+        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+def accuracies_of(folder: Path) -> dict[int, float]:
+    """Return the accuracy of each validation by its step."""
+    name, lines = "validation_accuracy", deterministic_metrics(folder)
+    return {int(line["step"]): line[name] for line in lines if name in line}
+
+
+def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
+    run_job: Any, config_path: Path
+) -> None:
+    # A rate of nearly nothing: only the direction of the class head changes, and soon no more.
+    settings = ["optimizer.learning_rate=1e-9", "finetune.patience=2", "training.steps=30"]
+    settings += ["checkpoint.every=4", "checkpoint.keep_last=1"]
+    run_job(train_run, 1, str(config_path), words(config_path, *settings, "name=whole"))
+    folder = config_path.parent / "whole"
+    looks = accuracies_of(folder)
+    last = max(looks)
+    best = min(step for step in looks if step and looks[step] == max(list(looks.values())[1:]))
+    assert last == best + 4 < 30
+    assert saved_steps(folder) == [best, last]
+    result = json.loads((folder / "evaluation" / "finetune_test.json").read_text())
+    assert (result["step"], result["num_images"]) == (best, 20)
+    assert sum(map(sum, result["confusion"])) == 20
+
+    # Interrupted after step 4, which was saved, it goes on in another layout.
+    broken = words(config_path, *settings, "name=broken")
+    run_job(train_run, 1, str(config_path), [*broken, "training.steps=4"])
+    other = config_path.parent / "broken"
+    for path in (other / "evaluation").iterdir():
+        path.unlink()
+    layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
+    run_job(train_run, 4, str(config_path), [*broken, *layout])
+    assert accuracies_of(other) == pytest.approx(looks)
+    again = json.loads((other / "evaluation" / "finetune_test.json").read_text())
+    assert again["confusion"] == result["confusion"]
+
+    # Over is over: started once more, it does nothing.
+    before = (other / "metrics.jsonl").read_text()
+    run_job(train_run, 1, str(config_path), broken)
+    assert (other / "metrics.jsonl").read_text() == before

@@ -1,0 +1,75 @@
+"""Top-1, top-5 and the confusion matrix against scikit-learn's, on a fine-tuned network."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import confusion_matrix, top_k_accuracy_score
+
+from megavis.data.dataset import ShardDataset
+from megavis.data.subset import Subset
+from megavis.evaluation.classes import name_classes
+from megavis.evaluation.figures import draw_confusion
+
+WORDS = (
+    "finetune={num_classes: 7}",
+    "data.validation=shards/validation",
+    "training.validate_every=1",
+)
+
+
+def test_numbers_are_scikit_learn_s(build, shard_folders, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml", *WORDS)
+    whole, order = ShardDataset(shard_folders / "validation"), np.arange(35, 5, -1)
+    got = name_classes(runner, objective, Subset(whole, order), batch_size=8)
+
+    tokens, labels = whole.read(order)
+    inputs = objective.inputs_from(torch.from_numpy(tokens.astype(np.int64)))
+    logits = runner.predictions(inputs).double()
+    everything = range(7)
+    assert got.num_images == 30
+    assert got.top1 == pytest.approx((logits.argmax(1).numpy() == labels).mean())
+    assert got.top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5, labels=everything))
+    expected = confusion_matrix(labels, logits.argmax(1), labels=everything)
+    assert (got.confusion == expected).all()
+    assert (got.num_views, got.vote) == (1, got.top1)
+
+    got.write(tmp_path / "out" / "classes.json", class_names=list("abcdefg"), step=3)
+    written = json.loads((tmp_path / "out" / "classes.json").read_text())
+    assert written["confusion"] == expected.tolist()
+    assert (written["step"], written["class_names"][6]) == (3, "g")
+
+
+def test_five_masks_vote_in_a_bert_network(build, tmp_path, shard_folders):
+    words = (*WORDS, "objective.mode=bert", "finetune.generative_weight=1")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    dataset = ShardDataset(shard_folders / "validation")
+    got = name_classes(runner, objective, dataset, num_views=5, batch_size=10)
+
+    tokens, labels = dataset.read(np.arange(36))
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    answers = []
+    for view in range(5):
+        inputs = objective.inputs_from(ids, sample_index=torch.arange(36) + view * 36)
+        answers.append(runner.predictions(inputs)[-1].argmax(1).tolist())
+    assert got.top1 == pytest.approx(np.mean(np.array(answers[0]) == labels))
+    right = ties = 0
+    for image, label in enumerate(labels):
+        votes = [answers[view][image] for view in range(5)]
+        most = max(votes.count(vote) for vote in votes)
+        winners = {vote for vote in votes if votes.count(vote) == most}
+        ties += len(winners) > 1
+        right += winners == {label}
+    assert right <= round(36 * got.vote) <= right + ties
+    assert got.confusion.sum() == 36
+
+
+def test_the_confusion_picture_has_the_counts():
+    counts = np.array([[5, 0], [1, 3]])
+    (axes,) = draw_confusion(counts, ["cat", "dog"], title="t").axes
+    assert sorted(text.get_text() for text in axes.texts) == ["1", "3", "5"]
+    shares = axes.images[0].get_array()
+    np.testing.assert_allclose(shares, [[1, 0], [0.25, 0.75]])
+    (axes,) = draw_confusion(np.eye(30, dtype=int), ["x"] * 30, title="t").axes
+    assert not axes.texts

@@ -1,0 +1,143 @@
+"""Classes on top of a paper: the loss by loops, the head from the norm's own output."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.data.batch import Batch
+from megavis.data.dataset import ShardDataset
+from megavis.objectives import OBJECTIVES
+
+WORDS = (
+    "finetune={num_classes: 5}",
+    "data.validation=shards/validation",
+    "training.validate_every=1",
+)
+PATCHES = ("model.normalization=layer_norm", "model.add_bias=true")
+PAPERS = {
+    "igpt": ("finetune.read_out=last",),
+    "gvp": ("objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES),
+    "mp3": ("objective={name: mp3, patch_size: 2}", "finetune.read_out=first", *PATCHES),
+}
+
+
+@pytest.fixture
+def batch(shard_folders):
+    """Six images of three classes, as ids."""
+    tokens, labels = ShardDataset(shard_folders / "train").read(np.arange(0, 120, 20))
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    return Batch(ids, torch.from_numpy(labels), torch.arange(6))
+
+
+@pytest.fixture
+def pictures(batch):
+    """Six images of three classes, as pixels."""
+    pixels = torch.randint(0, 256, (6, 4, 4, 3), generator=torch.Generator().manual_seed(0))
+    return Batch(pixels.to(torch.uint8), batch.labels, batch.sample_index)
+
+
+@torch.no_grad()
+def class_logits(runner, inputs, read_out):
+    """Class logits `[b, c]`, by loops from the head's norm on."""
+    embedding, *blocks, head = runner.layers.modules
+    state = embedding(inputs)
+    for block in blocks:
+        state = block(state)
+    tokens = head.norm(state if isinstance(state, torch.Tensor) else state[0])
+    linear, images = head.classifier.linear, []
+    for image in range(tokens.shape[1]):
+        mean = sum(tokens[:, image]) / len(tokens)
+        seen = {"mean": mean, "first": tokens[0, image], "last": tokens[-1, image]}[read_out]
+        rows = zip(linear.weight, linear.bias, strict=True)
+        images.append([float(row @ seen + bias) for row, bias in rows])
+    return images
+
+
+def cross_entropy(logits, label, smoothing=0.0):
+    total = math.log(sum(math.exp(z) for z in logits))
+    even = sum(total - z for z in logits) / len(logits)
+    return (1 - smoothing) * (total - logits[label]) + smoothing * even
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "bert"])
+def test_the_loss_is_the_weighted_sum_of_both(build, tmp_path, batch, mode):
+    words = (*WORDS, f"objective.mode={mode}", "finetune.generative_weight=0.5")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    sequence = objective.sequence(batch)
+    predictions = runner.predictions(sequence.inputs)
+    got = objective.loss(predictions, sequence.targets)
+
+    plain = OBJECTIVES["igpt"](objective.config, runner.context)
+    own = plain.sequence(batch)
+    generative = plain.loss(predictions[0], own.targets)
+    logits = class_logits(runner, own.inputs, "mean")
+    nats = [cross_entropy(z, y) for z, y in zip(logits, batch.labels.tolist(), strict=True)]
+    np.testing.assert_allclose(objective.outputs(predictions), logits, rtol=1e-4, atol=1e-4)
+    assert float(got) == pytest.approx(0.5 * float(generative) + sum(nats) / 6, rel=1e-5)
+
+
+@pytest.mark.parametrize("visibility", ["kept", "full"])
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_classes_alone_for_every_paper(build, tmp_path, batch, pictures, name, visibility):
+    words = (*WORDS, *PAPERS[name], f"finetune.visibility={visibility}")
+    objective, runner = build(tmp_path / "c.yaml", *words, "finetune.label_smoothing=0.1")
+    images = batch if name == "igpt" else pictures
+    sequence = objective.sequence(images)
+    predictions = runner.predictions(sequence.inputs)
+
+    logits = class_logits(runner, sequence.inputs, objective.settings.read_out)
+    np.testing.assert_allclose(predictions, logits, rtol=1e-4, atol=1e-4)
+    labels = images.labels.tolist()
+    nats = [cross_entropy(z, y, 0.1) for z, y in zip(logits, labels, strict=True)]
+    loss = objective.loss(predictions, sequence.targets)
+    assert float(loss) == pytest.approx(sum(nats) / 6, rel=1e-5)
+    named = np.argmax(logits, axis=1) == np.array(labels)
+    assert float(objective.measures(predictions, sequence.targets)["accuracy"]) == (
+        pytest.approx(named.mean())
+    )
+    again = runner.predictions(objective.inputs_from(images.inputs))
+    torch.testing.assert_close(again, predictions)
+
+
+@pytest.mark.parametrize(("visibility", "sees"), [("kept", False), ("full", True)])
+@pytest.mark.parametrize("name", ["igpt", "gvp"])
+def test_the_mask_is_kept_or_dropped(build, tmp_path, batch, pictures, name, visibility, sees):
+    """Does the first token see the last one?"""
+    words = (*WORDS, *PAPERS[name], f"finetune.visibility={visibility}")
+    objective, runner = build(tmp_path / "c.yaml", *words, "finetune.read_out=first")
+    images = (batch if name == "igpt" else pictures).inputs
+    changed = images.clone()
+    changed.flatten(1)[:, -4:-1] = changed.flatten(1)[:, -4:-1] // 2
+    one, other = (runner.predictions(objective.inputs_from(each)) for each in (images, changed))
+    assert not torch.equal(images, changed)
+    assert torch.equal(one, other) is not sees
+
+
+def test_an_image_without_a_label_adds_nothing_to_the_class_loss(build, tmp_path, batch):
+    objective, _ = build(tmp_path / "c.yaml", *WORDS)
+    logits = torch.randn(2, 5)
+    alone = objective.loss(logits[:1], (torch.tensor([3]),))
+    both = objective.loss(logits, (torch.tensor([3, -1]),))
+    assert float(both) == pytest.approx(float(alone) / 2)
+
+
+@pytest.mark.parametrize("weight", [0, 1])
+def test_the_class_head_starts_at_zero_and_the_others_keep_their_names(build, tmp_path, weight):
+    words = (*WORDS, f"finetune.generative_weight={weight}")
+    with_classes, _ = build(tmp_path / "c.yaml", *words)
+    without, _ = build(tmp_path / "c.yaml")
+    head = with_classes.layer_plans()[-1].build()
+    assert not any(p.any() for p in head.classifier.parameters())
+    names = {name for name, _ in head.named_parameters()}
+    plain = {name for name, _ in without.layer_plans()[-1].build().named_parameters()}
+    new = {"classifier.linear.weight", "classifier.linear.bias"}
+    assert names == (plain if weight else {"norm.weight"}) | new
+
+
+def test_each_layer_learns_slower_than_the_one_above(build, tmp_path):
+    objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
+    names = ("embedding.tokens.weight", "blocks.0.mlp.x", "blocks.1.mlp.x", "head.norm.weight")
+    scales = [objective.group_options(name).learning_rate_scale for name in names]
+    assert scales == [0.125, 0.25, 0.5, 1.0]

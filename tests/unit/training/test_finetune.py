@@ -1,0 +1,129 @@
+"""Fine-tuning as a command: what it writes, and what it refuses with one message, exit code 2."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from megavis.cli import main
+
+
+@pytest.fixture(scope="module")
+def config(shard_folders, tmp_path_factory):
+    """A fine-tuning config, and the run of two steps that it starts from."""
+    root = tmp_path_factory.mktemp("finetune")
+    path = root / "small.yaml"
+    path.write_text(
+        f"""\
+name: source
+output: {root}/runs
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 8, log_every: 1, validate_every: 1}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    tree = yaml.safe_load(path.read_text())
+    tree["name"] = "tuned"
+    tree["finetune"] = {"from_run": f"{root}/runs/source", "num_classes": 3}
+    (root / "tuned.yaml").write_text(yaml.safe_dump(tree))
+    return root / "tuned.yaml"
+
+
+def refused(capsys, path, *words):
+    """Run fine-tuning, expect refusal, and return the message."""
+    assert main(["finetune", str(path), "--device", "cpu", *words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize("two_folders", [True, False])
+def test_colours_that_tell_the_class_are_learned(
+    config, capsys, tmp_path, shard_folders, two_folders
+):
+    words = [f"output={tmp_path}", "training.steps=30", "training.validate_every=10"]
+    words += ["finetune.patience=1", "finetune.generative_weight=1"]
+    words += [f"finetune.test={shard_folders}/train"] * two_folders
+    assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
+    printed = capsys.readouterr().out
+    counts = {"selection": 36, "test": 120} if two_folders else {"selection": 18, "test": 18}
+    for part, count in counts.items():
+        path = tmp_path / "tuned" / "evaluation" / f"finetune_{part}.json"
+        result = json.loads(path.read_text())
+        assert result["top1"] > 0.9
+        assert result["num_images"] == count
+        assert f"{part}, best step {result['step']}: top-1 {result['top1']:.1%}, top-5 100" in (
+            printed
+        )
+        assert path.with_suffix(".png").exists()
+
+
+def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):
+    words = [f"output={tmp_path}", "finetune.from_run=null", "optimizer.learning_rate=1e-9"]
+    assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
+    lines = (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
+    # ln 3 of three classes, before anything was learned.
+    assert json.loads(lines[1])["loss"] == pytest.approx(1.0986123, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["finetune.num_classes=4"], "has 3 classes; finetune.num_classes is 4"),
+        (["finetune.from_run=/nowhere"], "/nowhere is not a run folder"),
+        (["finetune.step=7"], "has no checkpoint of step 7; steps there: 2"),
+        (["finetune.step=7", "finetune.from_run=null"], "of finetune.from_run, which is absent"),
+        (["model.hidden_size=32"], "was trained with model.hidden_size 16, and this config has 32"),
+        (["objective.mode=bert"], "was trained with objective.mode autoregressive"),
+        (["data.validation=null"], "data.validation: must name labelled shards"),
+        (["training.validate_every=0"], "training.validate_every: must be 1 or more"),
+        (["finetune=null"], "has no finetune section"),
+        (["finetune.test=/nowhere"], "finetune.test: /nowhere"),
+        (
+            ["finetune.visibility=full", "finetune.generative_weight=1"],
+            "full shows tokens what they are to predict",
+        ),
+    ],
+)
+def test_what_does_not_fit(config, capsys, words, expected):
+    assert expected in refused(capsys, config, *words)
+
+
+def test_images_without_labels(config, capsys, shard_folders, tmp_path):
+    from data_tools.__main__ import main as data_tools
+
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for picture in (shard_folders / "images" / "validation").rglob("*.png"):
+        shutil.copy(picture, flat / f"{picture.parent.name}-{picture.name}")
+    words = ["--palette", str(shard_folders / "palette.npy"), "--size", "4"]
+    assert data_tools(["palette", "shards", str(flat), "--out", str(tmp_path / "out"), *words]) == 0
+    message = refused(capsys, config, f"data.validation={tmp_path}/out")
+    assert "data.validation" in message
+    assert "36 images without a label, of 36 in all" in message
+
+
+def test_another_palette_than_the_source_s(config, capsys, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(config.parent / "runs" / "source", source)
+    manifest = source / "checkpoints" / "step-00000002" / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    tree["tokenizer"] = "0" * 64
+    manifest.write_text(json.dumps(tree))
+    message = refused(capsys, config, f"finetune.from_run={source}")
+    assert "was trained on other tokens than those of" in message
+
+
+def test_a_random_order_needs_the_seed_that_it_was_learned_with(config, capsys, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(config.parent / "runs" / "source", source)
+    tree = yaml.safe_load((source / "config.yaml").read_text())
+    tree["objective"]["order"] = "random"
+    (source / "config.yaml").write_text(yaml.safe_dump(tree))
+    words = [f"finetune.from_run={source}", "objective.order=random", "seed=1"]
+    assert "was trained with seed 0, which its weights depend on" in refused(capsys, config, *words)
