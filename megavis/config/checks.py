@@ -145,8 +145,8 @@ def _check_finetuning(config: RunConfig) -> Iterator[Complaint]:
             "full shows tokens what they are to predict; set finetune.generative_weight to 0, or"
             " this to kept",
         )
-    if settings.step is not None and settings.from_run is None:
-        yield "finetune.step", "says which checkpoint of finetune.from_run, which is absent"
+    if settings.from_step is not None and settings.from_run is None:
+        yield "finetune.from_step", "says which checkpoint of finetune.from_run, which is absent"
 
 
 def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Complaint]:

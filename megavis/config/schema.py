@@ -248,7 +248,7 @@ class FinetuneConfig(Section):
 
     from_run: str | None = None
     """Run folder whose weights it starts from; from scratch when absent."""
-    step: Positive | None = None
+    from_step: Positive | None = None
     """Which checkpoint of that run; the newest when absent."""
     num_classes: Annotated[int, Field(gt=1)]
     """Classes of the labels; must be that of the shards."""

@@ -27,13 +27,13 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
     folder = Path(settings.from_run)
     if not (folder / "config.yaml").exists():
         raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
-    if settings.step is not None:
-        if settings.step not in saved_steps(folder):
+    if settings.from_step is not None:
+        if settings.from_step not in saved_steps(folder):
             existing = ", ".join(map(str, saved_steps(folder))) or "none"
             raise UserError(
-                f"{folder} has no checkpoint of step {settings.step}; steps there: {existing}"
+                f"{folder} has no checkpoint of step {settings.from_step}; steps there: {existing}"
             )
-        return step_folder(folder, settings.step)
+        return step_folder(folder, settings.from_step)
     newest = latest_checkpoint(folder)
     if newest is None:
         raise UserError(f"{folder} has no checkpoint yet")

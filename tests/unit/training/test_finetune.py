@@ -76,8 +76,11 @@ def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):
     [
         (["finetune.num_classes=4"], "has 3 classes; finetune.num_classes is 4"),
         (["finetune.from_run=/nowhere"], "/nowhere is not a run folder"),
-        (["finetune.step=7"], "has no checkpoint of step 7; steps there: 2"),
-        (["finetune.step=7", "finetune.from_run=null"], "of finetune.from_run, which is absent"),
+        (["finetune.from_step=7"], "has no checkpoint of step 7; steps there: 2"),
+        (
+            ["finetune.from_step=7", "finetune.from_run=null"],
+            "of finetune.from_run, which is absent",
+        ),
         (["model.hidden_size=32"], "was trained with model.hidden_size 16, and this config has 32"),
         (["objective.mode=bert"], "was trained with objective.mode autoregressive"),
         (["data.validation=null"], "data.validation: must name labelled shards"),
