@@ -38,8 +38,6 @@ class Readable(Protocol):
         """Read samples, as `ShardDataset.read` says."""
 
 
-
-
 class BatchLoader:
     """Endless iterator of micro-batches; background threads read a few ahead.
 
