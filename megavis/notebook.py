@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.load import load_weights
+from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
@@ -78,6 +79,7 @@ class Run:
         step: int | None = None,
         device: str | None = None,
         dtype: torch.dtype = torch.float32,
+        image_size: int | None = None,
     ) -> Run:
         """Open a run folder.
 
@@ -86,6 +88,8 @@ class Run:
             step: which checkpoint; the newest when absent.
             device: `cpu` or `cuda`; what the machine has when absent.
             dtype: of the weights.
+            image_size: of the images that it will see; that of training when absent. Positions of
+                another size are interpolated: rotary ones are scaled, learned ones resized.
 
         Raises:
             UserError: when the folder holds no run or no such checkpoint, or the job that this
@@ -95,6 +99,8 @@ class Run:
         if not (folder / "config.yaml").exists():
             raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
         config = load_config(folder / "config.yaml", objectives=objective_configs()).config
+        if image_size is not None:
+            config = at_image_size(config, image_size)
         checkpoint = _checkpoint(folder, step)
         return cls(
             config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=dtype
@@ -250,6 +256,27 @@ class Run:
                 f" {side}² pixels takes ids [b, {side * side}], or uint8 [b, {side}, {side}, 3]"
             )
         return array.long().to(self.context.device)
+
+
+def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
+    """Return the config for images of another size, rotary positions interpolated.
+
+    Raises:
+        UserError: the model cannot take images of that size.
+    """
+    ratio = image_size / config.data.image_size
+    short_side = config.data.short_side and round(config.data.short_side * ratio)
+    data = {"image_size": image_size, "short_side": short_side}
+    scale = {"position_scale": config.model.position_scale / ratio}
+    changed = config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "model": config.model.model_copy(update=scale),
+        }
+    )
+    for key, complaint in check_config(changed):
+        raise UserError(f"images of {image_size}² do not fit: {key}: {complaint}")
+    return changed
 
 
 def _checkpoint(folder: Path, step: int | None) -> Path:

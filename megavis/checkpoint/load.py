@@ -13,6 +13,7 @@ from megavis.checkpoint.manifest import KINDS, Kind, Manifest, read_manifest
 from megavis.checkpoint.reader import CheckpointReader, complaint_about
 from megavis.checkpoint.state import ParameterStates, logical_shape, set_gathered
 from megavis.config.errors import UserError
+from megavis.model.positions import LEARNED, resize_table
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.tensors import partition_dimension
@@ -65,11 +66,19 @@ def start_from_weights(
 
 
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> Manifest:
-    """Read the weights alone into modules without an engine, for evaluation and sampling."""
+    """Read the weights alone into modules without an engine, for evaluation and sampling.
+
+    Learned positions of another grid are interpolated: the images may be of another size than those
+    of training.
+    """
     check_files(folder, context)
     with CheckpointReader(folder) as reader, torch.no_grad():
         for name, parameter in layers.named_parameters():
-            value = _local_slice(reader, "weight", name, parameter, context)
+            shape = logical_shape(parameter)
+            if name == LEARNED and shape != reader.shape(f"weight/{name}"):
+                value = resize_table(reader.read(f"weight/{name}"), shape[0])
+            else:
+                value = _local_slice(reader, "weight", name, parameter, context)
             set_gathered(parameter, value)
         return reader.manifest
 

@@ -35,6 +35,11 @@ class CheckpointReader:
         self._files.clear()
         self._open.close()
 
+    def shape(self, key: str) -> torch.Size | None:
+        """Return the shape of a logical tensor; None where there is no such."""
+        entry = self.manifest.tensors.get(key)
+        return None if entry is None else torch.Size(entry.shape)
+
     def read(
         self, key: str, start: int = 0, length: int | None = None, *, dimension: int | None = None
     ) -> Tensor:

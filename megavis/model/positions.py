@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from megavis.model.init import Fill
 
+LEARNED = "embedding.positions.weight"
+"""The name of learned positions in every paper's model."""
+
 PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d"]
 
 _WAVELENGTH = 10_000.0
@@ -72,6 +75,29 @@ class Positions(nn.Module):
         if self.kind == "rope_1d":
             coordinates = coordinates[..., :1] * self.width + coordinates[..., 1:]
         return dict.fromkeys(carried_names(self.kind), coordinates.contiguous())
+
+
+def resize_table(table: Tensor, num_cells: int) -> Tensor:
+    """Interpolate learned positions of one square grid for another, bicubically.
+
+    Args:
+        table: float32 `[n, h]`, a cell each in raster order.
+        num_cells: of the other grid.
+
+    Returns:
+        `[num_cells, h]`; the table itself where nothing changes.
+
+    Raises:
+        ValueError: either grid is not square.
+    """
+    sides = [round(count**0.5) for count in (len(table), num_cells)]
+    if sides[0] ** 2 != len(table) or sides[1] ** 2 != num_cells:
+        raise ValueError(f"{len(table)} and {num_cells} cells are not both square grids")
+    if sides[0] == sides[1]:
+        return table
+    planes = table.t().unflatten(1, (sides[0], sides[0]))[None]
+    resized = nn.functional.interpolate(planes, size=(sides[1], sides[1]), mode="bicubic")
+    return resized[0].flatten(1).t().contiguous()
 
 
 def carried_names(kind: PositionKind) -> tuple[str, ...]:

@@ -1,0 +1,91 @@
+"""A run whose model sees images of another size than those of training."""
+
+import math
+
+import pytest
+import torch
+
+from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.model.positions import resize_table
+from megavis.notebook import Run, at_image_size
+from megavis.parallel.context import close_context
+
+CONFIG = """\
+name: {positions}
+output: {folder}
+objective: {{name: darl, patch_size: 4}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, positions: {positions}}}
+data: {{train: {shards}/train, image_size: 16, crop: random_resized, short_side: 18}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 1, batch_size: 8}}
+"""
+
+
+def cubic(distance):
+    """The kernel of cubic convolution with a = -0.75 (Keys, 1981)."""
+    x, a = abs(distance), -0.75
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def resized_by_loops(grid, side):
+    """Resize `[n, n]` by the kernel, one number after the other; what lies outside is the edge."""
+    count = len(grid)
+    last = count - 1
+
+    def weights(place):
+        center = (place + 0.5) * count / side - 0.5
+        first = math.floor(center) - 1
+        return [(min(max(i, 0), last), cubic(center - i)) for i in range(first, first + 4)]
+
+    return [
+        [
+            sum(u * v * grid[i][j] for i, u in weights(row) for j, v in weights(column))
+            for column in range(side)
+        ]
+        for row in range(side)
+    ]
+
+
+@pytest.mark.parametrize("side", [3, 7, 12])
+def test_learned_positions_are_resized_bicubically(side):
+    table = torch.randn(49, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    resized = resize_table(table, side**2)
+    assert resized.shape == (side**2, 2)
+    for channel in range(2):
+        expected = resized_by_loops(table[:, channel].view(7, 7).tolist(), side)
+        torch.testing.assert_close(
+            resized[:, channel].view(side, side), torch.tensor(expected, dtype=torch.float64)
+        )
+
+
+def test_other_grids_are_refused():
+    with pytest.raises(ValueError, match="not both square"):
+        resize_table(torch.zeros(9, 2), 8)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope_2d"])
+def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
+    (tmp_path / "c.yaml").write_text(
+        CONFIG.format(positions=positions, folder=tmp_path, shards=image_shards)
+    )
+    assert main(["train", str(tmp_path / "c.yaml"), "--device", "cpu"]) == 0
+    try:
+        trained = Run.open(tmp_path / positions, device="cpu")
+        larger = Run.open(tmp_path / positions, device="cpu", image_size=32)
+        assert larger.config.model.position_scale == 0.5
+        assert (larger.config.data.image_size, larger.config.data.short_side) == (32, 36)
+        assert larger.features(torch.zeros(2, 32, 32, 3, dtype=torch.uint8)).shape == (2, 2, 16)
+        with pytest.raises(UserError, match=r"18.*do not fit: objective.patch_size"):
+            at_image_size(trained.config, 18)
+        if positions == "learned":
+            before, after = (
+                dict(run.runner.layers.named_parameters())["embedding.positions.weight"]
+                for run in (trained, larger)
+            )
+            assert torch.equal(after, resize_table(before.detach(), 64))
+    finally:
+        close_context()
