@@ -6,7 +6,7 @@ predicts them; both share all weights (section 4.2). Who sees whom follows from 
 (section 4.3), so that masked modelling (one predicted group) and autoregressive modelling (a group
 for each token) are two settings of one model.
 
-p2p: patches in, pixels out (section 5).
+p2p: patches in, pixels out; p2d: patches in, ids out; d2d: ids in and out (section 5).
 
 Legend: b images, T patches, S condition tokens, K predicted groups, c content and q query tokens,
 d numbers of a patch.
@@ -27,20 +27,19 @@ from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
 from megavis.model.orders import random_orders, take_places
-from megavis.model.patches import PatchEmbedding, TokenHead
 from megavis.model.positions import PositionKind, carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives import gvp_segmentation as segmentation
 from megavis.objectives.base import Objective, Sequence
 from megavis.objectives.gvp_config import GVPConfig
-from megavis.objectives.gvp_layers import TwoStreamEmbedding, TwoStreams
-from megavis.tokenizers.patches import (
-    normalize_patches,
-    patchify,
-    standardize,
-    to_uint8,
-    unpatchify,
+from megavis.objectives.gvp_layers import (
+    TwoStreamEmbedding,
+    content_alone,
+    raster,
+    two_streams,
 )
+from megavis.objectives.gvp_tokens import Ids, Patches, Tokens
+from megavis.tokenizers.patches import to_uint8, unpatchify
 
 
 class GVP(Objective):
@@ -76,8 +75,34 @@ class GVP(Objective):
 
     @property
     def num_outputs(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.paper.patch_size**2
+        """Numbers of a patch, or ids."""
+        return self.predicted.num_outputs
+
+    @functools.cached_property
+    def content(self) -> Tokens:
+        """What the model reads."""
+        return self._ids() if self.paper.variant == "d2d" else self._patches()
+
+    @functools.cached_property
+    def predicted(self) -> Tokens:
+        """What the model predicts."""
+        return self._ids() if self.paper.variant == "p2d" else self.content
+
+    def _patches(self) -> Patches:
+        return Patches(
+            image_size=self.config.data.image_size,
+            patch_size=self.paper.patch_size,
+            normalize=self.paper.normalize_targets,
+        )
+
+    def _ids(self) -> Ids:
+        assert self.paper.vocabulary_size is not None
+        return Ids(
+            image_size=self.config.data.image_size,
+            num_tokens=self.num_tokens,
+            vocabulary_size=self.paper.vocabulary_size,
+            tokenizer=self.paper.tokenizer,
+        )
 
     def workload(self) -> Workload:
         """Return both streams; keys and values are those of content alone."""
@@ -86,9 +111,18 @@ class GVP(Objective):
         return Workload(seen + read, seen, float(seen), read, self.num_outputs)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want photographs."""
-        if manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; gvp wants jpeg shards"
+        """Want photographs; d2d also takes the ids that they were made to."""
+        if manifest.kind == "ids" and self.paper.variant == "d2d":
+            yield from self._ids().check(manifest)
+        elif manifest.kind != "jpeg":
+            wanted = "jpeg or ids" if self.paper.variant == "d2d" else "jpeg"
+            yield f"holds {manifest.kind} shards; gvp wants {wanted} shards"
+        elif self.paper.variant != "p2p":
+            if self.paper.tokenizer is None:
+                yield "holds images; name what makes ids of them in objective.tokenizer"
+            else:
+                # Opened before any work starts: what does not fit is said now.
+                self._ids().tokenizer  # noqa: B018
 
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe section 5 follows."""
@@ -98,27 +132,26 @@ class GVP(Objective):
         """Return the start of both streams."""
         return TwoStreamEmbedding(
             self.core,
-            PatchEmbedding(self.num_outputs, self.config.model.hidden_size),
+            self.content.embedding(self.core),
             side=self.config.data.image_size // self.paper.patch_size,
             condition=self.paper.num_condition_tokens,
             positions=self.position_kind,
         )
 
     def build_head(self) -> nn.Module:
-        """Return the last norm and the linear map to pixels."""
-        return TokenHead(self.core, self.num_outputs)
+        """Return the last norm and the map to pixels or to logits."""
+        return self.predicted.head(self.core)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw order and groups, and ask for what they predict."""
-        patches = self.patches_of(batch.inputs)
+        content = predicted = self.content.of(batch.inputs)
+        if self.predicted is not self.content:
+            predicted = self.predicted.of(batch.inputs)
         order, groups = self.draw(batch.sample_index)
         first, last = self.paper.bounds(self.config)
         asked, asked_groups = order[:, first:], groups[:, first:]
-        inputs = two_streams(patches, order[:, :last], groups[:, :last], asked, asked_groups)
-        targets = take_places(patches, asked)
-        if self.paper.normalize_targets:
-            targets = normalize_patches(targets)
-        return Sequence(inputs, (targets, asked_groups))
+        inputs = two_streams(content, order[:, :last], groups[:, :last], asked, asked_groups)
+        return Sequence(inputs, (take_places(predicted, asked), asked_groups))
 
     def draw(self, sample_index: Tensor) -> tuple[Tensor, Tensor]:
         """Return z and the group of each of its places, int64 `[b, T]` both."""
@@ -145,13 +178,7 @@ class GVP(Objective):
         Raises:
             UserError: they have another size or type.
         """
-        side = self.config.data.image_size
-        if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
-            raise UserError(
-                f"the images have shape {list(images.shape)} and type {images.dtype}; gvp takes"
-                f" uint8 [b, {side}, {side}, 3]"
-            )
-        return patchify(standardize(images), self.paper.patch_size)
+        return self._patches().of(images)
 
     def images_of(self, patches: Tensor) -> Tensor:
         """Undo `patches_of`: `[b, T, d]` to the nearest uint8 `[b, h, w, 3]`."""
@@ -161,8 +188,13 @@ class GVP(Objective):
         """Want pixels as they are.
 
         Raises:
-            UserError: each patch is predicted standardised by itself; what it was is not known.
+            UserError: ids are predicted, or each patch standardised by itself, so that what it was
+                is not known.
         """
+        if self.paper.variant != "p2p":
+            raise UserError(
+                f"pictures are drawn of objective.variant p2p, not {self.paper.variant}"
+            )
         if self.paper.normalize_targets:
             raise UserError(
                 "a model with objective.normalize_targets does not know how bright its patches"
@@ -188,7 +220,7 @@ class GVP(Objective):
         (section 5); the groups are typical ones of training, without a draw.
         """
         order = raster(batch.sample_index, self.num_tokens)
-        return content_alone(self.patches_of(batch.inputs), order, self._typical(order))
+        return content_alone(self.content.of(batch.inputs), order, self._typical(order))
 
     def _typical(self, order: Tensor) -> Tensor:
         """Return groups int64 `[b, T]` for features."""
@@ -217,7 +249,7 @@ class GVP(Objective):
         """Return both streams, with a query for every patch in the order of z.
 
         Args:
-            inputs: images uint8 `[b, h, w, 3]`.
+            inputs: images uint8 `[b, h, w, 3]`, or for d2d ids `[b, T]`.
             order: z, int64 `[b, T]`, patches in raster order; drawn where absent.
             boundaries: n_0 .. n_{K-1}, for all images alike; drawn where absent.
             sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
@@ -225,9 +257,9 @@ class GVP(Objective):
         Raises:
             UserError: the order is no permutation, or the boundaries do not increase.
         """
-        patches, count = self.patches_of(inputs), self.num_tokens
-        index = torch.arange(len(patches)) if sample_index is None else sample_index
-        drawn, groups = self.draw(index.to(patches.device))
+        content, count = self.content.of(inputs), self.num_tokens
+        index = torch.arange(len(content)) if sample_index is None else sample_index
+        drawn, groups = self.draw(index.to(content.device))
         if order is None:
             order = drawn
         else:
@@ -238,50 +270,22 @@ class GVP(Objective):
                 raise UserError(f"boundaries {fault}")
             ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)
             groups = segmentation.groups_of(ends, count)
-        return two_streams(patches, order, groups, order, groups)
+        return two_streams(content, order, groups, order, groups)
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the squared error a number, the mean over the predicted patches of each image.
+        """Return the error of a token, the mean over the predicted tokens of each image.
 
-        Equation (6) with a unit Gaussian a patch, up to a constant: the patches of G_0 are given
-        and count nothing.
+        Equation (6): the tokens of G_0 are given and count nothing.
 
         Args:
-            predictions: `[b, q, d]`.
-            targets: patches `[b, q, d]` and their groups `[b, q]`.
+            predictions: as `build_head` gives them.
+            targets: tokens `[b, q, ...]` and their groups `[b, q]`.
         """
-        patches, groups = targets
-        errors = (predictions.float() - patches).square().mean(-1)
+        tokens, groups = targets
+        errors = self.predicted.errors(predictions, tokens, self.core)
         predicted = (groups > 0).float()
         return ((errors * predicted).sum(1) / predicted.sum(1)).mean()
 
     def outputs(self, predictions: Tensor) -> Tensor:
-        """Return patches `[b, q, d]` in the order of z, standardised as `patches_of` gives them."""
-        return predictions
-
-
-def two_streams(
-    patches: Tensor, seen: Tensor, groups: Tensor, asked: Tensor, asked_groups: Tensor
-) -> TwoStreams:
-    """Return what the first layer takes.
-
-    Args:
-        patches: `[b, T, d]` in raster order.
-        seen: places int64 `[b, c]` of the content.
-        groups: of the content, int64 `[b, c]`.
-        asked: places int64 `[b, q]` of the queries.
-        asked_groups: of the queries, int64 `[b, q]`. Those of G_0 see what G_1 sees, by equation
-            (11); nothing is learned from them.
-    """
-    return take_places(patches, seen), seen, groups, asked, asked_groups.clamp(min=1)
-
-
-def content_alone(patches: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
-    """Return what the first layer takes, without queries."""
-    return two_streams(patches, order, groups, order[:, :0], groups[:, :0])
-
-
-def raster(sample_index: Tensor, num_tokens: int) -> Tensor:
-    """Return the order 0, 1, ..., T - 1 for each image: int64 `[b, T]`."""
-    places = torch.arange(num_tokens, device=sample_index.device)
-    return places.expand(len(sample_index), -1)
+        """Return patches `[b, q, d]` or logits `[b, q, v]`, in the order of z."""
+        return self.predicted.outputs(predictions, self.core)

@@ -18,8 +18,14 @@ class GVPConfig(ObjectiveConfig):
     """The keys of GVP."""
 
     name: Literal["gvp"] = "gvp"
+    variant: Literal["p2p", "p2d", "d2d"] = "p2p"
+    """What is read and what is predicted: pixels (p) or ids of a discrete tokenizer (d)."""
     patch_size: Positive = 16
-    """Side of a patch in pixels."""
+    """Side of a token in pixels: of a patch, and of what an id stands for."""
+    vocabulary_size: Annotated[int, Field(gt=1)] | None = None
+    """Ids of the tokenizer; p2d and d2d want it."""
+    tokenizer: str | None = None
+    """Run folder of the tokenizer that makes ids of images; d2d on ids shards needs none."""
     order: Literal["random", "raster"] = "random"
     """z: a permutation of its own for each image, or rows from top to bottom (table 3)."""
     segmentation: Literal["fixed", "random", "mixed", "given"] = "mixed"
@@ -65,10 +71,27 @@ class GVPConfig(ObjectiveConfig):
                 "model.hidden_size",
                 f"{config.model.hidden_size} does not divide by 4, as sin-cos positions want",
             )
+        yield from self._check_ids(config)
         faults = [*self._check_groups(self.num_patches(config))]
         yield from faults
         if config.parallel.sequence_parallel and not faults:
             yield from self._check_split(config)
+
+    def _check_ids(self, config: RunConfig) -> Iterator[Complaint]:
+        tensor = config.parallel.tensor_model_parallel_size
+        if self.variant == "p2p":
+            for key in ("vocabulary_size", "tokenizer"):
+                if getattr(self, key) is not None:
+                    yield f"objective.{key}", "belongs to the variants p2d and d2d; leave it out"
+        elif self.vocabulary_size is None:
+            yield "objective.vocabulary_size", f"must be given for {self.variant}: ids there are"
+        elif self.vocabulary_size % tensor:
+            text = f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}"
+            yield "objective.vocabulary_size", text
+        if self.variant == "p2d" and self.tokenizer is None:
+            yield "objective.tokenizer", "must name the run folder of what makes the ids"
+        if self.variant != "p2p" and self.normalize_targets:
+            yield "objective.normalize_targets", f"is for pixels, which {self.variant} predicts not"
 
     def _check_groups(self, num_patches: int) -> Iterator[Complaint]:
         if (self.segmentation == "given") != (self.boundaries is not None):

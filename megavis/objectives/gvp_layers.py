@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megavis.model.core import Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import normal
+from megavis.model.orders import take_places
 from megavis.model.positions import PositionKind, Positions
 from megavis.model.stream import State, Stream
 
@@ -84,3 +85,30 @@ class TwoStreamEmbedding(nn.Module):
         return self.positions.carried(
             nn.functional.pad(self._coordinates(places), (0, 0, extra, 0))
         )
+
+
+def two_streams(
+    tokens: Tensor, seen: Tensor, groups: Tensor, asked: Tensor, asked_groups: Tensor
+) -> TwoStreams:
+    """Return what the first layer takes.
+
+    Args:
+        tokens: `[b, T, ...]` in raster order.
+        seen: places int64 `[b, c]` of the content.
+        groups: of the content, int64 `[b, c]`.
+        asked: places int64 `[b, q]` of the queries.
+        asked_groups: of the queries, int64 `[b, q]`. Those of G_0 see what G_1 sees, by equation
+            (11); nothing is learned from them.
+    """
+    return take_places(tokens, seen), seen, groups, asked, asked_groups.clamp(min=1)
+
+
+def content_alone(tokens: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
+    """Return what the first layer takes, without queries."""
+    return two_streams(tokens, order, groups, order[:, :0], groups[:, :0])
+
+
+def raster(sample_index: Tensor, num_tokens: int) -> Tensor:
+    """Return the order 0, 1, ..., T - 1 for each image: int64 `[b, T]`."""
+    places = torch.arange(num_tokens, device=sample_index.device)
+    return places.expand(len(sample_index), -1)

@@ -8,8 +8,7 @@ import torch
 from megavis.data.batch import Batch
 from megavis.model.stream import Stream
 from megavis.model.visibility import Visibility
-from megavis.objectives.gvp import two_streams
-from megavis.objectives.gvp_layers import TwoStreamEmbedding
+from megavis.objectives.gvp_layers import TwoStreamEmbedding, two_streams
 from megavis.objectives.gvp_segmentation import groups_of
 
 SIDE, PATCHES = 3, 9

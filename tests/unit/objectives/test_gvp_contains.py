@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megavis.model.core import Block
 from megavis.model.stream import Stream
-from megavis.objectives.gvp import two_streams
+from megavis.objectives.gvp_layers import two_streams
 from megavis.objectives.gvp_segmentation import groups_of
 
 PATCHES, WIDTH, HEADS = 9, 16, 2

@@ -1,0 +1,90 @@
+"""GVP on ids: what is scored, what the model reads, and tokenizers that do not fit."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from vqgan_config import write_config
+
+from megavis.checkpoint.whole import write_weights
+from megavis.config.errors import UserError
+from megavis.config.load import dump_config, load_config
+from megavis.data.batch import Batch
+from megavis.objectives import objective_configs
+from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.vqgan_network import VQGANNetwork
+
+IDS = ["objective.vocabulary_size=12", "model.positions=none"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A VQGAN of 12 ids as `megavis train` would leave it, untrained: a token is 4² pixels."""
+    folder = tmp_path_factory.mktemp("vqgan")
+    config = load_config(write_config(folder), objectives=objective_configs()).config
+    (folder / "config.yaml").write_text(dump_config(config))
+    torch.manual_seed(0)
+    network = VQGANNetwork(config.objective.shape)
+    weights = {f"vqgan.network.{name}": value for name, value in network.state_dict().items()}
+    write_weights(folder, weights, seed=0, tokenizer=None)
+    return folder
+
+
+def batch_of(inputs):
+    index = torch.arange(len(inputs))
+    return Batch(inputs, torch.full((len(inputs),), -1), index)
+
+
+def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
+    objective, runner = build_gvp("objective.variant=d2d", *IDS)
+    ids = torch.randint(12, (2, 9))
+    sequence = objective.sequence(batch_of(ids))
+    predictions = runner.predictions(sequence.inputs)
+    logits = objective.outputs(predictions)
+    order, groups = objective.draw(torch.arange(2))
+    losses = []
+    for image in range(2):
+        asked = [place for place in range(9) if groups[image, place] > 0]
+        places = [F.cross_entropy(logits[image, p], ids[image, order[image, p]]) for p in asked]
+        losses.append(torch.stack(places).mean())
+    loss = objective.loss(predictions, sequence.targets)
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_patches_in_ids_out(build_gvp, run_folder):
+    words = ["objective.variant=p2d", f"objective.tokenizer={run_folder}", "data.image_size=16"]
+    objective, runner = build_gvp(*words, *IDS)
+    images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
+    sequence = objective.sequence(batch_of(images))
+    ids = open_tokenizer(run_folder).encode(images)
+    order, _ = objective.draw(torch.arange(2))
+    assert torch.equal(sequence.targets[0], ids.gather(1, order))
+    assert sequence.inputs[0].shape == (2, 16, 48)
+    assert runner.predictions(sequence.inputs).shape == (16, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.vocabulary_size=16"], "has 12 ids; objective.vocabulary_size is 16"),
+        (["objective.patch_size=8", "objective.num_groups=2"], "makes 16 ids of an image"),
+    ],
+)
+def test_another_tokenizer_is_refused(build_gvp, run_folder, words, message):
+    fixed = ["objective.variant=d2d", f"objective.tokenizer={run_folder}", "data.image_size=16"]
+    objective, _ = build_gvp(*fixed, *IDS, *words)
+    images = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
+    with pytest.raises(UserError, match=message):
+        objective.sequence(batch_of(images))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.variant=d2d"], "objective.vocabulary_size: must be given for d2d"),
+        (["objective.variant=p2d", *IDS], "objective.tokenizer: must name the run folder"),
+        (IDS, "objective.vocabulary_size: belongs to the variants p2d and d2d"),
+    ],
+)
+def test_keys_that_do_not_fit_the_variant(build_gvp, words, message):
+    with pytest.raises(UserError, match=message):
+        build_gvp(*words)
