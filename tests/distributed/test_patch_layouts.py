@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_vqgan import write_untrained_run
 from test_layouts import STEPS, TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.training.parity import train_briefly
@@ -14,6 +15,9 @@ OBJECTIVES = {
     " condition_on_gamma: true}",
     "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
     "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
+    "gvp_d2d": "{name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
+    " num_condition_tokens: 2,"
+    " tokenizer: TOKENIZER}",
 }
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero_stage": 3}),
@@ -30,6 +34,7 @@ def patch_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("patches")
     source, target = str(shards / "crops" / "train"), str(folder / "train")
     assert main(["jpeg", source, "--out", target, "--size", "16"]) == 0
+    tokenizer = write_untrained_run(tmp_path_factory.mktemp("vqgan"))
 
     def config(name: str) -> Path:
         path = folder / f"{name}.yaml"
@@ -37,7 +42,7 @@ def patch_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             f"""\
 name: {name}
 output: {folder}/runs
-objective: {OBJECTIVES[name]}
+objective: {OBJECTIVES[name].replace("TOKENIZER", str(tokenizer))}
 model:
   num_layers: 2
   hidden_size: 32

@@ -2,31 +2,19 @@
 
 import pytest
 import torch
+from small_vqgan import write_untrained_run
 from torch.nn import functional as F
-from vqgan_config import write_config
 
-from megavis.checkpoint.whole import write_weights
 from megavis.config.errors import UserError
-from megavis.config.load import dump_config, load_config
 from megavis.data.batch import Batch
-from megavis.objectives import objective_configs
 from megavis.tokenizers.base import open_tokenizer
-from megavis.tokenizers.vqgan_network import VQGANNetwork
 
 IDS = ["objective.vocabulary_size=12", "model.positions=none"]
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A VQGAN of 12 ids as `megavis train` would leave it, untrained: a token is 4² pixels."""
-    folder = tmp_path_factory.mktemp("vqgan")
-    config = load_config(write_config(folder), objectives=objective_configs()).config
-    (folder / "config.yaml").write_text(dump_config(config))
-    torch.manual_seed(0)
-    network = VQGANNetwork(config.objective.shape)
-    weights = {f"vqgan.network.{name}": value for name, value in network.state_dict().items()}
-    write_weights(folder, weights, seed=0, tokenizer=None)
-    return folder
+    return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
 
 
 def batch_of(inputs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vqgan_config import write_config
+from small_vqgan import write_config
 
 from megavis.config.load import load_config
 from megavis.data.batch import Batch

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from vqgan_config import write_config
+from small_vqgan import write_config
 
 from megavis.cli import main
 from megavis.tokenizers.base import IdTokenizer, open_tokenizer
