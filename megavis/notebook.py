@@ -30,9 +30,12 @@ from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.objectives import build_objective, objective_configs
+from megavis.objectives.real_tokens import OneByOne, Uncovers
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.batches import sample_ids
+from megavis.sampling.densities import TokenChoice
+from megavis.sampling.latents import LatentSampler
 from megavis.sampling.pictures import to_pixels
 from megavis.tokenizers.palette import Palette
 
@@ -220,6 +223,20 @@ class Run:
             top_p=top_p,
             seed=seed,
         )
+
+    def latent_sampler(self, *, seed: int = 0, **choice: Any) -> LatentSampler:
+        """Return what draws latents from a run of GIVT.
+
+        Args:
+            seed: decides every draw.
+            **choice: as `TokenChoice` takes them: scale, probability, guidance, ...
+
+        Raises:
+            UserError: the run is of another paper, or a number is out of range.
+        """
+        if not isinstance(self.objective, OneByOne | Uncovers):
+            raise UserError(f"{self.config.objective.name} draws no latents")
+        return LatentSampler(self.runner, self.objective, TokenChoice(**choice), seed=seed)
 
     def images(self, ids: Tensor) -> np.ndarray:
         """Return the pixels of ids `[b, n]` in raster order: uint8 `[b, h, w, 3]`."""

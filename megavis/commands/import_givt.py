@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,9 +33,23 @@ def import_transformer(args: argparse.Namespace) -> None:
     released = ReleasedModel(arrays, mode=args.mode, num_classes=args.num_classes)
     paper = released.objective()
     if args.tokenizer is not None:
-        paper = paper.model_copy(update={"tokenizer": str(args.tokenizer)})
+        pixels = _pixels_of_a_latent(args.tokenizer)
+        update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
+        paper = paper.model_copy(update=update)
     size = released.side * paper.downsampling
     _write(args, paper, released.weights(), image_size=size, model=released.model())
+
+
+def _pixels_of_a_latent(run_folder: Path) -> int:
+    from megavis.config.load import load_config
+    from megavis.objectives import objective_configs
+    from megavis.objectives.vae import VAEConfig
+
+    path = run_folder / "config.yaml"
+    paper = load_config(path, objectives=objective_configs()).config.objective
+    if not isinstance(paper, VAEConfig):
+        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a vae")
+    return paper.shape.downsampling
 
 
 def import_vae(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands import sample_latents
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def add_parser(subparsers: Any) -> None:
         description="Draw images from a run, or with --prefix complete held-out photographs: a row"
         " each, original | what was given | completions. Runs alone, or under torchrun, where the"
         " processes share the images.",
-        epilog="example: megavis sample runs/igpt-demo --prefix half --top-p 0.95",
+        epilog="example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
+        "         megavis sample runs/givt --classes 207,360 --scale 0.95 --guidance 0.4",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
@@ -57,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tensor-model-parallel-size", type=int, default=1, help="processes that share each layer"
     )
+    sample_latents.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         pixels = _picture(opened, args)
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"
-        if context.is_main:
+        if context.is_main and pixels is not None:
             save_png(out, pixels)
             sys.stdout.write(f"{out}\n")
     finally:
@@ -109,8 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _picture(opened: Run, args: argparse.Namespace) -> Any:
     from megavis.objectives.base import PatchByPatch, TokenByToken
+    from megavis.objectives.real_tokens import OneByOne, Uncovers
     from megavis.sampling.gallery import gallery_of
 
+    if isinstance(opened.objective, OneByOne | Uncovers):
+        return sample_latents.picture(opened, args)
     if isinstance(opened.objective, PatchByPatch):
         return _picture_of_patches(opened, opened.objective, args)
     if not isinstance(opened.objective, TokenByToken):

@@ -19,6 +19,15 @@ EPSILON = 1e-6
 _KERNEL = 3
 
 
+class Convolution(nn.Conv2d):
+    """A 3×3 convolution that fills itself: ZeRO-3 splits weights once their module is built."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, _KERNEL, padding=1, bias=False)
+        # LeCun's, as the released code has it.
+        truncated_normal((inputs * _KERNEL**2) ** -0.5)(self.weight)
+
+
 class CouplingBlock(nn.Module):
     """(x₁, x₂) ↦ (x₂, x₁ + f(x₂)), where f is three 3×3 convolutions with norms and ReLU."""
 
@@ -27,11 +36,11 @@ class CouplingBlock(nn.Module):
         groups = min(32, half)
         # The first block sees the latents as they are; every later one normalises them.
         self.norm_0 = None if is_first else nn.GroupNorm(groups, half, eps=EPSILON)
-        self.conv_0 = _convolution(half, hidden)
+        self.conv_0 = Convolution(half, hidden)
         self.norm_1 = nn.GroupNorm(groups, hidden, eps=EPSILON)
-        self.conv_1 = _convolution(hidden, hidden)
+        self.conv_1 = Convolution(hidden, hidden)
         self.norm_2 = nn.GroupNorm(groups, hidden, eps=EPSILON)
-        self.conv_2 = _convolution(hidden, half)
+        self.conv_2 = Convolution(hidden, half)
 
     def shift(self, half: Tensor) -> Tensor:
         """Return f of one half, `[b, c/2, h, w]` to `[b, c/2, h, w]`."""
@@ -89,10 +98,3 @@ class Adapter(nn.Module):
             assert isinstance(block, CouplingBlock)
             halves = block.inverse(*halves)
         return torch.cat(halves, dim=1)
-
-
-def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    convolution = nn.Conv2d(inputs, outputs, _KERNEL, padding=1, bias=False)
-    # LeCun's, as the released code has it.
-    truncated_normal((inputs * _KERNEL**2) ** -0.5)(convolution.weight)
-    return convolution

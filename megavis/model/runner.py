@@ -74,6 +74,17 @@ class Runner:
                 hook.remove()
         return self._join_stages(torch.stack(pooled))
 
+    @torch.no_grad()
+    def on_first_stage(self, job: Callable[[torch.nn.Module], Tensor]) -> Tensor:
+        """Return what a job makes of the first layer, on every stage."""
+        made: Predictions | None = None
+        if self.context.is_first_stage:
+            with self._evaluating():
+                made = job(self.layers.modules[0])
+        made = self._from_stage(0, made)
+        assert isinstance(made, Tensor)
+        return made
+
     def _walk(
         self,
         inputs: tuple[Tensor, ...],

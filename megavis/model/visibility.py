@@ -173,6 +173,12 @@ class KeyValueCache:
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
 
+    def select(self, order: Tensor) -> None:
+        """Go on with other sequences: int64 `[b]`, which of the old each new one goes on."""
+        self._stored = {
+            layer: (keys[order], values[order]) for layer, (keys, values) in self._stored.items()
+        }
+
     def advance(self) -> None:
         """Count the new tokens, once all layers have stored them."""
         self.length += self._new

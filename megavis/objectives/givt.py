@@ -41,7 +41,7 @@ class GIVT(LatentTokens):
 
     def build_head(self) -> DensityHead:
         """Return the last norm and the matrix to the density's parameters."""
-        return DensityHead(self.core, self.num_outputs)
+        return DensityHead(self.core, self.paper)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw latents and drop some labels."""
@@ -81,7 +81,9 @@ class GIVT(LatentTokens):
             start: first place.
             stop: end of the places.
         """
-        before = F.pad(tokens, (0, 0, 1, 0))[:, start:stop].contiguous()
+        before = tokens[:, max(start - 1, 0) : stop - 1]
+        if start == 0:
+            before = F.pad(before, (0, 0, 1, 0))
         places = torch.arange(start, stop, device=tokens.device)[None]
         return before, rows, places
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from megavis.objectives.givt_config import LatentTokensConfig
 from megavis.objectives.givt_layers import TOKENS, LatentEmbedding
 from megavis.parallel.random import normal, uniform
 from megavis.tokenizers.latents import stack, to_tokens
+
+if TYPE_CHECKING:
+    from megavis.tokenizers.base import LatentTokenizer
 
 Predictions = Tensor | tuple[Tensor, Tensor]
 
@@ -84,6 +88,11 @@ class LatentTokens(Objective):
         """Classes of the labels; 0 where there are none."""
         return self.paper.num_classes
 
+    @property
+    def has_null_label(self) -> bool:
+        """True where a label stands for no class."""
+        return self.paper.has_null_label
+
     def initialization(self) -> Initialization:
         """Return the released code's: LeCun's for attention, Xavier's for the MLP."""
         lecun = truncated_normal(self.config.model.hidden_size**-0.5)
@@ -92,17 +101,29 @@ class LatentTokens(Objective):
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want latents of this grid, or images and a VAE, and labels that the table has."""
         if manifest.kind == "latents":
-            if manifest.latent_shape != self.latent_shape:
-                yield (
-                    f"holds latents of shape {list(manifest.latent_shape or ())}; the config's"
-                    f" (objective.latent_channels, data.image_size / objective.downsampling) is"
-                    f" {list(self.latent_shape)}"
-                )
+            yield from self._check_latents(manifest)
         elif manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {self.config.objective.name} wants latents shards"
         elif self.paper.tokenizer is None:
             yield "holds images; name the VAE's run folder in objective.tokenizer, or give latents"
         yield from self._check_labels(len(manifest.class_names))
+
+    def _check_latents(self, manifest: Manifest) -> Iterator[str]:
+        if manifest.latent_shape != self.latent_shape:
+            yield (
+                f"holds latents of shape {list(manifest.latent_shape or ())}; the config's"
+                f" (objective.latent_channels, data.image_size / objective.downsampling) is"
+                f" {list(self.latent_shape)}"
+            )
+        elif self.paper.tokenizer is not None and self._identity != manifest.identity:
+            yield (
+                f"was made by the VAE {str(manifest.identity)[:12]}; that of objective.tokenizer,"
+                f" {self.paper.tokenizer}, is {self._identity[:12]}"
+            )
+
+    @cached_property
+    def _identity(self) -> str:
+        return self._tokenizer.identity()
 
     def _check_labels(self, num_given: int) -> Iterator[str]:
         wanted = self.paper.num_classes
@@ -168,6 +189,8 @@ class LatentTokens(Objective):
             return inputs.float()
         if inputs.shape[1:] == self.latent_shape and inputs.is_floating_point():
             return inputs.float()
+        if inputs.dtype == torch.uint8 and self.paper.tokenizer is not None:
+            inputs = self._tokenizer.to(inputs.device).encode(inputs)
         if inputs.shape[1:] != (2, *self.latent_shape):
             raise UserError(
                 f"the inputs have shape {list(inputs.shape)}; this run takes latents"
@@ -181,6 +204,34 @@ class LatentTokens(Objective):
         noise = normal(sample_index, count, seed=self.config.seed, purpose="posterior")
         return mean + scale * noise.view_as(mean)
 
+    @cached_property
+    def _tokenizer(self) -> LatentTokenizer:
+        """The VAE, frozen."""
+        from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
+
+        assert self.paper.tokenizer is not None
+        tokenizer = open_tokenizer(self.paper.tokenizer)
+        if not isinstance(tokenizer, LatentTokenizer):
+            raise UserError(f"objective.tokenizer: {self.paper.tokenizer} gives ids, not latents")
+        given = tokenizer.latent_shape(self.config.data.image_size)
+        if given != self.latent_shape:
+            raise UserError(
+                f"objective.tokenizer: {self.paper.tokenizer} gives latents of shape {list(given)};"
+                f" the config's (objective.latent_channels, data.image_size /"
+                f" objective.downsampling) is {list(self.latent_shape)}"
+            )
+        return tokenizer
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images uint8 `[b, H, W, 3]` of latents `[b, c, h, w]`.
+
+        Raises:
+            UserError: the config names no VAE, or one of other latents.
+        """
+        if self.paper.tokenizer is None:
+            raise UserError("pictures want the VAE: name its run folder in objective.tokenizer")
+        return self._tokenizer.to(latents.device).decode(latents)
+
     def plain_targets(self, latents: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens to score `[b, n, d]`; none where the adapter gives them."""
         if self.paper.adapter_blocks:
@@ -191,17 +242,21 @@ class LatentTokens(Objective):
     def build_embedding(self) -> LatentEmbedding:
         """Return the first layer."""
 
-    def distribution(self, predictions: Predictions) -> Distribution:
-        """Return the density of each token, float32."""
-        parameters = predictions if isinstance(predictions, Tensor) else predictions[0]
+    def parameters(self, predictions: Predictions) -> Tensor:
+        """Return the parameters of the densities `[b, n, ...]`."""
+        return predictions if isinstance(predictions, Tensor) else predictions[0]
+
+    def density(self, parameters: Tensor) -> Distribution:
+        """Return the densities, float32, whose parameters these are, `[..., num_outputs]`."""
+        form = self.paper.scale_form
         if self.paper.covariance == "full":
-            return FullGaussian.from_outputs(parameters, self.paper.scale_form)
-        return Mixture.from_outputs(parameters, self.paper.num_components, self.paper.scale_form)
+            return FullGaussian.from_outputs(parameters, form)
+        return Mixture.from_outputs(parameters, self.paper.num_components, form)
 
     def nats(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
         """Return -log p of each token, float32 `[b, n]`."""
         tokens = targets[0] if isinstance(predictions, Tensor) else predictions[1]
-        return -self.distribution(predictions).log_prob(tokens)
+        return -self.density(self.parameters(predictions)).log_prob(tokens)
 
     def outputs(self, predictions: Predictions) -> Tensor:
         """Return the parameters `[b, n, ...]`; with an adapter followed by its tokens."""

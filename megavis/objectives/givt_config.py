@@ -43,14 +43,16 @@ class LatentTokensConfig(ObjectiveConfig):
     """From an output to a scale: `squareplus` in the released code, `softplus` in the paper."""
     scale_floor: Annotated[float, Field(gt=0)] = 1e-6
     """Smallest scale: 1e-6 in the released code, 1e-5 in the paper (appendix C.1)."""
+    head_std: Annotated[float, Field(ge=0)] = 0.02
+    """Deviation of the last matrix at the start. 0 in the released code, where all components start
+    alike and rounding alone parts them; then no two layouts do the same."""
     adapter_blocks: NonNegative = 0
     """Coupling blocks of the adapter that is trained jointly; 8 in the paper, 0: no adapter."""
     adapter_bottleneck: Positive | None = None
     """Its hidden channels; 4 · numbers of a token when absent, as in the paper. The released code
     has 8 · numbers of a token at 512²."""
     tokenizer: str | None = None
-    """Run folder of the VAE, to encode jpeg shards as they are read and to decode samples; latents
-    shards name theirs when absent."""
+    """Run folder of the VAE, which encodes jpeg shards as they are read and decodes samples."""
 
     @property
     def token_size(self) -> int:

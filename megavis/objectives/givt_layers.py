@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megavis.model.adapter import Adapter
 from megavis.model.core import Core
 from megavis.model.embeddings import to_stream
-from megavis.model.init import normal, truncated_normal, zeros
+from megavis.model.init import normal, truncated_normal
 from megavis.model.patches import TokenHead, WholeLinear
 from megavis.model.positions import PositionKind, Positions, grid_coordinates
 from megavis.model.stream import State, Stream
@@ -169,10 +169,10 @@ class MaskedEmbedding(LatentEmbedding):
 
 
 class DensityHead(TokenHead):
-    """The last norm and a matrix, zero at the start, to the parameters of a density."""
+    """The last norm and a matrix to the parameters of a density."""
 
-    def __init__(self, core: Core, num_outputs: int, *, num_skipped: int = 0) -> None:
-        super().__init__(core, num_outputs, zeros)
+    def __init__(self, core: Core, paper: LatentTokensConfig, *, num_skipped: int = 0) -> None:
+        super().__init__(core, paper.num_outputs, normal(paper.head_std))
         self.num_skipped = num_skipped
 
     def forward(self, state: State) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]

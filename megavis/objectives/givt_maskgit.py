@@ -53,7 +53,7 @@ class GIVTMaskGIT(LatentTokens):
 
     def build_head(self) -> DensityHead:
         """Return the last norm and the matrix; nothing is predicted at the label."""
-        return DensityHead(self.core, self.num_outputs, num_skipped=1)
+        return DensityHead(self.core, self.paper, num_skipped=1)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw latents and mask, and drop some labels."""

@@ -12,6 +12,7 @@ Legend: m numbers to draw, all independent.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +75,16 @@ class Guided:
 
     def select(self, rows: Tensor) -> Guided:
         """Return the densities of some of m numbers."""
-        return Guided(
-            self.mean[rows],
-            self.log_scale[rows],
-            self.other_mean[rows],
-            self.other_log_scale[rows],
-            self.weight,
-        )
+        return self._map(lambda part: part[rows])
+
+    def flatten(self) -> Guided:
+        """Return the same with all dimensions in one."""
+        return self._map(Tensor.flatten)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Guided:
+        parts = (self.mean, self.log_scale, self.other_mean, self.other_log_scale)
+        mean, log_scale, other_mean, other_log_scale = map(change, parts)
+        return Guided(mean, log_scale, other_mean, other_log_scale, self.weight)
 
 
 @dataclass

@@ -148,7 +148,7 @@ def test_hidden_tokens_are_not_seen_and_alone_are_scored(make):
         for t in (tokens, changed)
     )
     assert torch.equal(plain, other)
-    expected = -objective.distribution(plain).log_prob(tokens)[:, 3:9].mean()
+    expected = -objective.density(plain).log_prob(tokens)[:, 3:9].mean()
     torch.testing.assert_close(objective.loss(plain, (tokens, mask)), expected)
 
 
@@ -186,3 +186,35 @@ def test_a_label_out_of_range_is_named(make, words, label, message):
 def test_sizes_that_do_not_fit_are_refused(make, words, message):
     with pytest.raises(UserError, match=message):
         make(*words)
+
+
+def test_a_known_density_of_one_token_is_recovered(make):
+    objective, runner = make(
+        *["data.image_size=8", "objective.num_classes=0", "objective.latent_channels=2"],
+        *["model.num_layers=1", "objective.num_components=3"],
+    )
+    weights = torch.distributions.Categorical(torch.tensor([0.3, 0.7]))
+    means = torch.tensor([[-1.5, 0.5], [1.0, -0.5]])
+    scales = torch.tensor([[0.3, 0.6], [0.5, 0.2]])
+    components = torch.distributions.Independent(torch.distributions.Normal(means, scales), 1)
+    truth = torch.distributions.MixtureSameFamily(weights, components)
+    modules = torch.nn.ModuleList(runner.layers.modules)
+    optimizer = torch.optim.Adam(modules.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+
+    def nats_of(latents):
+        state = (latents[..., None, None], torch.zeros(len(latents), dtype=torch.int64))
+        for module in modules:
+            state = module(state)
+        return objective.loss(state, (latents[:, None],))
+
+    for _ in range(300):
+        optimizer.zero_grad()
+        nats_of(truth.sample((512,))).backward()
+        optimizer.step()
+        schedule.step()
+    held_out = truth.sample((50_000,))
+    with torch.no_grad():
+        divergence = nats_of(held_out) + truth.log_prob(held_out).mean()
+    # The loss is the entropy and the divergence from the truth, in nats.
+    assert -0.005 < float(divergence) < 0.01

@@ -1,0 +1,130 @@
+"""GIVT: sampling with and without a cache or guidance, and what share of a step the loss has.
+
+    OMP_NUM_THREADS=2 python -m benchmarks.givt --what cache
+
+The model is GIVT-Causal at 256 tokens; `--layers` leaves out blocks. All matrices are random, also
+the head's, which starts as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.timing import parser, report, summary, take_turns
+from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.runner import Runner
+from megavis.model.stack import LocalLayers, Stack
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.objectives.givt import GIVT
+from megavis.parallel.context import open_context
+from megavis.parallel.launch import read_launch
+from megavis.sampling.continuous import generate_tokens
+from megavis.sampling.densities import TokenChoice
+from megavis.sampling.guidance import Acceptance
+
+CONFIGS = Path(__file__).parents[1] / "yaml_configs/givt"
+Contestants = dict[str, Callable[[], object]]
+
+
+def build(preset: str, layers: int, device: str) -> tuple[GIVT, Runner]:
+    """Return a model with random weights."""
+    words = [f"model.num_layers={layers}"] if layers else []
+    config = load_config(CONFIGS / f"{preset}.yaml", words, objectives=objective_configs()).config
+    context = open_context(read_launch({}), device=device)
+    objective = OBJECTIVES["givt"](config, context)
+    assert isinstance(objective, GIVT)
+    plans = objective.layer_plans()
+    built = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+    head = dict(built.named_parameters())["head.linear.weight"]
+    torch.manual_seed(0)
+    nn.init.normal_(head, std=0.02)
+    for layer in built.modules:
+        layer.to(context.device)
+    return objective, Runner(built, context)
+
+
+def sampler(objective: GIVT, runner: Runner, count: int, **options: object) -> Callable[[], Tensor]:
+    """Return a function that draws images."""
+    device = runner.context.device
+    labels = objective.label_rows(torch.arange(count), count, device)
+    guidance = float(str(options.get("guidance", 0.0)))
+    choice = TokenChoice(scale=0.95, guidance=guidance)
+
+    def draw() -> Tensor:
+        return generate_tokens(
+            runner,
+            objective,
+            labels,
+            torch.arange(count, device=device),
+            choice=choice,
+            seed=0,
+            acceptance=Acceptance(),
+            cached=bool(options.get("cached", True)),
+        ).cpu()
+
+    return draw
+
+
+def training(objective: GIVT, runner: Runner, count: int) -> Contestants:
+    """Return a whole step's forward and backward pass, and that of the loss alone."""
+    layers, device = runner.layers.modules, runner.context.device
+    moments = torch.rand(count, 2, *objective.latent_shape)
+    batch = Batch(moments, torch.zeros(count, dtype=torch.int64), torch.arange(count)).to(device)
+    sequence = objective.sequence(batch)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    shape = (count, objective.num_tokens, objective.num_outputs)
+    outputs = torch.randn(shape, device=device, requires_grad=True)
+
+    def step() -> float:
+        state = sequence.inputs
+        for layer in layers:
+            state = layer(state)
+        gradients = torch.autograd.grad(objective.loss(state, sequence.targets), parameters)
+        return float(gradients[0].sum())
+
+    def loss() -> float:
+        value = objective.loss(outputs, sequence.targets)
+        return float(torch.autograd.grad(value, outputs)[0].sum())
+
+    return {"loss alone": loss, "whole step": step}
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--what", choices=("cache", "guidance", "loss"), default="cache")
+    arguments.add_argument("--preset", default="causal_default")
+    arguments.add_argument("--layers", type=int, default=0, help="blocks; default: the preset's")
+    arguments.add_argument("--batch-size", type=int, default=1)
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = arguments.parse_args()
+    objective, runner = build(options.preset, options.layers, options.device)
+    count = options.batch_size
+    if options.what == "cache":
+        contestants: Contestants = {
+            "cached": sampler(objective, runner, count),
+            "not cached": sampler(objective, runner, count, cached=False),
+        }
+    elif options.what == "guidance":
+        contestants = {
+            "no guidance": sampler(objective, runner, count),
+            "DB-CFG 0.4": sampler(objective, runner, count, guidance=0.4),
+        }
+    else:
+        contestants = training(objective, runner, count)
+    about: dict[str, object] = {"what": options.what, "preset": options.preset, "images": count}
+    if options.what == "cache":
+        drawn = [run() for run in contestants.values()]
+        assert all(isinstance(tokens, Tensor) for tokens in drawn)
+        about["difference"] = float((drawn[0] - drawn[1]).abs().max())  # type: ignore[operator]
+    seconds = take_turns(contestants, rounds=options.rounds)
+    report(summary(seconds, against=next(iter(contestants))), options.json, **about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Many images into one `.npz`, as the evaluation suite of "Diffusion Models Beat GANs" reads it.
+
+The file holds `arr_0`, uint8 `[N, H, W, 3]`. Batches are drawn by the processes in turns, each into
+a file of its own; a run that was cut off goes on with those that are missing.
+
+Legend: N images, b images of a batch, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+from megavis.parallel.context import ParallelContext
+
+Draw = Callable[[Tensor], Tensor]
+"""From numbers of images int64 `[b]` to images uint8 `[b, H, W, 3]`."""
+
+
+def write_npz(
+    path: Path,
+    draw: Draw,
+    *,
+    num_images: int,
+    batch_size: int,
+    context: ParallelContext,
+    settings: Mapping[str, Any],
+) -> None:
+    """Draw images into `path`; every process of the job calls this together.
+
+    Args:
+        path: the file; batches stand in `<path>.parts` until all are there.
+        draw: draws images by their numbers.
+        num_images: N.
+        batch_size: images of a batch.
+        context: the job.
+        settings: JSON values that decide about the images.
+
+    Raises:
+        UserError: the batches that are there were drawn with other settings.
+    """
+    folder = path.with_name(f"{path.name}.parts")
+    wanted = json.dumps({**settings, "num_images": num_images, "batch_size": batch_size})
+    _check_settings(folder / "settings.json", wanted, context)
+    starts = range(0, num_images, batch_size)
+    # Looked up by all before any writes: processes that share layers must draw together.
+    missing = [start for start in starts if not _part(folder, start).exists()]
+    dist.barrier()
+    for start in missing[context.data.rank :: context.data.size]:
+        images = draw(torch.arange(start, min(start + batch_size, num_images)))
+        if context.tensor.rank == 0:
+            _save(_part(folder, start), images.cpu().numpy())
+    dist.barrier()
+    if context.is_main:
+        joined = np.concatenate([np.load(_part(folder, start)) for start in starts])
+        partial = path.with_name(f".{path.name}.partial.npz")
+        np.savez(partial, arr_0=joined)
+        partial.replace(path)
+        shutil.rmtree(folder)
+    dist.barrier()
+
+
+def _check_settings(path: Path, wanted: str, context: ParallelContext) -> None:
+    if context.is_main and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, wanted.encode())
+    dist.barrier()
+    if path.read_text() != wanted:
+        raise UserError(
+            f"{path.parent} holds images drawn with other settings ({path.read_text()}); delete it"
+            " or choose another file"
+        )
+
+
+def _part(folder: Path, start: int) -> Path:
+    return folder / f"{start:09d}.npy"
+
+
+def _save(path: Path, images: np.ndarray) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.save(file, images)
+    partial.replace(path)
