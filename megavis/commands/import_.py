@@ -21,12 +21,14 @@ def add_parser(subparsers: Any) -> None:
         description="imagegpt: read an ImageGPT folder (config.json, model.safetensors, and"
         " preprocessor_config.json for the palette) as transformers saves it, write a run folder,"
         " and compare the logits of both on random input. givt, givt-vae: read an .npz file of"
-        " GIVT's released Transformers or VAEs.",
+        " GIVT's released Transformers or VAEs. vqgan: read a checkpoint of taming-transformers.",
         epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("form", choices=("imagegpt", "givt", "givt-vae"), help="what it holds")
+    parser.add_argument(
+        "form", choices=("imagegpt", "givt", "givt-vae", "vqgan"), help="what it holds"
+    )
     parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
     parser.add_argument(
@@ -38,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
     givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
     givt.add_argument(
-        "--image-size", type=int, default=256, help="givt-vae: of its images; default: 256"
+        "--image-size", type=int, default=256, help="givt-vae, vqgan: of its images; default: 256"
     )
     parser.set_defaults(run=run)
 
@@ -50,10 +52,16 @@ def run(args: argparse.Namespace) -> int:
         UserError: the weights are not of this form, or the run exists.
     """
     from megavis.commands.import_givt import import_transformer, import_vae
+    from megavis.commands.import_vqgan import import_vqgan
 
     if args.run_folder.exists():
         raise UserError(f"{args.run_folder} exists; choose another name")
-    forms = {"imagegpt": _import_imagegpt, "givt": import_transformer, "givt-vae": import_vae}
+    forms = {
+        "imagegpt": _import_imagegpt,
+        "givt": import_transformer,
+        "givt-vae": import_vae,
+        "vqgan": import_vqgan,
+    }
     try:
         forms[args.form](args)
     except BaseException:

@@ -37,7 +37,7 @@ def import_transformer(args: argparse.Namespace) -> None:
         update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
         paper = paper.model_copy(update=update)
     size = released.side * paper.downsampling
-    _write(args, paper, released.weights(), image_size=size, model=released.model())
+    write_run(args, paper, released.weights(), image_size=size, model=released.model())
 
 
 def _pixels_of_a_latent(run_folder: Path) -> int:
@@ -72,10 +72,10 @@ def import_vae(args: argparse.Namespace) -> None:
         adversarial_weight=0.0,
     )
     weights = {f"vae.network.{name}": tensor for name, tensor in vae_weights(arrays).items()}
-    _write(args, paper, weights, image_size=args.image_size)
+    write_run(args, paper, weights, image_size=args.image_size)
 
 
-def _write(
+def write_run(
     args: argparse.Namespace,
     paper: ObjectiveConfig,
     weights: Mapping[str, Tensor],
@@ -83,6 +83,7 @@ def _write(
     image_size: int,
     model: ModelConfig | None = None,
 ) -> None:
+    """Write a run folder of weights that came without data and training, and say so."""
     from megavis.checkpoint.whole import write_weights
     from megavis.config.load import dump_config
     from megavis.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainingConfig

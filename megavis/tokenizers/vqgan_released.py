@@ -1,0 +1,90 @@
+"""Released VQGAN checkpoints: their sizes and weights.
+
+The files of "Taming Transformers for High-Resolution Image Synthesis" hold a `state_dict` of
+encoder, decoder, codebook and discriminator (`loss.…`, left out here).
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
+
+_PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
+
+
+def read_released(path: Path) -> dict[str, Tensor]:
+    """Read a `.safetensors` file, or a `.ckpt` or `.pt` of plain tensors.
+
+    Raises:
+        UserError: the file is missing, holds more than tensors, or no VQGAN.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            tensors: Mapping[str, Tensor] = load_file(path)
+        else:
+            # Tensors alone: torch refuses to unpickle anything else.
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = content.get("state_dict", content)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than tensors, which is not unpickled; save its state_dict alone, as"
+            " .safetensors, where you trust the file"
+        ) from None
+    except (OSError, SafetensorError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
+    if "quantize.embedding.weight" not in kept:
+        raise UserError(f"{path} holds no quantize.embedding.weight: it is no released VQGAN")
+    return kept
+
+
+def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
+    """Return the sizes of a released network, and check that it has no other tensors.
+
+    Raises:
+        UserError: a tensor is missing or left over, or of another shape.
+    """
+    try:
+        shape = _sizes(tensors)
+        with torch.device("meta"):
+            wanted = {n: list(t.shape) for n, t in VQGANNetwork(shape).state_dict().items()}
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the file lacks tensors of a VQGAN: {error}") from None
+    given = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(wanted.keys() | given.keys()):
+        if wanted.get(name) != given.get(name):
+            raise UserError(
+                f"{name} has shape {given.get(name)} in the file; a network of these sizes has"
+                f" {wanted.get(name)}"
+            )
+    return shape
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> VQGANShape:
+    entries, code = tensors["quantize.embedding.weight"].shape
+    filters = tensors["encoder.conv_in.weight"].shape[0]
+    levels = _count(tensors, r"encoder\.down\.(\d+)\.")
+    widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    return VQGANShape(
+        codebook_size=entries,
+        code_size=code,
+        filters=filters,
+        multipliers=tuple(width // filters for width in widths),
+        blocks_per_level=_count(tensors, r"encoder\.down\.0\.block\.(\d+)\."),
+        latent_channels=tensors["quant_conv.weight"].shape[1],
+    )
+
+
+def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
+    found = [re.match(pattern, name) for name in tensors]
+    return 1 + max(int(match.group(1)) for match in found if match)
