@@ -1,0 +1,165 @@
+"""`palette shards` beside a loop that only decodes, and one that is written plainly.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.palette_shards
+
+All of it on one core of one process: 500x375 crops of photographs that scikit-image, scikit-learn
+and foolbox ship, as JPEG of quality 90, read from the disk's cache. Tokens of a sample are compared
+with Pillow's resize and the nearest of all colours in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from benchmarks.timing import parser, ratio, report, summary, take_turns
+from data_tools.__main__ import main as data_tools
+from megavis.data.dataset import ShardDataset
+from megavis.tokenizers.palette import Palette
+
+WIDTH, HEIGHT, QUALITY = 500, 375, 90
+BICUBIC = Image.Resampling.BICUBIC
+_SHIPPED = {"skimage": "data", "sklearn": "datasets/images", "foolbox": "data"}
+
+
+def photographs() -> Iterator[Image.Image]:
+    """Yield what the three packages ship and is at least 500x375."""
+    for package, folder in _SHIPPED.items():
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            sys.exit(f"{package} is missing: pip install 'megavis[test]'")
+        for path in sorted((Path(spec.origin).parent / folder).glob("*.*g")):
+            if path.suffix in (".jpg", ".png"):
+                image = Image.open(path)
+                if image.mode == "RGB" and image.width >= WIDTH and image.height >= HEIGHT:
+                    yield image
+
+
+def write_crops(folder: Path, *, count: int) -> list[Path]:
+    """Write `count` random crops of 500x375 as JPEG; return the files."""
+    random = np.random.default_rng(0)
+    images = list(photographs())
+    paths = [folder / f"{number:06d}.jpg" for number in range(count)]
+    for path, image in zip(paths, itertools.cycle(images)):
+        left = int(random.integers(0, image.width - WIDTH, endpoint=True))
+        top = int(random.integers(0, image.height - HEIGHT, endpoint=True))
+        image.crop((left, top, left + WIDTH, top + HEIGHT)).save(path, quality=QUALITY)
+    return paths
+
+
+def resized(path: Path, size: int) -> np.ndarray:
+    """Return what Pillow makes of a file: shorter side to `size`, centre, uint8 `[s, s, 3]`."""
+    image = Image.open(path).convert("RGB")
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), BICUBIC)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def plain_loop(paths: list[Path], palette: Palette, size: int) -> list[np.ndarray]:
+    """Do what one would write first: Pillow, numpy, the nearest colour by a matrix product."""
+    centers = palette.centers
+    squares = (centers**2).sum(axis=1)
+    tokens = []
+    for path in paths:
+        points = resized(path, size).reshape(-1, 3).astype(np.float32) / 127.5 - 1
+        tokens.append((squares - 2 * points @ centers.T).argmin(axis=1))
+    return tokens
+
+
+def run_verb(*words: object) -> None:
+    """Run a verb of `data_tools`; it says nothing."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        if code := data_tools([str(word) for word in words]):
+            sys.exit(f"{words}: exit code {code}")
+
+
+def share_that_differs(paths: list[Path], out: Path, palette: Palette, size: int) -> float:
+    """Return the share of tokens that are not those of Pillow and brute force, of every tenth."""
+    dataset = ShardDataset(out)
+    centers = palette.centers.astype(np.float64)
+    chosen = np.arange(0, len(dataset), 10)
+    wrong = 0
+    for index, tokens in zip(chosen, dataset.read(chosen)[0], strict=True):
+        path = paths[int(dataset.name_of(int(index)).split(":")[1])]
+        points = resized(path, size).reshape(-1, 1, 3) / 127.5 - 1
+        wrong += int((tokens != ((points - centers) ** 2).sum(axis=-1).argmin(axis=1)).sum())
+    return wrong / (len(chosen) * size * size)
+
+
+class Contest:
+    """The files, their palette, and what is timed on them.
+
+    Args:
+        work: an empty folder.
+        count: how many files.
+        size: side of the images in the shards.
+    """
+
+    def __init__(self, work: Path, *, count: int, size: int) -> None:
+        self.work, self.size = work, size
+        self.folder = work / "images"
+        self.folder.mkdir()
+        self.paths = write_crops(self.folder, count=count)
+        run_verb("palette", "fit", self.folder, "--out", work / "palette.npy", "--pixels", 100_000)
+        self.palette = Palette.load(work / "palette.npy")
+        self.pixels = [resized(path, size) for path in self.paths]
+        self._numbers = itertools.count()
+
+    def shards(self, *options: str) -> Path:
+        """Run the verb, end to end; return the new shard folder."""
+        out, palette = self.work / f"shards-{next(self._numbers)}", self.work / "palette.npy"
+        words = ("palette", "shards", self.folder, "--palette", palette, "--out", out)
+        run_verb(*words, "--size", self.size, *options)
+        return out
+
+    def ways(self) -> dict[str, Callable[[], object]]:
+        """Return what is timed, by name."""
+        return {
+            "decode only": lambda: [simplejpeg.decode_jpeg(p.read_bytes()) for p in self.paths],
+            "palette shards": self.shards,
+            "palette shards --fast": lambda: self.shards("--fast"),
+            "plain loop": lambda: plain_loop(self.paths, self.palette, self.size),
+            "nearest colours alone": lambda: [self.palette.encode(p) for p in self.pixels],
+        }
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--images", type=int, default=400)
+    arguments.add_argument("--size", type=int, default=64)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        contest = Contest(Path(work), count=options.images, size=options.size)
+        out = contest.shards()
+        wrong = share_that_differs(contest.paths, out, contest.palette, options.size)
+        seconds = take_turns(contest.ways(), rounds=options.rounds)
+    rows = summary(seconds, against="decode only")
+    for row in rows:
+        row["images_per_s"] = options.images / row["median_s"]
+        row["share_of_decode"] = 1 / row["times"]
+    report(
+        rows,
+        options.json,
+        images=f"{options.images} JPEGs of {WIDTH}x{HEIGHT} to {options.size}x{options.size}",
+        tokens_that_differ=wrong,
+        plain_loop_over_ours=f"{ratio(seconds['plain loop'], seconds['palette shards']):.2f}",
+        lookup_share=f"{ratio(seconds['nearest colours alone'], seconds['palette shards']):.3f}",
+        **{name: version(name) for name in ("pillow", "simplejpeg", "numpy", "numba")},
+    )
+
+
+if __name__ == "__main__":
+    main()
