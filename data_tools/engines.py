@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -77,7 +80,7 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
     # Spawned, not forked: the parent may hold threads, and a forked lock never opens.
     context = multiprocessing.get_context("spawn")
     rest, in_flight = iter(units), workers * _IN_FLIGHT_PER_WORKER
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         flying: dict[Future[UnitResult], Unit] = {}
         try:
             while True:
@@ -97,6 +100,21 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
             yield Failure((flying[future].shard,), describe_os_error(error))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this worker process when the one that started it is gone.
+
+    Otherwise a worker whose parent is killed waits for its next unit for ever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:

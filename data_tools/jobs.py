@@ -7,21 +7,18 @@ is finished.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
-from data_tools.report import Progress, say
+from data_tools.report import Outcome, Progress, say, write_report
 from data_tools.sources import Source
 from data_tools.units import Recipe, Unit, UnitResult, plan_units
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
 from megavis.data.manifest import FORMAT_VERSION, Manifest
 from megavis.data.manifest import Source as SourceRecord
 from megavis.data.shards import index_path
@@ -98,43 +95,67 @@ def run_job(
     Raises:
         UserError: a wrong option, a folder with other shards, or no picture at all.
     """
+    units = _plan(source, recipe, arguments)
+    mine = arguments.slice.of(units)
+    alone = len(mine) == len(units)
+    _remove_partials(mine, alone=alone)
+    outcome = _run(mine, arguments, label=label)
+    if outcome.failure is not None:
+        return _tell_failure(outcome, mine, _report_path(arguments, alone=alone))
+    if not alone:
+        write_report(_report_path(arguments, alone=False), outcome)
+        if len(_finished(units)) < len(units):
+            say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
+            return 0
+        outcome = _run(units, arguments, label="reading what is there")
+    skipped = write_report(arguments.out / REPORT_NAME, outcome)
+    for partial_report in arguments.out.glob("report-slice-*.json"):
+        partial_report.unlink(missing_ok=True)
+    if not any(any(result.shards) for result in outcome.results):
+        report = arguments.out / REPORT_NAME
+        raise UserError(f"no file of {source.root} gives an image; {report} says why")
+    (finish or _write_manifests)(source, recipe, outcome.results, arguments)
+    for reason, names in skipped.items():
+        say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
+    return 0
+
+
+def _plan(source: Source, recipe: Recipe, arguments: argparse.Namespace) -> list[Unit]:
     out: Path = arguments.out
     _check(arguments, source)
     for folder in recipe.folders:
         (out / folder).mkdir(parents=True, exist_ok=True)
         recipe.prepare(out / folder)
-    units = plan_units(
+    return plan_units(
         source,
         recipe,
         out=out,
         files_per_shard=arguments.samples_per_shard,
         seed=arguments.seed,
     )
-    mine = arguments.slice.of(units)
-    _remove_partials(mine, alone=len(mine) == len(units))
-    results, failure = _run(mine, arguments, label=label)
-    report_path = out / REPORT_NAME
-    if len(mine) < len(units):
-        report_path = out / f"report-slice-{str(arguments.slice).replace('/', '-of-')}.json"
-    if failure is not None:
-        _write_report(report_path, results, failure)
-        say(f"not finished: {failure.reason}; {report_path} names the shards. {_AGAIN}")
-        return 1
-    if len(mine) < len(units):
-        _write_report(report_path, results, None)
-        if not all(index_path(path).exists() for unit in units for path in unit.paths):
-            say(f"slice {arguments.slice} is done; the folder is finished when all slices are")
-            return 0
-        results, _ = _run(units, arguments, label="reading what is there")
-    skipped = _write_report(out / REPORT_NAME, results, None)
-    for partial_report in out.glob("report-slice-*.json"):
-        partial_report.unlink(missing_ok=True)
-    if not any(any(result.shards) for result in results):
-        raise UserError(f"no file of {source.root} gives an image; {out / REPORT_NAME} says why")
-    (finish or _write_manifests)(source, recipe, results, arguments)
-    for reason, names in skipped.items():
-        say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
-    return 0
+
+
+def _report_path(arguments: argparse.Namespace, *, alone: bool) -> Path:
+    if alone:
+        return arguments.out / REPORT_NAME
+    return arguments.out / f"report-slice-{str(arguments.slice).replace('/', '-of-')}.json"
+
+
+def _finished(units: Iterable[Unit]) -> list[Unit]:
+    return [unit for unit in units if all(index_path(path).exists() for path in unit.paths)]
+
+
+def _tell_failure(outcome: Outcome, units: Iterable[Unit], path: Path) -> int:
+    """Say and write what a job could not do, and what is there all the same."""
+    assert outcome.failure is not None
+    finished = [unit.shard for unit in _finished(units)]
+    try:
+        write_report(path, outcome, finished=finished)
+        where = f"{path} names the shards"
+    except OSError as error:  # where the disk is full, so may be this file
+        where = f"{path} cannot be written either: {error.strerror}"
+    say(f"not finished: {outcome.failure.reason}; {where}. {_AGAIN}")
+    return 1
 
 
 _AGAIN = "What is finished is kept: run the same command again, perhaps with fewer --workers"
@@ -162,11 +183,9 @@ def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
                 partial.unlink()
 
 
-def _run(
-    units: Sequence[Unit], arguments: argparse.Namespace, *, label: str
-) -> tuple[list[UnitResult], Failure | None]:
-    """Do the units; return what was done, in any order, and the failure that ended it."""
-    results: list[UnitResult] = []
+def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) -> Outcome:
+    """Do the units, up to the first failure."""
+    outcome = Outcome()
     total = sum(unit.part.num_files for unit in units)
     with Progress(label, total=total) as progress:
         for result in run_units(
@@ -176,15 +195,18 @@ def _run(
             advance=progress.advance,
         ):
             if isinstance(result, Failure):
-                return results, result
+                outcome.failure = result
+                break
             progress.fail(len(result.skipped))
-            results.append(result)
-        there = sum(result.was_there for result in results)
-        if there:
-            say(f"{there} of {len(units)} shards were there already")
-        if there < len(units):
-            say(f"{progress.done} images at {progress.rate:.0f} images/s")
-    return results, None
+            outcome.results.append(result)
+    outcome.seconds = progress.seconds
+    there = sum(result.was_there for result in outcome.results)
+    if there:
+        say(f"{there} of {len(units)} shards were there already")
+    if there < len(units):
+        memory = outcome.peak_memory / 2**20
+        say(f"{progress.done} images at {progress.rate:.0f} images/s, {memory:.0f} MiB a process")
+    return outcome
 
 
 def _write_manifests(
@@ -221,23 +243,3 @@ def manifest_of(
         tool_version=__version__,
         **recipe.describe(recipe.folders[number]),
     )
-
-
-def _write_report(
-    path: Path, results: list[UnitResult], failure: Failure | None
-) -> dict[str, list[str]]:
-    """Write the report; return the names of refused files by reason, both sorted."""
-    skipped: dict[str, list[str]] = defaultdict(list)
-    for name, reason in sorted(entry for result in results for entry in result.skipped):
-        skipped[reason].append(name)
-    report: dict[str, Any] = {
-        "num_files": sum(result.num_files for result in results),
-        "num_samples": sum(
-            entry.num_samples for result in results if (entry := result.shards[0]) is not None
-        ),
-        "skipped": dict(sorted(skipped.items())),
-    }
-    if failure is not None:
-        report["unfinished"] = {"shards": list(failure.shards), "reason": failure.reason}
-    write_atomically(path, json.dumps(report, indent=2).encode() + b"\n")
-    return dict(sorted(skipped.items()))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
+
+from data_tools.engines import Failure
+from data_tools.units import UnitResult, peak_memory
+from megavis.data.files import write_atomically
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -66,7 +76,12 @@ class Progress:
     @property
     def rate(self) -> float:
         """Items a second since the start."""
-        return self.done / max(time.monotonic() - self._start, 1e-9)
+        return self.done / max(self.seconds, 1e-9)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.monotonic() - self._start
 
     def __enter__(self) -> Progress:
         return self
@@ -79,3 +94,64 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+@dataclass
+class Outcome:
+    """What became of the units of a job.
+
+    Attributes:
+        results: of the units that were done, in any order.
+        failure: what ended the job early.
+        seconds: how long it took.
+    """
+
+    results: list[UnitResult] = field(default_factory=list)
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes that one of the processes held."""
+        return max([peak_memory(), *(result.peak_memory for result in self.results)])
+
+
+def write_report(
+    path: Path, outcome: Outcome, *, finished: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Write the report of a job.
+
+    What stands under `measured` is another in every run; all else is a function of the images.
+
+    Args:
+        path: of the JSON file.
+        outcome: of the job.
+        finished: the shards that are there, to name beside those that a failure left out.
+
+    Returns:
+        The names of refused files by reason, both sorted.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    results = outcome.results
+    skipped: dict[str, list[str]] = defaultdict(list)
+    for name, reason in sorted(entry for result in results for entry in result.skipped):
+        skipped[reason].append(name)
+    report: dict[str, Any] = {
+        "num_files": sum(result.num_files for result in results),
+        "num_samples": sum(
+            entry.num_samples for result in results if (entry := result.shards[0]) is not None
+        ),
+        "skipped": dict(sorted(skipped.items())),
+        "measured": {
+            "seconds": round(outcome.seconds, 3),
+            "peak_memory_bytes": outcome.peak_memory,
+        },
+    }
+    if outcome.failure is not None:
+        failure = outcome.failure
+        report["unfinished"] = {"shards": list(failure.shards), "reason": failure.reason}
+        report["finished"] = list(finished)
+    write_atomically(path, json.dumps(report, indent=2).encode() + b"\n")
+    return dict(sorted(skipped.items()))

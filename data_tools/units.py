@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,12 +94,14 @@ class UnitResult:
         shards: one entry a folder, None where every file was refused.
         skipped: `(name, reason)` of each file that gave no sample.
         was_there: it was finished before.
+        peak_memory: bytes, the most that the process which did it has held so far.
     """
 
     num_files: int
     shards: tuple[ShardEntry | None, ...]
     skipped: tuple[tuple[str, str], ...]
     was_there: bool
+    peak_memory: int = 0
 
 
 def plan_units(
@@ -216,7 +219,20 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
         shards=tuple(map(_entry, unit.paths, indexes)),
         skipped=skipped,
         was_there=was_there,
+        peak_memory=peak_memory(),
     )
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has held, 0 where Linux does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    # Not getrusage: its maximum outlives the exec that starts a process, so that a child of a
+    # large parent seems large.
+    kibibytes = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(kibibytes[1]) << 10 if kibibytes else 0
 
 
 def _entry(path: Path, index: ShardIndex) -> ShardEntry | None:

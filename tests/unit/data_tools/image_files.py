@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from importlib.util import find_spec
@@ -79,3 +80,13 @@ def bad_files():
         "float.tif": (floats, "unsupported pixel format"),
         "thin.png": (encoded(Image.new("RGB", (650, 10)), "PNG"), "aspect ratio above 64"),
     }
+
+
+def tree(folder):
+    """Name -> bytes of the files of a folder, without what a report measured."""
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    if "report.json" in files:
+        report = json.loads(files["report.json"])
+        del report["measured"]
+        files["report.json"] = json.dumps(report).encode()
+    return files

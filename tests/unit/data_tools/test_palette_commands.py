@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import webdataset
-from image_files import bad_files, encoded, real_jpegs, real_picture
+from image_files import bad_files, encoded, real_jpegs, real_picture, tree
 from PIL import Image
 
 from data_tools import palette_shards, units
@@ -51,10 +51,6 @@ def images(tmp_path):
     for name, (content, _) in bad_files().items():
         (root / "dogs" / name).write_bytes(content)
     return root
-
-
-def tree(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def test_shards_hold_the_tokens_of_pillow(images, palette_file, tmp_path, capsys):

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from image_files import tree
 from image_sources import small_jpeg, training_files, write_folder
 
 from data_tools import units
@@ -39,10 +40,6 @@ def payloads(folder):
             content = tar[start : start + index["lengths"][place]]
             found.append((content, index["labels"][place], source))
     return found
-
-
-def tree(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])

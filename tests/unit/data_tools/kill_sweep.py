@@ -1,0 +1,165 @@
+"""Kills `palette shards` at random moments until it ends, and compares with an unbroken run.
+
+As a script, a long sweep with worker processes (the test kills a few times, without them):
+
+    PYTHONPATH=.:tests/unit/data_tools python tests/unit/data_tools/kill_sweep.py --kills 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from image_files import encoded, real_jpegs, tree
+from PIL import Image
+
+from data_tools.__main__ import main
+from megavis.tokenizers.palette import Palette
+
+
+def write_images(folder: Path, *, count: int) -> list[str]:
+    """Write `count` small JPEGs and a palette; return the command that makes shards of them."""
+    (folder / "images").mkdir(parents=True)
+    files = real_jpegs()
+    for number in range(count):
+        small = Image.open(files[number % len(files)]).convert("RGB").resize((96, 80 + number % 9))
+        (folder / "images" / f"{number:05d}.jpg").write_bytes(encoded(small, "JPEG"))
+    centers = np.random.default_rng(0).uniform(-1, 1, (512, 3)).astype(np.float32)
+    Palette(centers).save(folder / "palette.npy")
+    words = ["palette", "shards", str(folder / "images"), "--size", "16"]
+    return [*words, "--palette", str(folder / "palette.npy"), "--samples-per-shard", "8"]
+
+
+def forked(words: list[str]) -> int:
+    """Start the command in a copy of this process; return its number."""
+    child = os.fork()
+    if child == 0:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        os._exit(main(words))
+    return child
+
+
+def spawned(words: list[str]) -> int:
+    """Start the command from nothing, in a group of its own; return its number."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "data_tools", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ).pid
+
+
+def sweep(
+    start: Callable[[], int],
+    out: Path,
+    *,
+    kills: int,
+    longest: float,
+    victim: Callable[[int], int] = lambda number: number,
+) -> tuple[int, int]:
+    """Run the command again and again, killing it at random moments.
+
+    Args:
+        start: starts the command, returns the number of its process.
+        out: its shard folder.
+        kills: after so many it may end.
+        longest: seconds from the start of its work (a file in `out` changes) to the kill.
+        victim: which process to kill, of the number of the one started.
+
+    Returns:
+        How many runs were killed, and how many of them left a finished shard more.
+    """
+    moments = random.Random(0)
+    killed = progress = 0
+    while True:
+        before = finished(out)
+        child = start()
+        begun = wait_for_work(out, child)
+        if killed < kills:
+            time.sleep(moments.uniform(0, longest) if begun else 0)
+            stop(victim(child))
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return killed, progress
+        killed += 1
+        progress += finished(out) > before
+
+
+def finished(out: Path) -> int:
+    """Return the number of finished shards."""
+    return len(list(out.glob("*.index.json")))
+
+
+def wait_for_work(out: Path, child: int) -> bool:
+    """Wait until the command has begun to write; False where it ended before."""
+    first = state(out)
+    while state(out) == first:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def state(out: Path) -> set[str]:
+    """Return the names of the files that come and go."""
+    return set(os.listdir(out)) if out.exists() else set()
+
+
+def stop(process: int) -> None:
+    """Kill a process, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def children(process: int) -> list[int]:
+    """Return the numbers of the processes that a process has started."""
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    return [int(word) for word in text.split()]
+
+
+def long_sweep(kills: int, count: int) -> None:
+    """Sweep with two workers, killing now the command, now one of its workers."""
+    choice = random.Random(1)
+    with tempfile.TemporaryDirectory() as folder:
+        words = write_images(Path(folder), count=count)
+        whole, broken = Path(folder, "whole"), Path(folder, "broken")
+        assert main([*words, "--out", str(whole)]) == 0
+        total, rounds, again = 0, 0, 0
+        while total < kills:
+            for path in broken.glob("*") if broken.exists() else ():
+                path.unlink()
+            workers = ["--workers", str(rounds % 3)]
+            killed, progress = sweep(
+                lambda: spawned([*words, "--out", str(broken), *workers]),  # noqa: B023
+                broken,
+                kills=kills - total,
+                longest=0.5,
+                victim=lambda child: choice.choice([child, *children(child)]),
+            )
+            assert tree(broken) == tree(whole), f"round {rounds} differs"
+            total, rounds, again = total + killed, rounds + 1, again + progress
+        print(f"{total} kills in {rounds} rounds of {finished(whole)} shards; after {again} of")
+        print("them a shard more was finished; every round ended byte-identical")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A long sweep of kills.")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--images", type=int, default=400)
+    arguments = parser.parse_args()
+    long_sweep(arguments.kills, arguments.images)

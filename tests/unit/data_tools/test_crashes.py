@@ -1,0 +1,120 @@
+"""Disk full, killed workers, killed commands: what is finished stays, the rest is named."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import time
+
+import pytest
+from image_files import tree
+from kill_sweep import children, finished, forked, spawned, stop, sweep, write_images
+
+from data_tools.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A command that writes twelve shards, and what an unbroken run writes."""
+    folder = tmp_path_factory.mktemp("crashes")
+    words = write_images(folder, count=96)
+    assert main([*words, "--out", str(folder / "whole")]) == 0
+    return words, tree(folder / "whole")
+
+
+def test_kills_at_random_moments(command, tmp_path):
+    words, whole = command
+    start = functools.partial(forked, [*words, "--out", str(tmp_path / "out")])
+    killed, progress = sweep(start, tmp_path / "out", kills=25, longest=0.03)
+    assert killed >= 10
+    assert progress >= 2
+    assert tree(tmp_path / "out") == whole
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond 8 KiB, less than a shard: the disk is full, but for small files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def report_of(out):
+    return json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_disk_that_takes_no_more(workers, command, tmp_path, request, capsys):
+    words, whole = command
+    out = tmp_path / "out"
+    assert main([*words, "--out", str(out), "--slice", "1/2"]) == 0
+    there = tree(out)
+    request.getfixturevalue("small_files")
+    assert main([*words, "--out", str(out), "--workers", workers]) == 1
+    assert "not finished: File too large" in capsys.readouterr().out
+    report = report_of(out)
+    assert report["unfinished"]["reason"].startswith("File too large")
+    assert report["unfinished"]["shards"] == ["shard-000001.tar"]
+    assert report["finished"] == [f"shard-{number:06d}.tar" for number in range(0, 12, 2)]
+    assert not list(out.glob(".*"))
+    now = tree(out)
+    assert {name: now[name] for name in there if name.startswith("shard")}.items() <= whole.items()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert main([*words, "--out", str(out)]) == 0
+    assert tree(out) == whole
+
+
+def test_a_report_that_cannot_be_written_either(command, tmp_path, monkeypatch, capsys):
+    words, _ = command
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr("data_tools.units.open_shard", full)
+    monkeypatch.setattr("data_tools.report.write_atomically", full)
+    assert main([*words, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().out
+    assert "not finished: No space left on device: x; " in said
+    assert "report.json cannot be written either: No space left on device" in said
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def workers_of(process):
+    """Worker processes, without the one that cleans up after them."""
+    return children(process)[1:]
+
+
+def test_a_killed_worker_and_a_killed_parent(command, tmp_path):
+    words, whole = command
+    out = tmp_path / "out"
+    full = [*words, "--out", str(out), "--workers", "2"]
+    child = spawned(full)
+    wait_until(lambda: finished(out) >= 1)
+    stop(workers_of(child)[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    report = report_of(out)
+    assert report["unfinished"]["reason"] == "a worker process was killed (out of memory?)"
+    left = [path.name for path in out.glob("*.tar") if path.with_suffix(".index.json").exists()]
+    assert report["finished"] == sorted(left)
+    assert set(report["unfinished"]["shards"]).isdisjoint(report["finished"])
+
+    child = spawned(full)
+    wait_until(lambda: len(workers_of(child)) == 2)
+    workers = workers_of(child)
+    stop(child)
+    os.waitpid(child, 0)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{worker}/exe") for worker in workers))
+    assert main([*words, "--out", str(out)]) == 0
+    assert tree(out) == whole
