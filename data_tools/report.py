@@ -150,8 +150,9 @@ def write_report(
         },
     }
     if outcome.failure is not None:
-        failure = outcome.failure
-        report["unfinished"] = {"shards": list(failure.shards), "reason": failure.reason}
+        # A killed worker may have finished a shard and not lived to say so.
+        shards = [shard for shard in outcome.failure.shards if shard not in finished]
+        report["unfinished"] = {"shards": shards, "reason": outcome.failure.reason}
         report["finished"] = list(finished)
     write_atomically(path, json.dumps(report, indent=2).encode() + b"\n")
     return dict(sorted(skipped.items()))

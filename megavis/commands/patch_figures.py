@@ -149,7 +149,9 @@ def held_out_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
     folder = args.images or opened.config.data.validation
     if folder is None:
         raise UserError("the run has no data.validation; name a shard folder with --images")
-    dataset = ShardDataset(folder, evaluation_transform(opened.config.data))
+    dataset = ShardDataset(
+        folder, evaluation_transform(opened.config.data), cache=opened.config.data.cache
+    )
     for complaint in opened.objective.check_data(dataset.manifest):
         raise UserError(f"{folder} {complaint}")
     return dataset

@@ -128,8 +128,8 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     train = args.train or opened.config.data.train
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
-    train_data = ShardDataset(train)
-    validation_data = ShardDataset(validation)
+    train_data = ShardDataset(train, cache=opened.config.data.cache)
+    validation_data = ShardDataset(validation, cache=opened.config.data.cache)
     for dataset in (train_data, validation_data):
         for complaint in opened.objective.check_data(dataset.manifest):
             raise UserError(f"{dataset.directory} {complaint}")

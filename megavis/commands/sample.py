@@ -186,7 +186,9 @@ def _examples(opened: Run, args: argparse.Namespace) -> Batch | None:
     folder = args.images or opened.config.data.validation
     if folder is None:
         return None
-    dataset = ShardDataset(folder, evaluation_transform(opened.config.data))
+    dataset = ShardDataset(
+        folder, evaluation_transform(opened.config.data), cache=opened.config.data.cache
+    )
     for complaint in opened.objective.check_data(dataset.manifest):
         raise UserError(f"{folder} {complaint}")
     if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:

@@ -178,7 +178,8 @@ def _probe(opened: Any, num_images: int) -> float:
     data = opened.config.data
     transform = evaluation_transform(data)
     train, validation = (
-        ShardDataset(folder, transform) for folder in (data.train_sources[0].path, data.validation)
+        ShardDataset(folder, transform, cache=data.cache)
+        for folder in (data.train_sources[0].path, data.validation)
     )
     model = (opened.runner, opened.objective)
     fitted = layer_features(*model, train, limit=num_images)

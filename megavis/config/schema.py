@@ -146,10 +146,12 @@ class DataConfig(Section):
     """Where the images come from."""
 
     train: TrainData
-    """Folder of training shards (made by `python -m data_tools`), or a list of folders, each with
-    `path` and `weight`, that are mixed."""
+    """Folder of training shards (made by `python -m data_tools`) or its URL, or a list of folders,
+    each with `path` and `weight`, that are mixed."""
     validation: str | None = None
     """Folder of held-out shards; without it no validation loss is computed."""
+    cache: str | None = None
+    """Local folder in which data sets are kept that are read from a URL."""
     image_size: Positive
     """Side of the square images in pixels; without a crop it must be that of the shards."""
     crop: Literal["random_resized", "center", "none"] = "none"

@@ -20,6 +20,7 @@ from megavis.data.files import sha256_of_file
 from megavis.data.kinds import codec_of
 from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.order import SampleOrder
+from megavis.data.remote import RemoteFolder, is_remote
 from megavis.data.shards import ShardIndex, index_path, map_file
 from megavis.data.transforms import Transform
 
@@ -36,11 +37,12 @@ class ShardDataset:
     in `skipped_names`. The choice depends on the bytes alone, so every rank makes the same one.
 
     Args:
-        directory: the shard folder.
+        directory: the shard folder, or a URL of one (`remote.py`).
         transform: what is cut out of images; where None, they are read as they are stored.
+        cache: local folder in which to keep what is fetched from a URL.
 
     Attributes:
-        directory: the shard folder.
+        directory: the shard folder; of a URL its place in the cache.
         manifest: what the folder says about itself.
         class_names: names of the classes; a label indexes them.
         labels: int64 `[N]`, -1 where a sample has none; a replaced sample has its stand-in's.
@@ -50,8 +52,16 @@ class ShardDataset:
         UserError: the folder is unfinished, empty, damaged, or holds another palette.
     """
 
-    def __init__(self, directory: Path | str, transform: Transform | None = None) -> None:
-        self.directory = Path(directory)
+    def __init__(
+        self,
+        directory: Path | str,
+        transform: Transform | None = None,
+        *,
+        cache: Path | str | None = None,
+    ) -> None:
+        remote = is_remote(directory)
+        self._remote = RemoteFolder.open(str(directory), cache) if remote else None
+        self.directory = self._remote.directory if self._remote else Path(directory)
         self.manifest = Manifest.read(self.directory)
         try:
             self.codec = codec_of(self.manifest, transform)
@@ -66,7 +76,7 @@ class ShardDataset:
             raise UserError(f"{self.directory} holds no sample: every source file was refused")
         if self.manifest.kind == "palette":
             _check_palette(self.directory, self.manifest)
-        indexes = [_open_index(self.directory, shard) for shard in self.manifest.shards]
+        indexes = [self._open_index(shard) for shard in self.manifest.shards]
         self._keys = [index.keys for index in indexes]
         self._first = np.cumsum([0] + [len(index) for index in indexes])
         self._offsets = np.concatenate([np.array(index.offsets, np.int64) for index in indexes])
@@ -142,7 +152,7 @@ class ShardDataset:
         """Read every byte; return one sentence for each shard whose SHA-256 is not right."""
         problems = []
         for shard in self.manifest.shards:
-            if sha256_of_file(self.directory / shard.name) != shard.sha256:
+            if sha256_of_file(self._tar(shard)) != shard.sha256:
                 problems.append(f"{shard.name} does not have the SHA-256 of the manifest")
         return problems
 
@@ -161,15 +171,35 @@ class ShardDataset:
         return self.codec.decode(payloads, positions)
 
     def _map(self, shard: int) -> np.ndarray:
+        # Not under the lock: others go on with what is there while a shard is fetched.
+        path = None if shard in self._maps else self._tar(self.manifest.shards[shard])
         with self._lock:
             if shard not in self._maps:
-                path = self.directory / self.manifest.shards[shard].name
+                path = path or self._tar(self.manifest.shards[shard])
                 # A plain array over the map: np.memmap's own slicing is four times slower.
                 self._maps[shard] = np.asarray(map_file(path))
                 if len(self._maps) > _MAX_OPEN_MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
             return self._maps[shard]
+
+    def _tar(self, shard: ShardEntry) -> Path:
+        return self._remote.shard(shard) if self._remote else self.directory / shard.name
+
+    def _open_index(self, shard: ShardEntry) -> ShardIndex:
+        if self._remote is None or (self.directory / shard.name).exists():
+            _check_size(self.directory / shard.name, shard)
+        path = index_path(self.directory / shard.name)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing: write the shards again") from None
+        if hashlib.sha256(content).hexdigest() != shard.index_sha256:
+            raise UserError(f"{path} does not have the SHA-256 of the manifest")
+        index = ShardIndex.from_json(content, path=path)
+        if len(index) != shard.num_samples:
+            raise UserError(f"{path} lists {len(index)} samples, the manifest {shard.num_samples}")
+        return index
 
     def _find_stand_ins(self) -> np.ndarray:
         """For each sample the index to read instead: its own, or the next of right length."""
@@ -200,26 +230,16 @@ def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
     return indices
 
 
-def _open_index(directory: Path, shard: ShardEntry) -> ShardIndex:
-    tar = directory / shard.name
+def _check_size(tar: Path, shard: ShardEntry) -> None:
     try:
         num_bytes = tar.stat().st_size
-        content = index_path(tar).read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename} is missing: write the shards again") from None
+    except FileNotFoundError:
+        raise UserError(f"{tar} is missing: write the shards again") from None
     if num_bytes != shard.num_bytes:
         raise UserError(
             f"{tar} has {num_bytes} bytes where the manifest says {shard.num_bytes}: "
             "it was cut or changed; delete it and run the command that wrote it again"
         )
-    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
-        raise UserError(f"{index_path(tar)} does not have the SHA-256 of the manifest")
-    index = ShardIndex.from_json(content, path=index_path(tar))
-    if len(index) != shard.num_samples:
-        raise UserError(
-            f"{index_path(tar)} lists {len(index)} samples, the manifest {shard.num_samples}"
-        )
-    return index
 
 
 def _check_palette(directory: Path, manifest: Manifest) -> None:

@@ -26,7 +26,7 @@ def open_data(
         UserError: with the key and its line.
     """
     try:
-        dataset = ShardDataset(path, transform)
+        dataset = ShardDataset(path, transform, cache=loaded.config.data.cache)
     except UserError as error:
         raise loaded.source.error([(key, str(error))]) from None
     complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]

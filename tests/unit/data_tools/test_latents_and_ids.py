@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from image_files import bad_files, encoded, real_jpegs
+from image_files import bad_files, encoded, real_jpegs, tree
 from PIL import Image
 from small_codebook import SmallCodebook
 from vae_config import write_config
@@ -63,10 +63,6 @@ def squares(out, images, size=16):
         names += json.loads(path.read_text())["sources"]
     pictures = [np.asarray(Image.open(images / name).convert("RGB")) for name in names]
     return np.stack([resize_and_crop(picture, size=size) for picture in pictures])
-
-
-def tree(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def test_latents_are_those_of_the_run(vae_run, context, images, tmp_path):

@@ -1,0 +1,125 @@
+"""Shard folders behind URLs: cached whole or not at all, checked, retried, shared."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.data import remote
+from megavis.data.dataset import ShardDataset
+from megavis.data.remote import address, is_remote
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0)
+
+
+def test_what_is_a_url():
+    assert is_remote("pipe:cat /data")
+    assert is_remote("s3://bucket/train")
+    assert not is_remote("shards/train")
+    assert address("s3://b/a b", "x.tar") == "pipe:aws s3 cp 's3://b/a b/x.tar' -"
+    assert address("pipe:ssh host cat {file} | cat", "x.tar") == "pipe:ssh host cat x.tar | cat"
+    assert address("https://host/train/", "x.tar") == "https://host/train/x.tar"
+
+
+@pytest.mark.parametrize("url", ["pipe:cat {}", "file://{}", "pipe:cat {}/{{file}} | cat"])
+def test_reads_what_was_written(url, folder, tmp_path):
+    path, tokens, labels = folder
+    cache = tmp_path / "cache"
+    dataset = ShardDataset(url.format(path), cache=cache)
+    assert (dataset.labels == labels).all()
+    assert not list(dataset.directory.glob("*.tar"))
+    assert (dataset.read(np.array([3, 12]))[0] == tokens[[3, 12]]).all()
+    assert len(list(dataset.directory.glob("*.tar"))) == 2
+    assert (dataset.read(np.arange(37))[0] == tokens).all()
+    assert dataset.verify() == []
+    assert {file.name for file in dataset.directory.iterdir()} == {f.name for f in path.iterdir()}
+    # What is cached is read without the remote, but for its manifest.
+    shutil.copy(path / "manifest.json", tmp_path)
+    (tmp_path / "palette.npy").write_bytes(b"not looked at")
+    again = ShardDataset(f"file://{tmp_path}", cache=cache)
+    assert (again.read(np.arange(37))[0] == tokens).all()
+
+
+def flaky(tmp_path, path, *, failures, ending):
+    """A command that gives half of a tar and ends as it is told, so many times a file."""
+    script = tmp_path / "flaky.sh"
+    script.write_text(
+        f"""
+file={path}/$1; tries={tmp_path}/tries-$1
+echo >> $tries
+if [[ $1 == *.tar && $(wc -l < $tries) -le {failures} ]]
+then head -c $(($(stat -c %s $file) / 2)) $file; {ending}
+else cat $file
+fi
+"""
+    )
+    return f"pipe:bash {script} {{file}}"
+
+
+@pytest.mark.parametrize("ending", ["exit 3", "exit 0", "kill -9 $$"])
+def test_a_remote_that_fails_in_the_middle_is_tried_again(ending, folder, tmp_path):
+    path, tokens, _ = folder
+    url = flaky(tmp_path, path, failures=2, ending=ending)
+    dataset = ShardDataset(url, cache=tmp_path / "cache")
+    assert (dataset.read(np.arange(37))[0] == tokens).all()
+    assert (tmp_path / "tries-shard-000002.tar").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"), [("exit 3", "ends with status 3"), ("exit 0", "its SHA-256 is not")]
+)
+def test_a_remote_that_goes_on_failing(ending, reason, folder, tmp_path):
+    url = flaky(tmp_path, folder[0], failures=99, ending=ending)
+    dataset = ShardDataset(url, cache=tmp_path / "cache")
+    with pytest.raises(UserError, match=rf"shard-000001\.tar cannot be fetched, 3 .*{reason}"):
+        dataset.read(np.array([10]))
+    assert not list(dataset.directory.glob("*.tar"))
+    assert not list(dataset.directory.glob(".*"))
+
+
+def test_what_cannot_be_opened(folder, tmp_path, monkeypatch):
+    path, _, _ = folder
+    with pytest.raises(UserError, match=r"set data\.cache"):
+        ShardDataset(f"file://{path}")
+    with pytest.raises(UserError, match=r"nowhere/manifest\.json cannot be fetched"):
+        ShardDataset("file:///nowhere", cache=tmp_path)
+    with pytest.raises(UserError, match=r"manifest\.json cannot be fetched"):
+        ShardDataset("odd://host/x", cache=tmp_path)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match="has room for 0.0 GB"):
+        ShardDataset(f"file://{path}", cache=tmp_path)
+
+
+def test_another_version_is_another_folder(folder, tmp_path):
+    path, _, _ = folder
+    first = ShardDataset(f"file://{path}", cache=tmp_path / "cache")
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    second = ShardDataset(f"file://{path}", cache=tmp_path / "cache")
+    assert first.directory != second.directory
+
+
+def test_readers_fetch_a_shard_once(folder, tmp_path):
+    path, tokens, _ = folder
+    url = flaky(tmp_path, path, failures=0, ending="")
+    datasets = [ShardDataset(url, cache=tmp_path / "cache") for _ in range(2)]
+    wrong = []
+
+    def read(dataset):
+        wrong.extend(np.flatnonzero((dataset.read(np.arange(37))[0] != tokens).any(axis=1)))
+
+    threads = [threading.Thread(target=read, args=(dataset,)) for dataset in datasets * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert (tmp_path / "tries-shard-000000.tar").read_text() == "\n"
