@@ -101,7 +101,13 @@ class LatentSampler:
             labels: int64 `[b]`, classes of the first half.
             later: int64 `[b]`, classes of the second.
             images: numbers of the images.
+
+        Raises:
+            UserError: the model is the masked one, or a label is out of range.
         """
+        if not isinstance(self.objective, OneByOne):
+            raise UserError("only the causal model goes on from given tokens")
+        self.objective.label_rows(later, len(later), self.runner.context.device)
         first = self.tokens(labels, images)[:, : self.objective.num_tokens // 2]
         return self.to_latents(self.tokens(later, images, prefix=first))
 

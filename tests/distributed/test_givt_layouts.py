@@ -1,4 +1,4 @@
-"""GIVT in several layouts, and its golden values on two processes."""
+"""GIVT in several layouts: causal, masked, and with an adapter whose output has a gradient."""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,24 @@ import torch
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.cli import main
+from megavis.config.load import LoadedConfig, Source, load_config
+from megavis.config.schema import RunConfig
+from megavis.data.loader import BatchLoader
+from megavis.model.core import Block
 from megavis.notebook import Run
+from megavis.objectives import objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
+from megavis.training.engine import Engine
 from megavis.training.parity import train_briefly
+from megavis.training.run import TrainingRun
 
 STEPS = 10
 GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 KEYS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
 OBJECTIVES = {
     "causal": f"{{name: givt, {KEYS}}}",
+    "adapter": f"{{name: givt, {KEYS}, adapter_blocks: 2}}",
     "masked": f"{{name: givt_maskgit, {KEYS}}}",
 }
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -74,6 +82,54 @@ def test_layouts_give_the_curve_of_one_process(run_job: Any, latent_config: Any,
         if name != "masked" or "sequence_parallel" not in layout:
             curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
             assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
+    """Take a step; return what the last forward pass dropped and handed on."""
+    context = open_context(
+        launch, tensor_model_parallel_size=config.parallel.tensor_model_parallel_size
+    )
+    try:
+        run = TrainingRun.open(LoadedConfig(config, Source("test")), context)
+        engine = Engine(config, run.objective, context)
+        seen: dict[str, np.ndarray] = {}
+        blocks = [m for m in engine.layers.modules if isinstance(m, Block)]
+
+        def keep(name: str) -> Any:
+            return lambda module, given, out: seen.update({name: out.detach().numpy().copy()})
+
+        blocks[0].register_forward_hook(keep("hidden"))
+        blocks[0].mlp.activation_func.register_forward_hook(keep("features"))
+        with BatchLoader(
+            run.train_data,
+            seed=config.seed,
+            micro_batch_size=engine.micro_batch_size,
+            data_parallel_rank=context.data.rank,
+            data_parallel_size=context.data.size,
+            accumulation_steps=engine.accumulation_steps,
+        ) as loader:
+            engine.train_step(loader, 0)
+        return seen
+    finally:
+        close_context()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_agrees_on_what_is_shared_and_differs_on_what_is_split(
+    run_job: Any, latent_config: Any, recompute: str
+) -> None:
+    path = latent_config("causal", dropout=0.5)
+    config = with_layout(
+        load_config(path, objectives=objective_configs()).config,
+        tensor_model_parallel_size=2,
+        activation_checkpointing=recompute,
+    )
+    first, second = run_job(dropped, 2, config)
+    np.testing.assert_array_equal(first["hidden"], second["hidden"])
+    masks = [part["features"] == 0 for part in (first, second)]
+    assert 0.4 < masks[0].mean() < 0.6
+    # Two independent halves agree on half of the features.
+    assert 0.4 < (masks[0] == masks[1]).mean() < 0.6
 
 
 def golden_outputs(launch: Launch, run_folder: str, values: dict[str, Any]) -> np.ndarray:

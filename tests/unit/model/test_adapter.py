@@ -13,7 +13,9 @@ GOLDEN = Path(__file__).parents[2] / "data" / "givt" / "adapter.npz"
 
 @pytest.fixture(scope="module")
 def released():
-    import numpy as np
+    import copy
+
+import numpy as np
 
     adapter = Adapter(16)
     adapter.load_state_dict(adapter_weights(read_arrays(GOLDEN)))
@@ -34,6 +36,15 @@ def test_adapter_gives_the_released_values(released):
 def test_inverse_is_exact(released):
     adapter, latents, adapted = released
     torch.testing.assert_close(adapter.inverse(adapted), latents, rtol=0, atol=1e-4)
+
+
+def test_inverse_is_exact_with_weights_in_bf16(released):
+    """The halves are added in float32, so what is added is taken away again."""
+    adapter, latents, _ = released
+    rounded = copy.deepcopy(adapter).bfloat16()
+    adapted = rounded(latents)
+    torch.testing.assert_close(rounded.inverse(adapted), latents, rtol=0, atol=1e-4)
+    assert not torch.equal(adapted, adapter(latents))
 
 
 def test_adapter_keeps_volume():

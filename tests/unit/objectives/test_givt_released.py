@@ -5,10 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from latent_shards import write_latent_shards
 
 import megavis
 from megavis.cli import main
-from megavis.parallel.context import close_context
+from megavis.config.load import load_config
+from megavis.data.manifest import Manifest
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.parallel.context import close_context, current_context, open_context
+from megavis.parallel.launch import read_launch
+from megavis.tokenizers.base import open_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "data" / "givt"
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
@@ -103,3 +109,54 @@ def test_what_a_file_does_not_tell_is_asked_for(tmp_path, capsys, options, messa
     assert main(["import", "givt", file, str(tmp_path / "run"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def encoding(tmp_path_factory):
+    """An objective whose images a VAE encodes on their way, and that VAE."""
+    folder = tmp_path_factory.mktemp("encoding")
+    assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
+    path = folder / "config.yaml"
+    path.write_text(
+        f"""\
+name: encoding
+objective:
+  {{name: givt, latent_channels: 8, downsampling: 4, num_classes: 2, tokenizer: "{folder}/vae"}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: shards/train, image_size: 32}}
+optimizer: {{learning_rate: 1e-3}}
+training: {{steps: 1, batch_size: 2}}
+"""
+    )
+    config = load_config(path, objectives=objective_configs()).config
+    context = current_context() or open_context(read_launch({}), device="cpu")
+    return OBJECTIVES["givt"](config, context), open_tokenizer(folder / "vae")
+
+
+def test_images_are_encoded_on_their_way(encoding):
+    objective, vae = encoding
+    images = torch.randint(256, (3, 32, 32, 3), dtype=torch.uint8)
+    mean, scale = vae.encode(images).unbind(1)
+    torch.testing.assert_close(objective.latents(images, None), mean)
+    index = torch.arange(3)
+    away = (objective.latents(images, index) - mean) / scale
+    other = (objective.latents(images, index + 3) - mean) / scale
+    assert not torch.equal(away, other)
+    assert abs(float(away.std()) - 1.0) < 0.05
+    assert objective.decode(mean).shape == images.shape
+
+
+def test_latents_of_another_vae_and_labels_out_of_range_are_refused(encoding, tmp_path):
+    objective, vae = encoding
+    folder = write_latent_shards(
+        tmp_path / "own", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
+    )
+    assert list(objective.check_data(Manifest.read(folder))) == []
+    folder = write_latent_shards(tmp_path / "other", shape=(8, 8, 8), num_classes=3, num_images=4)
+    complaints = " / ".join(objective.check_data(Manifest.read(folder)))
+    assert "was made by the VAE 111111111111" in complaints
+    assert "has 3 classes; objective.num_classes is 2" in complaints
+    folder = write_latent_shards(tmp_path / "small", shape=(8, 4, 4), num_classes=0, num_images=4)
+    complaints = " / ".join(objective.check_data(Manifest.read(folder)))
+    assert "holds latents of shape [8, 4, 4]" in complaints
+    assert "has no labels" in complaints

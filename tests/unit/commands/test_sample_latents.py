@@ -1,0 +1,81 @@
+"""`megavis sample` for GIVT, from the golden files' models."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megavis.cli import main
+
+GOLDEN = Path(__file__).parents[2] / "data" / "givt"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs of a VAE and of two models of its latents."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
+    for name in ("givt_causal", "givt_maskgit", "givt_full_covariance"):
+        options = ["--num-classes", "10", "--tokenizer", str(folder / "vae")]
+        source, target = str(GOLDEN / f"{name}.npz"), str(folder / name)
+        assert main(["import", "givt", source, target, *options]) == 0
+    return folder
+
+
+def sample(runs, name, *words):
+    return main(["sample", str(runs / name), "--device", "cpu", *words])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "tiles"),
+    [
+        ("givt_causal", ["--classes", "0,3", "--per-class", "3", "--guidance", "0.4"], (2, 3)),
+        ("givt_causal", ["--classes", "0", "--then-classes", "5", "--per-class", "2"], (1, 2)),
+        ("givt_causal", ["--num-images", "4", "--beams", "2", "--fans", "2"], (1, 4)),
+        ("givt_maskgit", ["--classes", "1,2", "--per-class", "1", "--guidance", "0.1"], (2, 1)),
+        ("givt_maskgit", ["--classes", "7", "--rounds", "3", "--show-rounds"], (8, 4)),
+    ],
+)
+def test_a_grid_is_drawn(runs, tmp_path, capsys, name, words, tiles):
+    out = tmp_path / "grid.png"
+    assert sample(runs, name, *words, "--out", str(out)) == 0
+    pixels = np.asarray(Image.open(out))
+    # Images of 16², enlarged eight times, with lines of two pixels between them.
+    assert pixels.shape == (tiles[0] * 130 + 2, tiles[1] * 130 + 2, 3)
+    assert ("of the proposals accepted" in capsys.readouterr().out) == ("--guidance" in words)
+
+
+def test_an_npz_of_all_classes_goes_on_where_it_was_cut_off(runs, tmp_path, capsys):
+    whole, broken = tmp_path / "whole.npz", tmp_path / "broken.npz"
+    words = ["--num-images", "20", "--batch-size", "8", "--npz"]
+    assert sample(runs, "givt_causal", *words, str(whole)) == 0
+    parts = tmp_path / "broken.npz.parts"
+    assert sample(runs, "givt_causal", *words, str(broken)) == 0
+    with np.load(whole) as archive:
+        images = archive["arr_0"]
+    assert images.shape == (20, 16, 16, 3)
+    assert images.dtype == np.uint8
+    # As a run leaves it that was killed after its first batch.
+    settings = {"step": 0, "seed": 0}
+    parts.mkdir()
+    broken.unlink()
+    (parts / "settings.json").write_text(str(settings))
+    assert sample(runs, "givt_causal", *words, str(broken)) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("givt_full_covariance", ["--guidance", "0.4"], "label_dropout"),
+        ("givt_causal", ["--classes", "11"], "0..9"),
+        ("givt_causal", ["--classes", "1", "--then-classes", "1,2"], "as many classes"),
+        ("givt_causal", ["--classes", "1", "--show-rounds"], "only the masked model"),
+        ("givt_maskgit", ["--classes", "1", "--then-classes", "2"], "only the causal model"),
+        ("givt_maskgit", ["--rounds", "0"], "1 or more"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(runs, capsys, name, words, message):
+    assert sample(runs, name, *words) == 2
+    assert message in capsys.readouterr().err
