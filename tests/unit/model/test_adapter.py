@@ -1,5 +1,6 @@
 """GIVT's adapter: the released values, the inverse, and the volume that it keeps."""
 
+import copy
 from pathlib import Path
 
 import pytest
