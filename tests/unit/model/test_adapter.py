@@ -14,9 +14,7 @@ GOLDEN = Path(__file__).parents[2] / "data" / "givt" / "adapter.npz"
 
 @pytest.fixture(scope="module")
 def released():
-    import copy
-
-import numpy as np
+    import numpy as np
 
     adapter = Adapter(16)
     adapter.load_state_dict(adapter_weights(read_arrays(GOLDEN)))
