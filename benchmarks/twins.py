@@ -1,0 +1,89 @@
+"""One iGPT twice: as `transformers` has it and as megavis does, with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavis.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from megavis.objectives.igpt import IGPTConfig
+from megavis.objectives.imagegpt import from_imagegpt
+
+NUM_COLORS = 512
+
+
+def run_config(
+    *, hidden_size: int, num_layers: int, num_heads: int, image_size: int, batch_size: int
+) -> RunConfig:
+    """Return the config of a run of these sizes on one process, in float32."""
+    return RunConfig(
+        name="benchmark",
+        objective=IGPTConfig(vocabulary_size=NUM_COLORS),
+        model=ModelConfig(
+            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_heads
+        ),
+        data=DataConfig(train="", image_size=image_size),
+        parallel=ParallelConfig(zero_stage=0),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        training=TrainingConfig(steps=1000, batch_size=batch_size),
+    )
+
+
+def image_gpt(config: RunConfig, *, dropout: float = 0.0) -> Any:
+    """Return the ImageGPT of `transformers` of the same sizes, with random weights.
+
+    Its projections have biases, zero as in the released weights. There is one implementation of
+    its attention (no `attn_implementation` to choose): matrices of scores, mask, softmax.
+
+    Args:
+        config: of the run.
+        dropout: of residuals, embeddings and attention; `transformers` has 0.1 by default, the
+            paper and megavis none.
+    """
+    import transformers
+
+    model = config.model
+    settings = transformers.ImageGPTConfig(
+        vocab_size=NUM_COLORS + 1,
+        n_positions=config.data.image_size**2,
+        n_embd=model.hidden_size,
+        n_layer=model.num_layers,
+        n_head=model.num_attention_heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    torch.manual_seed(config.seed)
+    made = transformers.ImageGPTForCausalImageModeling(settings)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            # Wide enough for the likeliest id to lead by more than rounding.
+            parameter.normal_(std=0.0 if name.endswith("bias") else 0.05)
+            if "ln_" in name:
+                parameter.fill_(1.0)
+    return made
+
+
+def copy_weights(theirs: Any, layers: Any, config: RunConfig) -> None:
+    """Give megavis's layers the weights of an ImageGPT."""
+    released = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
+    weights = from_imagegpt(released, num_heads=config.model.num_attention_heads)
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            parameter.copy_(weights.pop(name))
+    assert not weights, f"left over: {list(weights)}"
+
+
+def after_start(ids: Tensor) -> Tensor:
+    """Return what ImageGPT sees for ids `[b, n]`: the start token, then all but the last."""
+    start = torch.full((len(ids), 1), NUM_COLORS)
+    return torch.cat([start, ids[:, :-1]], dim=1)
