@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import need_transformers, parser, report, summary, take_turns
+from benchmarks.timing import Taken, need_transformers, parser, report, summary, take_turns
 from benchmarks.twins import NUM_COLORS, copy_weights, image_gpt, run_config
 from megavis.config.schema import RunConfig
 from megavis.model.runner import Runner
@@ -59,9 +59,7 @@ def our_images(runner: Runner, objective: IGPT, first: Tensor) -> Callable[[], T
     """Return a function that completes `first` `[b, 1]` to ids `[b, n]`."""
     from megavis.sampling.autoregressive import generate
 
-    return lambda: generate(
-        runner, objective, batch_size=len(first), prefix=first, temperature=0.0
-    )
+    return lambda: generate(runner, objective, batch_size=len(first), prefix=first, temperature=0.0)
 
 
 def without_cache(
@@ -116,7 +114,7 @@ def main() -> None:
     def keep(name: str, draw: Callable[[], Tensor]) -> Callable[[], None]:
         return lambda: drawn.update({name: draw()})
 
-    seconds = take_turns(
+    taken = take_turns(
         {name: keep(name, draw) for name, draw in contestants.items()},
         rounds=options.rounds,
         warmup=0,
@@ -124,10 +122,11 @@ def main() -> None:
     print(f"images with the same ids: {agreement(drawn['megavis'], drawn['transformers']):.0%}")
     few = without_cache(runner, objective, first, options.uncached_tokens)
     whole = take_turns({"few": few}, rounds=1, warmup=0)["few"][0]
-    share = options.uncached_tokens / (options.image_size**2 - 1)
-    seconds["megavis, no cache (extrapolated)"] = [whole / share] * options.rounds
+    times = (options.image_size**2 - 1) / options.uncached_tokens
+    slow = Taken(whole.wall * times, whole.cpu * times)
+    taken["megavis, no cache (extrapolated)"] = [slow] * options.rounds
     report(
-        summary(seconds, against="megavis"),
+        summary(taken, against="megavis"),
         options.json,
         width=options.width,
         layers=options.layers,

@@ -13,14 +13,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
+class Taken(NamedTuple):
+    """Time of one round: seconds on the clock, and seconds of all threads on the cores.
+
+    The second hardly depends on what else the machine does; compare it with one thread, since
+    threads that wait for each other count too.
+    """
+
+    wall: float
+    cpu: float
+
+
 def take_turns(
     contestants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
+) -> dict[str, list[Taken]]:
     """Run each once a round, in turns.
 
     Args:
@@ -29,16 +40,17 @@ def take_turns(
         warmup: rounds before that are not.
 
     Returns:
-        Seconds of each round, by name.
+        Each round's time, by name.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    taken: dict[str, list[Taken]] = {name: [] for name in contestants}
     for number in range(warmup + rounds):
         for name, run in contestants.items():
-            begin = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             run()
             if number >= warmup:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+                both = Taken(time.perf_counter() - wall, time.process_time() - cpu)
+                taken[name].append(both)
+    return taken
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
@@ -46,18 +58,22 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def summary(seconds: Mapping[str, Sequence[float]], *, against: str) -> list[dict[str, Any]]:
-    """Return a row a contestant: median and range of seconds, and times slower than `against`."""
-    return [
-        {
-            "name": name,
-            "median_s": statistics.median(values),
-            "min_s": min(values),
-            "max_s": max(values),
-            "times": ratio(values, seconds[against]),
-        }
-        for name, values in seconds.items()
-    ]
+def summary(taken: Mapping[str, Sequence[Taken]], *, against: str) -> list[dict[str, Any]]:
+    """Return a row a contestant: medians, and how many times longer it took than `against`."""
+    base_wall, base_cpu = zip(*taken[against], strict=True)
+    rows = []
+    for name, rounds in taken.items():
+        wall, cpu = zip(*rounds, strict=True)
+        rows.append(
+            {
+                "name": name,
+                "wall_s": statistics.median(wall),
+                "cpu_s": statistics.median(cpu),
+                "wall_times": ratio(wall, base_wall),
+                "cpu_times": ratio(cpu, base_cpu),
+            }
+        )
+    return rows
 
 
 def parser(description: str) -> argparse.ArgumentParser:

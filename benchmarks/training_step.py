@@ -74,12 +74,15 @@ def main() -> None:
     )
     ids = torch.randint(NUM_COLORS, (options.batch_size, options.image_size**2))
     theirs = image_gpt(config)
-    steps = {"megavis": our_step(config, theirs, ids), "transformers": their_step(config, theirs, ids)}
+    steps = {
+        "megavis": our_step(config, theirs, ids),
+        "transformers": their_step(config, theirs, ids),
+    }
     first = {name: step() for name, step in steps.items()}
     print("  ".join(f"loss of the first step, {name}: {loss:.6f}" for name, loss in first.items()))
-    seconds = take_turns(steps, rounds=options.rounds)
+    taken = take_turns(steps, rounds=options.rounds)
     report(
-        summary(seconds, against="megavis"),
+        summary(taken, against="megavis"),
         options.json,
         width=options.width,
         layers=options.layers,

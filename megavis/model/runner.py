@@ -7,7 +7,8 @@ one forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Runner:
             finish: called instead of the head, on the last stage, with the head and what it would
                 get; for what runs parts of a head many times over.
         """
-        with self._evaluating():
+        with self.evaluating():
             predictions = self._walk(inputs, cache, finish)
         if cache is not None:
             cache.advance()
@@ -67,7 +68,7 @@ class Runner:
             for norm in self._norms()
         ]
         try:
-            with self._evaluating():
+            with self.evaluating():
                 self._walk(inputs, None)
         finally:
             for hook in hooks:
@@ -156,21 +157,18 @@ class Runner:
         parts = [self._from_stage(stage, pooled) for stage in stages]
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
-    def _evaluating(self) -> _Evaluating:
-        return _Evaluating(self.layers)
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Put the layers into evaluation mode and back.
 
-
-class _Evaluating:
-    """Puts the layers into evaluation mode and back."""
-
-    def __init__(self, layers: LocalLayers) -> None:
-        self._layers = layers
-        self._modes = [module.training for module in layers.modules]
-
-    def __enter__(self) -> None:
-        for module in self._layers.modules:
+        Every pass does, but setting a mode walks over all modules: who runs many short passes
+        does it once around them.
+        """
+        training = [module for module in self.layers.modules if module.training]
+        for module in training:
             module.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, mode in zip(self._layers.modules, self._modes, strict=True):
-            module.train(mode)
+        try:
+            yield
+        finally:
+            for module in training:
+                module.train()

@@ -67,7 +67,7 @@ def generate(
     numbers = torch.arange(first_image, first_image + batch_size, device=device)
     draws = uniform(numbers, num_places, seed=seed, purpose="sample")
     cache = KeyValueCache(capacity=num_places)
-    with without_sequence_parallelism(runner.layers):
+    with runner.evaluating(), without_sequence_parallelism(runner.layers):
         for place in range(num_given, num_places):
             # The first pass takes all that is given at once, every later one a single place.
             inputs = objective.inputs_at(ids, cache.length, place + 1)

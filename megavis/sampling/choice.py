@@ -49,6 +49,8 @@ class Choice:
         wide = logits.double()
         if self.temperature > 0:
             wide = wide / self.temperature
+            if self.top_k is None and self.top_p is None:
+                return wide.softmax(dim=1)
         ordered, ids = wide.sort(dim=1, descending=True, stable=True)
         # At temperature 0 the first alone is kept, and its logit does not matter.
         likely = self._filter(ordered.softmax(dim=1))
@@ -64,6 +66,8 @@ class Choice:
         Returns:
             int64 `[b]`.
         """
+        if self.temperature == 0:
+            return logits.argmax(dim=1)
         cumulative = self.probabilities(logits).cumsum(dim=1)
         # Scaled by the sum as it was computed: the threshold stays below it, so an id is found.
         threshold = uniforms.double()[:, None] * cumulative[:, -1:]

@@ -114,7 +114,7 @@ def generate_patches(
         num_given = prefix.shape[1]
         patches[:, :num_given] = prefix
     cache = KeyValueCache(capacity=count) if objective.keeps_keys else None
-    with without_sequence_parallelism(runner.layers):
+    with runner.evaluating(), without_sequence_parallelism(runner.layers):
         for place in range(num_given, count):
             finish = _Draw(objective, numbers, place, seed, num_steps, temperature)
             # The first pass takes all that is given at once, every later one a single token.

@@ -1,0 +1,157 @@
+"""Share of a training step that waits for data: the real loop over real shards.
+
+    OMP_NUM_THREADS=2 python -m benchmarks.loader
+
+Palette shards of 32² pixels are made of the photographs of scikit-image, unless `--shards` names a
+folder. Waiting is the time inside `next(loader)`; what the reading thread takes from the cores of
+the computation shows in the second line: the same step on one batch that is read once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.timing import parser, report
+from benchmarks.twins import run_config
+from megavis.config.schema import RunConfig
+from megavis.data.batch import Batch
+
+if TYPE_CHECKING:
+    from megavis.training.engine import Engine
+    from megavis.training.hooks import StepState
+
+
+class Stopwatch:
+    """Passes batches on and adds up how long they were waited for."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches, self.seconds = batches, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        begin = time.perf_counter()
+        batch = next(self.batches)
+        self.seconds += time.perf_counter() - begin
+        return batch
+
+
+class Laps:
+    """A hook of the loop: seconds of each step, and of them those that were waited."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch, self.laps = watch, list[tuple[float, float]]()
+        self._last: tuple[float, float] | None = None
+
+    def __call__(self, state: StepState) -> None:
+        """Note a lap; the first step, which warms everything up, is none."""
+        now = (time.perf_counter(), self.watch.seconds)
+        if self._last is not None and state.step > 1:
+            self.laps.append((now[0] - self._last[0], now[1] - self._last[1]))
+        self._last = now
+
+
+def make_shards(folder: Path, image_size: int) -> Path:
+    """Write palette shards of crops of photographs; returns their folder."""
+    from data_tools.__main__ import main as data_tools
+
+    crops, palette, shards = folder / "crops", folder / "palette.npy", folder / "shards"
+    side = ["--size", str(image_size)]
+    data_tools(["photographs", str(crops), *side, "--crops", "600", "--validation-crops", "40"])
+    data_tools(["palette", "fit", str(crops / "train"), "--out", str(palette), *side])
+    source = ["--palette", str(palette), "--out", str(shards), *side]
+    data_tools(["palette", "shards", str(crops / "train"), *source])
+    return shards
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--width", type=int, default=256)
+    arguments.add_argument("--layers", type=int, default=6)
+    arguments.add_argument("--image-size", type=int, default=32)
+    arguments.add_argument("--batch-size", type=int, default=4)
+    arguments.add_argument("--shards", type=Path, help="palette shards of --image-size")
+    options = arguments.parse_args()
+    config = run_config(
+        hidden_size=options.width,
+        num_layers=options.layers,
+        num_heads=8,
+        image_size=options.image_size,
+        batch_size=options.batch_size,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        shards = options.shards or make_shards(Path(folder), options.image_size)
+        rows = measure(config, shards, 2 * options.rounds)
+    report(
+        rows,
+        options.json,
+        width=options.width,
+        layers=options.layers,
+        tokens=options.image_size**2,
+        batch=options.batch_size,
+    )
+
+
+def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, object]]:
+    """Train on the shards, then on one batch of them; returns a row for each."""
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.loader import BatchLoader
+    from megavis.objectives import OBJECTIVES
+    from megavis.parallel.context import open_context
+    from megavis.parallel.launch import read_launch
+    from megavis.training.engine import Engine
+
+    context = open_context(read_launch({}), device="cpu")
+    engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
+    loader = BatchLoader(
+        ShardDataset(shards),
+        seed=0,
+        micro_batch_size=engine.micro_batch_size,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        accumulation_steps=1,
+    )
+    with loader:
+        rows = [row("loader", engine, Stopwatch(loader), num_steps)]
+        batch = next(loader)
+    return [*rows, row("one batch", engine, Stopwatch(itertools.repeat(batch)), num_steps)]
+
+
+def row(name: str, engine: Engine, watch: Stopwatch, num_steps: int) -> dict[str, object]:
+    """Run the loop and return the medians of its laps."""
+    from megavis.training.loop import train
+
+    laps = Laps(watch)
+    train(
+        engine,
+        watch,
+        first_step=0,
+        last_step=num_steps + 1,
+        hooks=[laps],
+        metrics=None,
+        save=_keep_nothing,
+    )
+    steps, waits = zip(*laps.laps, strict=True)
+    return {
+        "batches from": name,
+        "step_s": statistics.median(steps),
+        "wait_s": statistics.median(waits),
+        "longest_wait_s": max(waits),
+        "share": sum(waits) / sum(steps),
+    }
+
+
+def _keep_nothing(state: StepState) -> None:
+    """Save no checkpoint."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""No attention matrix of tokens × tokens is made, forward or backward."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+IMAGE_SIZE = 24
+NUM_TOKENS = IMAGE_SIZE**2
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation gave, also inside the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.operation = 0, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() > self.size:
+                self.size, self.operation = leaf.untyped_storage().nbytes(), str(func)
+        return result
+
+
+def step_of(objective, runner):
+    """Run the layers forward and backward for one image."""
+    ids = torch.randint(32, (1, NUM_TOKENS))
+    state = objective.inputs_from(ids, sample_index=torch.arange(1))
+    for layer in runner.layers.modules:
+        state = layer(state)
+    state.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "bert"])
+def test_no_tensor_holds_a_number_for_each_pair_of_tokens(build, tmp_path, mode):
+    words = [f"data.image_size={IMAGE_SIZE}", f"objective.mode={mode}"]
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    with LargestTensor() as largest:
+        step_of(objective, runner)
+    # The widest tensor that is allowed has four hidden sizes a token, or a logit a colour.
+    assert largest.size >= 4 * NUM_TOKENS * 64
+    assert largest.size < NUM_TOKENS**2, f"{largest.operation}: {largest.size} bytes"
+
+
+def test_the_measure_sees_an_attention_matrix():
+    query = torch.randn(1, 2, NUM_TOKENS, 8, requires_grad=True)
+    with LargestTensor() as largest:
+        (query @ query.transpose(2, 3)).softmax(-1).sum().backward()
+    assert largest.size >= 4 * 2 * NUM_TOKENS**2
