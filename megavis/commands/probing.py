@@ -120,6 +120,7 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
         UserError: there are none, or they do not fit the run.
     """
     from megavis.data.dataset import ShardDataset
+    from megavis.data.transforms import evaluation_transform
     from megavis.evaluation.probe import ProbeData
 
     validation = args.validation or opened.config.data.validation
@@ -128,15 +129,18 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     train = args.train or opened.config.data.train
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
-    train_data = ShardDataset(train, cache=opened.config.data.cache)
-    validation_data = ShardDataset(validation, cache=opened.config.data.cache)
+    transform = evaluation_transform(opened.config.data)
+    cache = opened.config.data.cache
+    train_data = ShardDataset(train, transform, cache=cache)
+    validation_data = ShardDataset(validation, transform, cache=cache)
+    palette = opened.palette if train_data.manifest.kind == "palette" else None
     for dataset in (train_data, validation_data):
         for complaint in opened.objective.check_data(dataset.manifest):
             raise UserError(f"{dataset.directory} {complaint}")
-        if dataset.manifest.identity != opened.palette.sha256:
+        if palette is not None and dataset.manifest.identity != palette.sha256:
             raise UserError(f"{dataset.directory} was made with another palette than the run")
     return ProbeData(
-        train_data, validation_data, opened.palette, args.train_images, args.validation_images
+        train_data, validation_data, palette, args.train_images, args.validation_images
     )
 
 

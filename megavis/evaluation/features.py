@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import Readable, evaluation_batches
@@ -113,17 +114,46 @@ def has_random_inputs(inputs_of: Callable[[Batch], tuple[Tensor, ...]], dataset:
 
 
 def pixel_features(
-    dataset: ShardDataset, *, palette: Palette, limit: int | None = None, batch_size: int = 1024
+    dataset: ShardDataset,
+    *,
+    palette: Palette | None = None,
+    limit: int | None = None,
+    batch_size: int = 1024,
 ) -> LabelledFeatures:
-    """Return the colours that the tokens stand for, in [-1, 1]; `layers` is `[1, b, 3 · n]`.
+    """Return what the model itself is given, after resize and crop; `layers` is `[1, b, width]`.
 
-    These are the very pixels that the model sees, after resize and palette.
+    Of palette shards the colours that the tokens stand for and of jpeg shards the pixels, both in
+    [-1, 1]; of latents the means.
+
+    Args:
+        dataset: images; those without a label are left out.
+        palette: of palette shards.
+        limit: only the first so many.
+        batch_size: images read at once.
+
+    Raises:
+        UserError: the shards hold ids, which are no quantities.
     """
     pixels, labels = [], []
     for batch in _batches(dataset, limit=limit, batch_size=batch_size):
-        pixels.append(palette.centers[batch.inputs.numpy()].reshape(len(batch), -1))
+        pixels.append(_quantities(batch.inputs.numpy(), dataset, palette).reshape(len(batch), -1))
         labels.append(batch.labels.numpy())
     return _labelled(np.concatenate(pixels)[None], np.concatenate(labels))
+
+
+def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | None) -> np.ndarray:
+    kind = dataset.manifest.kind
+    if kind == "palette":
+        assert palette is not None
+        return palette.centers[inputs]
+    if kind == "jpeg":
+        return inputs.astype(np.float32) / 127.5 - 1.0
+    if kind == "latents":
+        return inputs[:, 0].astype(np.float32)
+    raise UserError(
+        f"{dataset.directory} holds {kind}, which no classifier takes for pixels: name jpeg shards"
+        " of the same images"
+    )
 
 
 def _batches(dataset: Readable, *, limit: int | None, batch_size: int) -> Iterator[Batch]:

@@ -40,7 +40,7 @@ class ProbeData:
     Attributes:
         train: fits the classifiers and chooses layer and penalty.
         validation: only reports.
-        palette: colours of the tokens.
+        palette: colours of the tokens of palette shards.
         num_train: only the first so many training images; all when None.
         num_validation: likewise.
 
@@ -50,7 +50,7 @@ class ProbeData:
 
     train: ShardDataset
     validation: ShardDataset
-    palette: Palette
+    palette: Palette | None = None
     num_train: int | None = None
     num_validation: int | None = None
 

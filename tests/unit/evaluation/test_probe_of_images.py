@@ -1,0 +1,31 @@
+"""A probe of a run on jpeg shards: features of the paper's own inputs, pixels as they are read."""
+
+import numpy as np
+import torch
+
+from megavis.data.dataset import ShardDataset
+from megavis.evaluation.features import pixel_features
+from megavis.evaluation.probe import ProbeData, probe
+
+
+def test_raw_pixels_are_those_of_the_images(image_shards):
+    dataset = ShardDataset(image_shards / "validation")
+    features = pixel_features(dataset, limit=3)
+    images, _ = dataset.read(np.arange(3))
+    assert features.layers.shape == (1, 3, 3 * 16 * 16)
+    np.testing.assert_allclose(features.layers[0], images.reshape(3, -1) / 255.0 * 2 - 1, atol=1e-6)
+
+
+def test_every_layer_is_scored(build_gvp, image_shards):
+    objective, runner = build_gvp("data.image_size=16")
+    data = ProbeData(
+        ShardDataset(image_shards / "train"),
+        ShardDataset(image_shards / "validation"),
+        None,
+        60,
+        30,
+    )
+    result = probe(runner, [runner], objective, data, step=0)
+    assert [score.layer for score in result.trained] == [0, 1, 2, 3]
+    assert torch.tensor([score.accuracy for score in result.trained]).isfinite().all()
+    assert 0 <= result.pixels.accuracy <= 1
