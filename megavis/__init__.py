@@ -19,7 +19,7 @@ def load(run_folder: str, **options: Any) -> Run:
 
     Args:
         run_folder: `runs/<name>`, as `megavis train` wrote it.
-        **options: `step` (an older checkpoint), `device`, `dtype`.
+        **options: `step` (an older checkpoint), `device`, `dtype`, `image_size`.
 
     Returns:
         The run, with `.outputs`, `.features`, `.loss`, `.sample` and `.config`.

@@ -13,7 +13,7 @@ from megavis.checkpoint.manifest import KINDS, Kind, Manifest, read_manifest
 from megavis.checkpoint.reader import CheckpointReader, complaint_about
 from megavis.checkpoint.state import ParameterStates, logical_shape, set_gathered
 from megavis.config.errors import UserError
-from megavis.model.positions import LEARNED, resize_table
+from megavis.model.positions import LEARNED, is_grid, resize_table
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.tensors import partition_dimension
@@ -61,25 +61,19 @@ def start_from_weights(
     with CheckpointReader(folder) as reader:
         for name, parameter in layers.named_parameters():
             if not is_fresh(name, f"weight/{name}" in reader.manifest.tensors):
-                value = _local_slice(reader, "weight", name, parameter, context)
-                states.set(parameter, "weight", value)
+                states.set(parameter, "weight", _weight(reader, name, parameter, context))
 
 
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> Manifest:
     """Read the weights alone into modules without an engine, for evaluation and sampling.
 
-    Learned positions of another grid are interpolated: the images may be of another size than those
-    of training.
+    Learned positions of another grid are interpolated, here and in `start_from_weights`: the images
+    may be of another size than those of training.
     """
     check_files(folder, context)
     with CheckpointReader(folder) as reader, torch.no_grad():
         for name, parameter in layers.named_parameters():
-            shape = logical_shape(parameter)
-            if name == LEARNED and shape != reader.shape(f"weight/{name}"):
-                value = resize_table(reader.read(f"weight/{name}"), shape[0])
-            else:
-                value = _local_slice(reader, "weight", name, parameter, context)
-            set_gathered(parameter, value)
+            set_gathered(parameter, _weight(reader, name, parameter, context))
         return reader.manifest
 
 
@@ -98,6 +92,16 @@ def check_files(folder: Path, context: ParallelContext) -> None:
     for text in complaints:
         if text:
             raise UserError(text)
+
+
+def _weight(
+    reader: CheckpointReader, name: str, parameter: nn.Parameter, context: ParallelContext
+) -> Tensor:
+    saved, wanted = reader.shape(f"weight/{name}"), logical_shape(parameter)
+    grids = name == LEARNED and saved is not None and all(map(is_grid, (saved[0], wanted[0])))
+    if grids and saved != wanted:
+        return resize_table(reader.read(f"weight/{name}"), wanted[0])
+    return _local_slice(reader, "weight", name, parameter, context)
 
 
 def _local_slice(

@@ -12,6 +12,8 @@ from typing import Any
 
 from megavis.config.errors import UserError
 
+_FORMS = ("imagegpt", "givt", "givt-vae", "vqgan", "timm")
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
@@ -21,14 +23,14 @@ def add_parser(subparsers: Any) -> None:
         description="imagegpt: read an ImageGPT folder (config.json, model.safetensors, and"
         " preprocessor_config.json for the palette) as transformers saves it, write a run folder,"
         " and compare the logits of both on random input. givt, givt-vae: read an .npz file of"
-        " GIVT's released Transformers or VAEs. vqgan: read a checkpoint of taming-transformers.",
+        " GIVT's released Transformers or VAEs. vqgan: read a checkpoint of taming-transformers."
+        " timm: read a Vision Transformer with a class token (model.safetensors, and config.json) as"
+        " timm's save_for_hf saves it, and compare both; the run can be fine-tuned.",
         epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "form", choices=("imagegpt", "givt", "givt-vae", "vqgan"), help="what it holds"
-    )
+    parser.add_argument("form", choices=_FORMS, help="what it holds")
     parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
     parser.add_argument(
@@ -42,6 +44,8 @@ def add_parser(subparsers: Any) -> None:
     givt.add_argument(
         "--image-size", type=int, default=256, help="givt-vae, vqgan: of its images; default: 256"
     )
+    timm = parser.add_argument_group("timm")
+    timm.add_argument("--heads", type=int, help="attention heads; default: width / 64")
     parser.set_defaults(run=run)
 
 
@@ -52,16 +56,13 @@ def run(args: argparse.Namespace) -> int:
         UserError: the weights are not of this form, or the run exists.
     """
     from megavis.commands.import_givt import import_transformer, import_vae
+    from megavis.commands.import_timm import import_timm
     from megavis.commands.import_vqgan import import_vqgan
 
     if args.run_folder.exists():
         raise UserError(f"{args.run_folder} exists; choose another name")
-    forms = {
-        "imagegpt": _import_imagegpt,
-        "givt": import_transformer,
-        "givt-vae": import_vae,
-        "vqgan": import_vqgan,
-    }
+    importers = (_import_imagegpt, import_transformer, import_vae, import_vqgan, import_timm)
+    forms = dict(zip(_FORMS, importers, strict=True))
     try:
         forms[args.form](args)
     except BaseException:

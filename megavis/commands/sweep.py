@@ -46,10 +46,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--draw", action="store_true", help="train nothing, draw what is there")
     parser.add_argument(
         "--measure",
-        choices=("probe", "loss"),
+        choices=("probe", "loss", "accuracy"),
         default="probe",
-        help="accuracy of the best layer's linear probe (default), or the validation loss, which"
-        " compares nothing where the grid changes the task, as a noise schedule does",
+        help="accuracy of the best layer's linear probe (default), validation accuracy of a"
+        " fine-tuning, or validation loss, which compares nothing where the grid changes the task,"
+        " as a noise schedule does",
     )
     parser.add_argument("--train-images", type=int, default=2000, help="of a probe; default: 2000")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
@@ -136,7 +137,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
     name = config.name.removesuffix(
         "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
     )
-    what = "validation loss" if args.measure == "loss" else "accuracy of a linear probe"
+    what = "accuracy of a linear probe" if args.measure == "probe" else f"validation {args.measure}"
     figure = draw_sweep(args.grid, scores, name=name, what=what)
     folder = Path(config.output) / f"{name}-sweep"
     for path in write_figure(folder, "sweep", figure, rows_of(args.grid, points, scores)):
@@ -150,11 +151,10 @@ def _score(point: Point, args: argparse.Namespace) -> float:
     from megavis.data.files import write_atomically
     from megavis.training.metrics import read_metrics
 
-    if args.measure == "loss":
-        losses = [
-            r["validation_loss"] for r in read_metrics(point.folder) if "validation_loss" in r
-        ]
-        return losses[-1] if losses else math.nan
+    if args.measure != "probe":
+        key = f"validation_{args.measure}"
+        logged = [record[key] for record in read_metrics(point.folder) if key in record]
+        return logged[-1] if logged else math.nan
     kept = point.folder / "evaluation" / "sweep.json"
     asked = {"step": point.step, "train_images": args.train_images}
     if kept.exists():

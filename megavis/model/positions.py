@@ -11,6 +11,7 @@ Learning", section 3.4 and appendix D.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -77,6 +78,11 @@ class Positions(nn.Module):
         return dict.fromkeys(carried_names(self.kind), coordinates.contiguous())
 
 
+def is_grid(num_cells: int) -> bool:
+    """True where so many cells make a square."""
+    return math.isqrt(num_cells) ** 2 == num_cells
+
+
 def resize_table(table: Tensor, num_cells: int) -> Tensor:
     """Interpolate learned positions of one square grid for another, bicubically.
 
@@ -90,8 +96,8 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
     Raises:
         ValueError: either grid is not square.
     """
-    sides = [round(count**0.5) for count in (len(table), num_cells)]
-    if sides[0] ** 2 != len(table) or sides[1] ** 2 != num_cells:
+    sides = [math.isqrt(count) for count in (len(table), num_cells)]
+    if not (is_grid(len(table)) and is_grid(num_cells)):
         raise ValueError(f"{len(table)} and {num_cells} cells are not both square grids")
     if sides[0] == sides[1]:
         return table

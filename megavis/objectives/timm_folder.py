@@ -1,0 +1,215 @@
+"""Vision Transformers as `timm` saves them, as a DARL model without its mask, and their own pass.
+
+DARL's start token, seen by all where the mask is off, is a class token, and its patch embedding and
+blocks are those of a ViT: such a run gives timm's features, and can be fine-tuned like any other.
+
+Legend: b images, T patches, p side of a patch, h hidden size, c classes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+
+_EPSILON = 1e-6
+_USUAL_HEAD = 64
+
+# megavis's name in a block, and timm's.
+_PLAIN = (
+    ("input_layernorm", "norm1"),
+    ("self_attention.linear_proj", "attn.proj"),
+    ("pre_mlp_layernorm", "norm2"),
+    ("mlp.linear_fc1", "mlp.fc1"),
+    ("mlp.linear_fc2", "mlp.fc2"),
+)
+
+
+@dataclass(frozen=True)
+class TimmViT:
+    """A ViT's tensors by timm's names, and what they do not say of themselves.
+
+    Attributes:
+        tensors: float32.
+        num_heads: attention heads.
+        mean: that is taken from each channel in [0, 1] before the first layer.
+        deviation: by which it is divided.
+    """
+
+    tensors: Mapping[str, Tensor]
+    num_heads: int
+    mean: Sequence[float] = CHANNEL_MEAN
+    deviation: Sequence[float] = CHANNEL_DEVIATION
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        return sum(re.fullmatch(r"blocks\.\d+\.norm1\.weight", n) is not None for n in self.tensors)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width h."""
+        return self.tensors["norm.weight"].shape[0]
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP."""
+        return self.tensors["blocks.0.mlp.fc1.weight"].shape[0]
+
+    @property
+    def patch_size(self) -> int:
+        """Side p."""
+        return self.tensors["patch_embed.proj.weight"].shape[-1]
+
+    @property
+    def image_size(self) -> int:
+        """Side of the images in pixels."""
+        return self.patch_size * round((self.tensors["pos_embed"].shape[1] - 1) ** 0.5)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes c; 0 where the network has no classifier."""
+        head = self.tensors.get("head.weight")
+        return 0 if head is None else head.shape[0]
+
+
+def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
+    """Read `model.safetensors`, and `config.json` where there is one.
+
+    Args:
+        folder: as timm's `save_for_hf` writes it.
+        num_heads: attention heads; width / 64 when None, which timm's ViTs of the usual names have
+            but for the huge ones (16).
+
+    Raises:
+        UserError: the folder holds no plain ViT with a class token.
+    """
+    weights, settings = folder / "model.safetensors", folder / "config.json"
+    if not weights.exists():
+        raise UserError(f"{weights}: missing; save the model with timm.models.save_for_hf")
+    tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
+    _check(tensors)
+    told: dict[str, Any] = {}
+    if settings.exists():
+        told = json.loads(settings.read_text(encoding="utf-8")).get("pretrained_cfg", {})
+    width = tensors["norm.weight"].shape[0]
+    heads = num_heads or max(1, width // _USUAL_HEAD)
+    if width % heads:
+        raise UserError(f"a width of {width} does not divide by {heads} heads; say --heads")
+    mean, deviation = told.get("mean", CHANNEL_MEAN), told.get("std", CHANNEL_DEVIATION)
+    return TimmViT(tensors, heads, mean, deviation)
+
+
+def _check(tensors: Mapping[str, Tensor]) -> None:
+    known = r"cls_token|pos_embed|(patch_embed\.proj|norm|head)\.(weight|bias)|blocks\.\d+\.("
+    known += r"norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)"
+    for name in tensors:
+        if not re.fullmatch(known, name):
+            raise UserError(f"the folder's {name} has no place in a plain ViT with a class token")
+    for name in ("cls_token", "pos_embed", "norm.weight", "blocks.0.attn.qkv.bias"):
+        if name not in tensors:
+            raise UserError(f"the folder has no {name}; is it a plain ViT with a class token?")
+    cells = tensors["pos_embed"].shape[1] - 1
+    if round(cells**0.5) ** 2 != cells:
+        raise UserError(f"{cells} positions behind that of the class token make no square grid")
+
+
+def from_timm(model: TimmViT) -> dict[str, Tensor]:
+    """Rename and reorder.
+
+    The network's own mean and deviation of pixels go into the patch embedding, since megavis always
+    standardises by ImageNet's.
+
+    Returns:
+        float32 tensors by the names of a fine-tuning run of DARL with learned positions; the
+        classifier is zero where timm's network has none.
+    """
+    tensors, width = model.tensors, model.hidden_size
+    matrix, bias = _patch_embedding(model)
+    positions = tensors["pos_embed"][0]
+    whole = {
+        "embedding.patches.weight": matrix,
+        "embedding.patches.bias": bias,
+        "embedding.start": tensors["cls_token"][0, 0] + positions[0],
+        "embedding.positions.weight": positions[1:],
+        "head.norm.weight": tensors["norm.weight"],
+        "head.norm.bias": tensors["norm.bias"],
+        "head.classifier.linear.weight": tensors.get("head.weight", torch.zeros(2, width)),
+        "head.classifier.linear.bias": tensors.get("head.bias", torch.zeros(2)),
+    }
+    for layer in range(model.num_layers):
+        prefix = f"blocks.{layer}."
+        for kind in ("weight", "bias"):
+            for ours, theirs in _PLAIN:
+                whole[f"{prefix}{ours}.{kind}"] = tensors[f"{prefix}{theirs}.{kind}"]
+            query, key, value = tensors[f"{prefix}attn.qkv.{kind}"].chunk(3)
+            heads = [part.unflatten(0, (model.num_heads, -1)) for part in (key, value)]
+            whole[f"{prefix}self_attention.linear_q.{kind}"] = query
+            # Head by head, each head's keys before its values.
+            pair = torch.stack(heads, dim=1).flatten(0, 2)
+            whole[f"{prefix}self_attention.linear_kv.{kind}"] = pair
+    return {name: tensor.float().contiguous() for name, tensor in whole.items()}
+
+
+def _patch_embedding(model: TimmViT) -> tuple[Tensor, Tensor]:
+    """Return the matrix `[h, p · p · 3]` and bias for pixels standardised as megavis does."""
+    kernel = model.tensors["patch_embed.proj.weight"]  # [h, 3, p, p]
+    ours_mean, ours_deviation, mean, deviation = (
+        torch.tensor(numbers, dtype=torch.float64)
+        for numbers in (CHANNEL_MEAN, CHANNEL_DEVIATION, model.mean, model.deviation)
+    )
+    by_channel = kernel.double().permute(0, 2, 3, 1)
+    # Their pixel is (ours · deviation + mean - theirs) / their deviation.
+    matrix = by_channel * (ours_deviation / deviation)
+    shift = (by_channel * ((ours_mean - mean) / deviation)).sum((1, 2, 3))
+    bias = model.tensors["patch_embed.proj.bias"].double() + shift
+    return matrix.flatten(1).float(), bias.float()
+
+
+def timm_features(model: TimmViT, images: Tensor) -> Tensor:
+    """Run timm's network, written down apart from megavis's layers to check a conversion.
+
+    Args:
+        model: the network.
+        images: uint8 `[b, H, W, 3]`.
+
+    Returns:
+        The last norm's output, float32 `[b, 1 + T, h]`, the class token first.
+    """
+    tensors, heads, width = model.tensors, model.num_heads, (model.hidden_size,)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, width, *_pair(tensors, name), _EPSILON)
+
+    mean, deviation = torch.tensor(model.mean), torch.tensor(model.deviation)
+    pixels = ((images / 255.0 - mean) / deviation).permute(0, 3, 1, 2)
+    patches = F.conv2d(pixels, *_pair(tensors, "patch_embed.proj"), stride=model.patch_size)
+    x = torch.cat([tensors["cls_token"].expand(len(images), -1, -1), patches.flatten(2).mT], 1)
+    x = x + tensors["pos_embed"]
+    for layer in range(model.num_layers):
+        name = f"blocks.{layer}."
+        joined = F.linear(norm(x, f"{name}norm1"), *_pair(tensors, f"{name}attn.qkv"))
+        query, key, value = (
+            part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1)
+        )
+        weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+        mixed = (weights @ value).transpose(1, 2).flatten(2)
+        x = x + F.linear(mixed, *_pair(tensors, f"{name}attn.proj"))
+        hidden = F.gelu(F.linear(norm(x, f"{name}norm2"), *_pair(tensors, f"{name}mlp.fc1")))
+        x = x + F.linear(hidden, *_pair(tensors, f"{name}mlp.fc2"))
+    return norm(x, "norm")
+
+
+def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    return tensors[f"{name}.weight"], tensors[f"{name}.bias"]

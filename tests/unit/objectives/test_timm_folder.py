@@ -1,0 +1,207 @@
+"""A ViT of timm's, converted: the same features, by timm itself and by its formulas."""
+
+import dataclasses
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megavis.config.errors import UserError
+from megavis.objectives.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
+
+CONFIG = """\
+name: vit
+objective: {name: darl, patch_size: 8}
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 4
+  normalization: layer_norm
+  norm_epsilon: 1e-6
+  activation: gelu
+  add_bias: true
+  positions: learned
+data: {train: shards/train, image_size: 24}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-2}
+training: {steps: 3, batch_size: 8}
+"""
+SIZES = {"img_size": 24, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+
+
+def random_tensors(*, classes=5):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "cls_token": (1, 1, 32),
+        "pos_embed": (1, 10, 32),
+        "patch_embed.proj.weight": (32, 3, 8, 8),
+        "patch_embed.proj.bias": (32,),
+        "norm.weight": (32,),
+        "norm.bias": (32,),
+        "head.weight": (classes, 32),
+        "head.bias": (classes,),
+    }
+    for i in range(2):
+        for name, rows, columns in (
+            ("attn.qkv", 96, 32),
+            ("attn.proj", 32, 32),
+            ("mlp.fc1", 128, 32),
+            ("mlp.fc2", 32, 128),
+        ):
+            shapes[f"blocks.{i}.{name}.weight"] = (rows, columns)
+            shapes[f"blocks.{i}.{name}.bias"] = (rows,)
+        for name in ("norm1", "norm2"):
+            shapes[f"blocks.{i}.{name}.weight"] = (32,)
+            shapes[f"blocks.{i}.{name}.bias"] = (32,)
+    return {n: 0.2 * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+
+
+def photographs():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(256, (2, 24, 24, 3), generator=generator, dtype=torch.uint8)
+
+
+@pytest.fixture
+def features(context, tmp_path):
+    """Run megavis's blocks, without the mask, on a converted network."""
+    from megavis.config.load import load_config
+    from megavis.data.batch import Batch
+    from megavis.model.runner import Runner
+    from megavis.model.stack import LocalLayers, Stack
+    from megavis.objectives import OBJECTIVES, objective_configs
+
+    def features(model, images):
+        path = tmp_path / "vit.yaml"
+        path.write_text(CONFIG)
+        config = load_config(path, objectives=objective_configs()).config
+        objective = OBJECTIVES["darl"](config, context)
+        objective.core = dataclasses.replace(objective.core, visibility_kind="full")
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        weights = from_timm(model)
+        for name, parameter in layers.named_parameters():
+            # The decoder of pixels is not timm's.
+            if not name.startswith("head.decoder."):
+                parameter.data.copy_(weights.pop(name))
+        assert sorted(weights) == [f"head.classifier.linear.{kind}" for kind in ("bias", "weight")]
+        batch = Batch(images, torch.zeros(len(images)), torch.arange(len(images)))
+        return Runner(layers, context).predictions(
+            objective.feature_inputs(batch), finish=lambda head, state: head.outputs(state)
+        )
+
+    return features
+
+
+STATISTICS = [((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3)]
+
+
+@pytest.mark.parametrize(("mean", "deviation"), STATISTICS)
+def test_features_by_formulas(features, mean, deviation):
+    model = TimmViT(random_tensors(), 4, mean, deviation)
+    expected = timm_features(model, photographs())
+    assert expected.shape == (2, 10, 32)
+    torch.testing.assert_close(features(model, photographs()), expected, rtol=0, atol=1e-4)
+
+
+class StandIn:
+    """Finds any module of torchvision: timm imports it for its data, of which nothing is used."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torchvision":
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return MagicMock(__spec__=spec, __path__=[], __name__=spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@pytest.fixture
+def timm(monkeypatch):
+    """Import timm without torchvision, whose usual wheel does not load beside torch for CPUs."""
+    pytest.importorskip("huggingface_hub", reason="timm imports it")
+    monkeypatch.setattr(sys, "meta_path", [StandIn(), *sys.meta_path])
+    yield pytest.importorskip("timm", reason="pip install --no-deps timm, to compare with it")
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
+        del sys.modules[name]
+
+
+def test_features_by_timm(timm, features):
+    torch.manual_seed(0)
+    network = timm.models.vision_transformer.VisionTransformer(num_classes=5, **SIZES).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model = TimmViT(network.state_dict(), 4)
+    pixels = (photographs() / 255 - torch.tensor(model.mean)) / torch.tensor(model.deviation)
+    with torch.no_grad():
+        expected = network.forward_features(pixels.permute(0, 3, 1, 2))
+    torch.testing.assert_close(features(model, photographs()), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(timm_features(model, photographs()), expected, rtol=0, atol=1e-4)
+
+
+def write_folder(folder, tensors, settings=None):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    if settings is not None:
+        (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_folder_tells_its_sizes(tmp_path):
+    told = {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3}}
+    model = read_timm_folder(write_folder(tmp_path / "vit", random_tensors(), told), num_heads=4)
+    sizes = (model.num_layers, model.hidden_size, model.mlp_size, model.patch_size)
+    assert sizes == (2, 32, 128, 8)
+    assert (model.image_size, model.num_classes, model.num_heads) == (24, 5, 4)
+    assert (model.mean, model.deviation) == ([0.5] * 3, [0.25] * 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks.0.ls1.gamma": torch.zeros(32)}, "blocks.0.ls1.gamma has no place"),
+        ({"cls_token": None}, "has no cls_token"),
+        ({"pos_embed": torch.zeros(1, 9, 32)}, "8 positions behind that of the class token"),
+    ],
+)
+def test_other_networks_are_refused(tmp_path, change, message):
+    tensors = {k: v for k, v in {**random_tensors(), **change}.items() if v is not None}
+    with pytest.raises(UserError, match=message):
+        read_timm_folder(write_folder(tmp_path / "vit", tensors))
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="missing; save the model"):
+        read_timm_folder(tmp_path)
+
+
+def test_heads_must_divide(tmp_path):
+    folder = write_folder(tmp_path / "vit", random_tensors())
+    with pytest.raises(UserError, match="32 does not divide by 5 heads"):
+        read_timm_folder(folder, num_heads=5)
+
+
+def test_the_command_writes_a_run_that_agrees(tmp_path, capsys):
+    import megavis
+    from megavis.cli import main
+    from megavis.parallel.context import close_context
+
+    folder = write_folder(tmp_path / "vit", random_tensors())
+    assert main(["import", "timm", str(folder), str(tmp_path / "run"), "--heads", "4"]) == 0
+    assert "agree" in capsys.readouterr().out
+    try:
+        logits = megavis.load(tmp_path / "run", device="cpu").outputs(photographs())
+        larger = megavis.notebook.Run.open(tmp_path / "run", image_size=48)
+        assert larger.outputs(torch.zeros(1, 48, 48, 3, dtype=torch.uint8)).shape == (1, 5)
+    finally:
+        close_context()
+    model = TimmViT(random_tensors(), 4)
+    tensors = model.tensors
+    expected = timm_features(model, photographs())[:, 0] @ tensors["head.weight"].t()
+    torch.testing.assert_close(logits, expected + tensors["head.bias"], rtol=0, atol=1e-4)
