@@ -77,13 +77,18 @@ class DARLConfig(ObjectiveConfig):
         if config.model.positions is None and config.model.head_size % 4:
             text = "rope_2d, the default here, wants heads whose width 4 divides, not"
             yield "model.positions", f"{text} {config.model.head_size}"
-        tensor = config.parallel.tensor_model_parallel_size
-        if config.parallel.sequence_parallel and self.grid_side(config) ** 2 % tensor:
-            text = f"{self.grid_side(config) ** 2} patches do not divide by"
-            yield (
-                "parallel.sequence_parallel",
-                f"{text} tensor_model_parallel_size {tensor}; set it to false",
-            )
+        yield from self._check_split(config)
+
+    def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
+        """Sequence parallelism splits the tokens."""
+        tensor, count = config.parallel.tensor_model_parallel_size, self.grid_side(config) ** 2
+        what = f"{count} patches do"
+        if config.finetune is not None and config.finetune.generative_weight == 0:
+            # The last patch is read too: nothing has to be predicted from those before it.
+            count, what = count + 1, f"start token and {count} patches do"
+        if config.parallel.sequence_parallel and count % tensor:
+            text = f"{what} not divide by tensor_model_parallel_size {tensor}; set it to false"
+            yield "parallel.sequence_parallel", text
 
     def _check_order(self, grid_side: int) -> Iterator[Complaint]:
         if self.order in ("nested_raster", "round_robin") and grid_side % self.order_block:

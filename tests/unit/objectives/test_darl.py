@@ -290,6 +290,16 @@ def test_features_read_every_patch(build):
             ],
             "9 patches do not divide by tensor_model_parallel_size 2",
         ),
+        (
+            [
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=true",
+                "finetune={num_classes: 3}",
+                "data.validation=shards/validation",
+                "training.validate_every=1",
+            ],
+            "start token and 16 patches do not divide by tensor_model_parallel_size 2",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together(load, words, message):
