@@ -63,9 +63,11 @@ def _config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
             positions="learned",
         ),
         # The weights come without their data and their training; these keys are for going on.
-        data=DataConfig(train="shards/train", image_size=model.image_size),
+        data=DataConfig(
+            train="shards/train", validation="shards/validation", image_size=model.image_size
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-4),
-        training=TrainingConfig(steps=1, batch_size=128),
+        training=TrainingConfig(steps=1, batch_size=128, validate_every=1),
         finetune=FinetuneConfig(
             num_classes=max(2, model.num_classes), visibility="full", read_out="first"
         ),
