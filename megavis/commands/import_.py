@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
         " preprocessor_config.json for the palette) as transformers saves it, write a run folder,"
         " and compare the logits of both on random input. givt, givt-vae: read an .npz file of"
         " GIVT's released Transformers or VAEs. vqgan: read a checkpoint of taming-transformers."
-        " timm: read a Vision Transformer with a class token (model.safetensors, and config.json) as"
-        " timm's save_for_hf saves it, and compare both; the run can be fine-tuned.",
+        " timm: read a Vision Transformer with a class token (model.safetensors, and config.json)"
+        " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned.",
         epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
         formatter_class=argparse.RawDescriptionHelpFormatter,
