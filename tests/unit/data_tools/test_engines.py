@@ -1,0 +1,38 @@
+"""More than one machine: the slices of a job together give the bytes of one process."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from image_files import tree
+from kill_sweep import write_images
+
+from data_tools.__main__ import main
+from data_tools.jobs import Slice
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A command that writes seven shards, and what one process writes."""
+    folder = tmp_path_factory.mktemp("engines")
+    words = write_images(folder, count=52)
+    assert main([*words, "--out", str(folder / "whole")]) == 0
+    return words, tree(folder / "whole")
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
+def test_the_slices_together_are_the_whole(order, command, tmp_path, capsys):
+    words, whole = command
+    out = tmp_path / "out"
+    for number in order:
+        assert not (out / "manifest.json").exists()
+        assert main([*words, "--out", str(out), "--slice", f"{number}/3"]) == 0
+    assert capsys.readouterr().out.count("the folder is finished when all slices are") == 2
+    assert tree(out) == whole
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "-1/3"])
+def test_what_is_no_slice(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="i/n"):
+        Slice.parse(text)
