@@ -154,15 +154,17 @@ class DataConfig(Section):
     """Local folder in which data sets are kept that are read from a URL."""
     image_size: Positive
     """Side of the square images in pixels; without a crop it must be that of the shards."""
-    crop: Literal["random_resized", "center", "none"] = "none"
-    """What is cut out of JPEG shards when they are read: `random_resized` a random part for
-    training and the middle for validation, `center` the middle, `none` nothing."""
+    crop: Literal["random_resized", "shifted", "center", "none"] = "none"
+    """What is cut out of images when they are read: `random_resized` a random part for training
+    and the middle for validation, `center` the middle, both of JPEG shards alone; `shifted` moves
+    training images by up to 4 pixels, of palette shards too; `none` nothing."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
     """Smallest and largest share of an image's area that a `random_resized` crop takes."""
     short_side: Positive | None = None
     """What the shorter side is resized to before the middle is cut; `image_size` when absent."""
     flip: bool = False
-    """Mirror every second training image, at random; latents must hold the mirrored ones too."""
+    """Mirror every second training image, at random; ids cannot, and latents must hold the
+    mirrored ones too."""
 
     threads: Positive = 4
     """Threads of each process that read and decode ahead; they change the speed alone."""
@@ -264,6 +266,8 @@ class FinetuneConfig(Section):
     token (a class token), or the last one."""
     label_smoothing: Fraction = 0.0
     """Share of a label that is spread evenly over all classes."""
+    drop_path: Fraction = 0.0
+    """Probability that the last block is left out for an image, less for those before it."""
     layer_decay: Share = 1.0
     """Each layer learns at so many times the rate of the one above it."""
     patience: NonNegative = 0

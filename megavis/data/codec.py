@@ -8,6 +8,7 @@ Legend: b samples, n tokens of a sample.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -15,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from megavis.data.bits import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
+from megavis.data.transforms import Transform
 
 Payloads = Sequence[np.ndarray]
 """One uint8 `[length]` a sample: a view of a mapped tar."""
@@ -58,15 +60,25 @@ class Codec(ABC):
 class PaletteCodec(Codec):
     """Palette tokens, nine bits each (`bits.py`): uint16 `[b, n]` in raster order.
 
+    A colour is moved as its pixel is: shifting and mirroring give the same before the palette.
+
     Args:
         num_tokens: n.
         vocabulary_size: every id is below it; at most 512.
+        transform: how images are moved; None for as they are.
     """
 
     suffix = "tok"
 
-    def __init__(self, num_tokens: int, *, vocabulary_size: int = MAX_TOKENS) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        vocabulary_size: int = MAX_TOKENS,
+        transform: Transform | None = None,
+    ) -> None:
         self.num_tokens, self.vocabulary_size = num_tokens, vocabulary_size
+        self._transform = transform
         self.num_bytes = payload_bytes(num_tokens)
 
     def encode(self, tokens: np.ndarray) -> bytes:
@@ -77,7 +89,17 @@ class PaletteCodec(Codec):
         """Return ids uint16 `[b, n]`."""
         rows = _stack(payloads, self.num_bytes)
         tokens = unpack_tokens(rows, num_tokens=self.num_tokens)
-        return tokens, _unknown_ids(tokens, self.vocabulary_size)
+        return self._moved(tokens, positions), _unknown_ids(tokens, self.vocabulary_size)
+
+    def _moved(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        move = self._transform
+        if move is None or (move.crop == "none" and not move.flip):
+            return tokens
+        side = math.isqrt(self.num_tokens)
+        draws = move.draws(positions)
+        images = tokens.reshape(-1, side, side)
+        moved = [move(image, draw) for image, draw in zip(images, draws, strict=True)]
+        return np.array(moved, tokens.dtype).reshape(tokens.shape)
 
 
 class IdsCodec(Codec):

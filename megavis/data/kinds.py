@@ -31,8 +31,11 @@ def suffix_of(manifest: Manifest) -> str:
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
-    _want_stored(manifest, transform, may_flip=False)
-    return PaletteCodec(manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size)
+    if transform is None or transform.crop != "shifted":
+        _want_stored(manifest, transform, may_flip=True)
+    return PaletteCodec(
+        manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
+    )
 
 
 def _ids(manifest: Manifest, transform: Transform | None) -> Codec:
@@ -50,7 +53,8 @@ def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
     stored = manifest.image_size
     if transform is None and stored is not None:
         transform = Transform(image_size=stored)
-    if transform is None or (transform.crop == "none" and transform.image_size != stored):
+    as_stored = transform is not None and transform.crop in ("none", "shifted")
+    if transform is None or (as_stored and transform.image_size != stored):
         sizes = f"images of {stored}x{stored} pixels" if stored else "images of many sizes"
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
         raise UserError(f"holds {sizes}{wanted}; set data.crop to random_resized or center")

@@ -15,10 +15,12 @@ import numpy as np
 
 from megavis.config.schema import DataConfig
 
-CropKind = Literal["random_resized", "center", "none"]
+CropKind = Literal["random_resized", "shifted", "center", "none"]
 
 _ATTEMPTS = 10
 _DRAWS_AN_ATTEMPT = 4
+_SHIFT = 4
+"""Pixels by which `shifted` moves an image at most."""
 
 
 class WrongSizeError(ValueError):
@@ -41,8 +43,9 @@ class Transform:
 
     Attributes:
         image_size: side of the square in pixels.
-        crop: `random_resized`: a random part, resized; `center`: the middle, resized; `none`:
-            the image as it is stored, which must have the size.
+        crop: `random_resized`: a random part, resized; `shifted`: the image as it is stored, moved
+            by up to 4 pixels either way; `center`: the middle, resized; `none`: the image as it
+            is stored. Where nothing is resized it must have the size.
         scale: smallest and largest share of the image's area that a random crop takes.
         ratio: smallest and largest width / height of a random crop.
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
@@ -71,9 +74,10 @@ class Transform:
         The first column is 1 for an image to mirror, else 0.
         """
         flips = self.flips(positions)[:, None]
-        if self.crop != "random_resized":
+        counts = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "shifted": 2}
+        count = counts.get(self.crop)
+        if count is None:
             return flips.astype(np.float64)
-        count = _ATTEMPTS * _DRAWS_AN_ATTEMPT
         crops = _uniform(positions, count, seed=self.seed, purpose="crop")
         return np.concatenate([flips, crops], axis=1, dtype=np.float64)
 
@@ -81,14 +85,14 @@ class Transform:
         """Cut, resize and mirror one image.
 
         Args:
-            image: uint8 `[h, w, 3]`.
+            image: uint8 `[h, w, 3]`; where nothing is resized any type, `[h, w]` too.
             draws: `[d]`, a row of `draws`.
 
         Returns:
-            uint8 `[image_size, image_size, 3]`.
+            uint8 `[image_size, image_size, 3]`, or as the image.
 
         Raises:
-            WrongSizeError: `crop` is `none` and the image has another size.
+            WrongSizeError: nothing is resized and the image has another size.
         """
         height, width = image.shape[:2]
         size = self.image_size
@@ -100,7 +104,25 @@ class Transform:
             image = cut_center(image, short_side=self.short_side or size, size=size)
         elif (height, width) != (size, size):
             raise WrongSizeError(f"not {size}x{size} pixels")
+        elif self.crop == "shifted":
+            image = shift(image, draws[1:])
         return image[:, ::-1] if draws[0] else image
+
+
+def shift(image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Reflect 4 pixels on each side and cut the old size out at a random place.
+
+    The augmentation of Wide Residual Networks (Zagoruyko and Komodakis), with which iGPT fine-tunes
+    on CIFAR (section 3.1).
+
+    Args:
+        image: `[h, w]` or `[h, w, 3]`, each side above 4.
+        draws: `[2]` in [0, 1): from the top and from the left.
+    """
+    height, width = image.shape[:2]
+    border = [(_SHIFT, _SHIFT)] * 2 + [(0, 0)] * (image.ndim - 2)
+    top, left = (math.floor(draw * (2 * _SHIFT + 1)) for draw in draws.tolist())
+    return cut(np.pad(image, border, mode="reflect"), Window(top, left, height, width))
 
 
 def random_window(
@@ -190,7 +212,7 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
 
 def evaluation_transform(config: DataConfig) -> Transform:
     """Return the transform of held-out images: the middle where training crops at random."""
-    crop: CropKind = "none" if config.crop == "none" else "center"
+    crop: CropKind = "none" if config.crop in ("none", "shifted") else "center"
     return Transform(image_size=config.image_size, crop=crop, short_side=config.short_side)
 
 

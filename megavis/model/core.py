@@ -26,6 +26,7 @@ from megavis.model.norms import GainNorm, Norm
 from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
+from megavis.parallel.random import uniform
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -56,6 +57,10 @@ class Core:
     visibility_kind: Kind
     carries: tuple[str, ...] = ()
     """Names of the tensors that travel beside the hidden states; see `Stream`."""
+    drop_path: float = 0.0
+    """Probability that the last block leaves out what a half of it adds to an image; those before
+    it less often, the first never ("Deep Networks with Stochastic Depth"). Wants `samples`, the
+    images' numbers int64 `[b]`, among the tensors that are carried."""
 
     @classmethod
     def create(
@@ -183,6 +188,8 @@ class Block(TransformerLayer):
         """Run the layer on what the one before gave; `cache` when sequences are generated."""
         stream = Stream.unpack(state, self.core.carries)
         relations = self.core.relations(stream.carried, cache)
+        if self.training and self.core.drop_path:
+            relations = replace(relations, kept=self._draw_kept(stream.carried["samples"]))
         if self.is_last:
             # Nobody looks at the others any more: the head reads only these.
             relations = replace(relations, reads_from=relations.visibility.reads_from)
@@ -198,19 +205,41 @@ class Block(TransformerLayer):
 
     def attend(self, hidden: Tensor, relations: Relations) -> Tensor:
         """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.reads_from` on."""
-        if relations.reads_from == 0:
+        if relations.reads_from == 0 and relations.kept is None:
             return super().forward(hidden, attention_mask=relations)[0]
         return self._attend_for_some(hidden, relations)
 
     def _attend_for_some(self, hidden: Tensor, relations: Relations) -> Tensor:
-        """Do what Megatron's layer does, with a residual of those tokens alone."""
-        group, config = self.core.groups.tp, self.config
-        whole = all_tokens(hidden, config, group)
-        residual = own_tokens(whole[relations.reads_from :], config, group)
+        """Do what Megatron's layer does, for those tokens alone, and for the images that are kept.
+
+        What a half adds is summed up apart from the residual, which it may be left out of.
+        """
+        residual = self._from(relations.reads_from, hidden)
+        nothing = hidden.new_zeros(())
         mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=relations)
-        hidden = self.self_attn_bda(self.training, False)(mixed, residual, self.hidden_dropout)
+        added = self.self_attn_bda(self.training, False)(mixed, nothing, self.hidden_dropout)
+        hidden = residual + relations.keep(added, half=0)
         mixed = self.mlp(self.pre_mlp_layernorm(hidden))
-        return self.mlp_bda(self.training, False)(mixed, hidden, self.hidden_dropout)
+        added = self.mlp_bda(self.training, False)(mixed, nothing, self.hidden_dropout)
+        return hidden + relations.keep(added, half=1)
+
+    def _from(self, first: int, hidden: Tensor) -> Tensor:
+        """Return the tokens from `first` on, of all that the tensor group holds."""
+        if first == 0:
+            return hidden
+        group, config = self.core.groups.tp, self.config
+        return own_tokens(all_tokens(hidden, config, group)[first:], config, group)
+
+    def _draw_kept(self, samples: Tensor) -> Tensor:
+        """Return what each half of the block is multiplied by for each image: `[2, b, 1]`.
+
+        A function of seed, sample and block: every layout drops the same.
+        """
+        config = self.core.config
+        depth = (self.layer_number - 1) / max(1, config.model.num_layers - 1)
+        rate, purpose = self.core.drop_path * depth, f"drop-path-{self.layer_number}"
+        draws = uniform(samples, 2, seed=config.seed, purpose=purpose)
+        return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
 
 
 def _dropout_add(probability: float) -> Callable[[bool, bool], Callable[..., Tensor]]:

@@ -99,6 +99,27 @@ def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
     return head
 
 
+def carry_samples(embedding: nn.Module) -> nn.Module:
+    """Let a paper's first layer take the images' numbers int64 `[b]` last, and carry them on.
+
+    By hooks, for the sake of the parameters' names, as above.
+    """
+    samples: list[Tensor] = []
+
+    def take(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        *inputs, numbers = arguments[0]
+        samples.append(numbers)
+        return (tuple(inputs),)
+
+    def add(_: nn.Module, __: Any, state: State) -> State:
+        own = (state,) if isinstance(state, Tensor) else state
+        return (*own, samples.pop())
+
+    embedding.register_forward_pre_hook(take)
+    embedding.register_forward_hook(add)
+    return embedding
+
+
 class Classification(Trainable):
     """A paper's model with classes on top.
 
@@ -113,6 +134,10 @@ class Classification(Trainable):
         self.settings, self.paper = config.finetune, paper
         if self.settings.visibility == "full":
             paper.core = dataclasses.replace(paper.core, visibility_kind="full")
+        if self.settings.drop_path:
+            carries = (*paper.core.carries, "samples")
+            rate = self.settings.drop_path
+            paper.core = dataclasses.replace(paper.core, carries=carries, drop_path=rate)
 
     @property
     def is_joint(self) -> bool:
@@ -143,8 +168,13 @@ class Classification(Trainable):
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers, with class logits from the last."""
-        *layers, head = self.paper.layer_plans()
-        return [*layers, dataclasses.replace(head, factory=self._build_head)]
+        embedding, *blocks, head = self.paper.layer_plans()
+        if self.settings.drop_path:
+            embedding = dataclasses.replace(embedding, factory=self._build_embedding)
+        return [embedding, *blocks, dataclasses.replace(head, factory=self._build_head)]
+
+    def _build_embedding(self) -> nn.Module:
+        return carry_samples(self.paper.build_embedding())
 
     def _build_head(self) -> nn.Module:
         core, head = self.paper.core, self.paper.build_head()
@@ -156,13 +186,16 @@ class Classification(Trainable):
     def sequence(self, batch: Batch) -> Sequence:
         """Return the paper's sequence with the labels; without its own loss, that of features."""
         if not self.is_joint:
-            return Sequence(self.paper.feature_inputs(batch), (batch.labels,))
+            return Sequence(self.feature_inputs(batch), (batch.labels,))
         own = self.paper.sequence(batch)
-        return Sequence(own.inputs, (*own.targets, batch.labels))
+        return Sequence(self._with_samples(own.inputs, batch), (*own.targets, batch.labels))
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return what the paper takes for features."""
-        return self.paper.feature_inputs(batch)
+        return self._with_samples(self.paper.feature_inputs(batch), batch)
+
+    def _with_samples(self, inputs: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, ...]:
+        return (*inputs, batch.sample_index) if self.settings.drop_path else inputs
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **_: Any

@@ -29,6 +29,7 @@ from megavis.model.embeddings import to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal
 from megavis.model.patches import PatchEmbedding, TokenHead
+from megavis.model.positions import Positions, grid_coordinates
 from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
@@ -53,9 +54,7 @@ class MP3Config(ObjectiveConfig):
         if side % self.patch_size:
             text = f"{self.patch_size} does not divide data.image_size {side}"
             yield "objective.patch_size", text
-        if config.model.positions not in (None, "none"):
-            text = f"{config.model.positions} tells what the model has to find out; leave it away"
-            yield "model.positions", text
+        yield from self._check_positions(config)
         num_tokens = (side // self.patch_size) ** 2 + self.class_token
         if parallel.sequence_parallel and num_tokens % parallel.tensor_model_parallel_size:
             remedy = "objective.class_token" if self.class_token else "it"
@@ -65,14 +64,35 @@ class MP3Config(ObjectiveConfig):
                 f" {parallel.tensor_model_parallel_size}; set {remedy} to false",
             )
 
+    def _check_positions(self, config: RunConfig) -> Iterator[Complaint]:
+        """Positions come with fine-tuning, added to the patches (section 3.3)."""
+        kind, tuning = config.model.positions, config.finetune
+        if kind in (None, "none"):
+            return
+        if tuning is None or tuning.generative_weight:
+            yield "model.positions", f"{kind} tells what the model has to find out; leave it away"
+        elif kind not in ("learned", "sincos"):
+            yield "model.positions", f"{kind} is not added to patches; use learned, sincos or none"
+
 
 class SetEmbedding(nn.Module):
-    """Embeds patches alike wherever they stand, behind a class token."""
+    """Embeds patches alike wherever they stand, behind a class token.
 
-    def __init__(self, core: Core, patch_width: int, *, class_token: bool) -> None:
+    In fine-tuning positions may be added to the patches; the class token has none.
+    """
+
+    def __init__(self, core: Core, patch_width: int, *, side: int, class_token: bool) -> None:
         super().__init__()
         self.core = core
         self.patches = PatchEmbedding(patch_width, core.megatron.hidden_size)
+        self.positions = Positions(
+            core.config.model.positions or "none",
+            height=side,
+            width=side,
+            hidden_size=core.megatron.hidden_size,
+            fill=normal(0.02),
+        )
+        self.register_buffer("places", grid_coordinates(side, side), persistent=False)
         self.class_token: nn.Parameter | None = None
         if class_token:
             self.class_token = nn.Parameter(torch.empty(core.megatron.hidden_size))
@@ -89,7 +109,7 @@ class SetEmbedding(nn.Module):
             `[n, b, h]`, or `[n + 1, b, h]` with the class token, and the places as `context`.
         """
         patches, context = inputs
-        hidden = self.patches(patches)
+        hidden = self.positions(self.patches(patches), self.places)
         if self.class_token is not None:
             hidden = torch.cat([self.class_token.expand(len(hidden), 1, -1), hidden], dim=1)
         return Stream(to_stream(hidden, self.core), {"context": context}).pack()
@@ -151,9 +171,10 @@ class MP3(Objective):
         return Initialization(fill, fill, fill, fill, fill)
 
     def build_embedding(self) -> nn.Module:
-        """Return the embedding of patches without positions."""
+        """Return the embedding of patches, without positions but in fine-tuning."""
+        side = self.config.data.image_size // self.paper.patch_size
         width = 3 * self.paper.patch_size**2
-        return SetEmbedding(self.core, width, class_token=self.paper.class_token)
+        return SetEmbedding(self.core, width, side=side, class_token=self.paper.class_token)
 
     def build_head(self) -> nn.Module:
         """Return the last norm and the matrix to one logit a place."""

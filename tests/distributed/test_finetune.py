@@ -18,7 +18,12 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 ]
 JOINT = "finetune.generative_weight=0.5"
-CLASSES = ("finetune.visibility=full", "finetune.read_out=last", "finetune.layer_decay=0.7")
+CLASSES = (
+    "finetune.visibility=full",
+    "finetune.read_out=last",
+    "finetune.layer_decay=0.7",
+    "finetune.drop_path=0.3",
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megavis.data.codec import PaletteCodec
 from megavis.data.transforms import Transform, WrongSizeError, random_window
 
 RANDOM = np.random.default_rng(0)
@@ -119,3 +120,34 @@ def test_draws_depend_on_seed_and_position_alone():
     assert (transform.draws(positions[1:2])[0] == draws[1]).all()
     other = Transform(image_size=24, crop="random_resized", flip=True, seed=10)
     assert (other.draws(positions)[:, 1:] != draws[:, 1:]).mean() > 0.99
+
+
+def test_shifted_images_are_all_crops_of_the_padded_one_equally_often():
+    ids = np.arange(100, dtype=np.uint16)
+    padded = np.pad(ids.reshape(10, 10), 4, mode="reflect")
+    outcomes = {}
+    for top in range(9):
+        for left in range(9):
+            crop = padded[top : top + 10, left : left + 10]
+            outcomes[crop.tobytes()] = outcomes[crop[:, ::-1].tobytes()] = 0
+    assert len(outcomes) == 162
+    codec = PaletteCodec(100, transform=Transform(image_size=10, crop="shifted", flip=True))
+    payload = np.frombuffer(codec.encode(ids), np.uint8)
+    moved, refused = codec.decode([payload] * 8100, np.arange(8100))
+    assert not refused
+    for image in moved:
+        outcomes[image.tobytes()] += 1
+    # 8,100 draws of 162 outcomes: chi-squared with 161 degrees of freedom, 161 ± 18.
+    chi_squared = sum((count - 50) ** 2 / 50 for count in outcomes.values())
+    assert 161 - 5 * 18 < chi_squared < 161 + 5 * 18
+
+
+def test_pixels_are_shifted_as_ids_are():
+    transform = Transform(image_size=10, crop="shifted", flip=True, seed=3)
+    ids = np.arange(100, dtype=np.uint8).reshape(10, 10)
+    for draws in transform.draws(np.arange(20)):
+        assert (
+            transform(ids[:, :, None].repeat(3, 2), draws)[:, :, 1] == transform(ids, draws)
+        ).all()
+    with pytest.raises(WrongSizeError):
+        transform(ids[1:], draws)

@@ -9,6 +9,7 @@ import torch
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.objectives import OBJECTIVES
+from megavis.parallel.random import uniform
 
 WORDS = (
     "finetune={num_classes: 5}",
@@ -113,6 +114,49 @@ def test_the_mask_is_kept_or_dropped(build, tmp_path, batch, pictures, name, vis
     one, other = (runner.predictions(objective.inputs_from(each)) for each in (images, changed))
     assert not torch.equal(images, changed)
     assert torch.equal(one, other) is not sees
+
+
+@pytest.mark.parametrize(("kind", "sees"), [("none", False), ("learned", True), ("sincos", True)])
+def test_mp3_learns_of_places_only_with_positions(build, tmp_path, pictures, kind, sees):
+    """Does the class token see which patch stands where (MP3, section 3.3)?"""
+    words = (*WORDS, *PAPERS["mp3"], f"model.positions={kind}")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    images = pictures.inputs
+    # The upper and the lower half, two rows of patches, change places.
+    moved = torch.cat([images[:, 2:], images[:, :2]], dim=1)
+    one, other = (runner.predictions(objective.inputs_from(each)) for each in (images, moved))
+    assert torch.allclose(one, other, atol=1e-5) is not sees
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["igpt", "mp3"])
+def test_drop_path_leaves_halves_of_blocks_out(build, tmp_path, batch, pictures, name):
+    """The first block of two is never dropped, the second as often as the rate says."""
+    words = (*WORDS, *PAPERS[name], "finetune.drop_path=0.4")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    images = batch if name == "igpt" else pictures
+    embedding, first, second, head = runner.layers.modules
+    start = embedding.train()(objective.sequence(images).inputs)
+    middle = first.train()(start)
+    for one, other in zip(middle, first.eval()(start), strict=True):
+        torch.testing.assert_close(one, other)
+
+    *_, samples = middle
+    assert samples.tolist() == list(range(6))
+    relations = second.core.relations(dict(zip(second.core.carries, middle[1:], strict=True)))
+    draws = uniform(samples, 2, seed=0, purpose="drop-path-2")
+    kept = (draws >= 0.4).float() / 0.6
+    assert kept.unique().numel() == 2
+    mixed, bias = second.self_attention(second.input_layernorm(middle[0]), relations)
+    expected = middle[0] + kept[:, :1] * (mixed if bias is None else mixed + bias)
+    mixed, bias = second.mlp(second.pre_mlp_layernorm(expected))
+    expected = expected + kept[:, 1:] * (mixed if bias is None else mixed + bias)
+    torch.testing.assert_close(second.train()(middle)[0], expected)
+    # Evaluation leaves nothing out.
+    assert torch.equal(
+        runner.predictions(objective.inputs_from(images.inputs)),
+        runner.predictions(objective.inputs_from(images.inputs, sample_index=samples + 99)),
+    )
 
 
 def test_an_image_without_a_label_adds_nothing_to_the_class_loss(build, tmp_path, batch):
