@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from megavis.data.mixture import Samples
 from megavis.objectives import objective_configs
 from megavis.objectives.classification import Classification
 
-_MAY_DIFFER = ("hidden_dropout", "attention_dropout", "positions", "position_scale")
+_MAY_DIFFER = re.compile("positions|position_scale|.*dropout")
+"""Keys of the model that change no weight's meaning."""
 
 
 def source_checkpoint(settings: FinetuneConfig) -> Path:
@@ -71,7 +73,7 @@ def _differences(source: RunConfig, config: RunConfig, objective: Classification
     for section in ("objective", "model"):
         there, here = (getattr(each, section).model_dump() for each in (source, config))
         for key in {**there, **here}:
-            if there.get(key) != here.get(key) and key not in _MAY_DIFFER:
+            if there.get(key) != here.get(key) and not _MAY_DIFFER.fullmatch(key):
                 yield (
                     f"was trained with {section}.{key} {there.get(key)}, and this config has"
                     f" {here.get(key)}; fine-tuning keeps the architecture"
