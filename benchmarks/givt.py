@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ def training(objective: GIVT, runner: Runner, count: int) -> Contestants:
     outputs = torch.randn(shape, device=device, requires_grad=True)
 
     def step() -> float:
-        state = sequence.inputs
+        state: Any = sequence.inputs
         for layer in layers:
             state = layer(state)
         gradients = torch.autograd.grad(objective.loss(state, sequence.targets), parameters)

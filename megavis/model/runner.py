@@ -80,7 +80,7 @@ class Runner:
         """Return what a job makes of the first layer, on every stage."""
         made: Predictions | None = None
         if self.context.is_first_stage:
-            with self._evaluating():
+            with self.evaluating():
                 made = job(self.layers.modules[0])
         made = self._from_stage(0, made)
         assert isinstance(made, Tensor)
