@@ -15,6 +15,7 @@ from typing import BinaryIO, cast
 
 from data_tools.ground_truth import GroundTruth
 from data_tools.sources import (
+    CUT_OFF,
     FileSource,
     SourceFile,
     label_by_folder,
@@ -22,7 +23,7 @@ from data_tools.sources import (
     number_classes,
     printable,
 )
-from data_tools.tars import SPARSE, BrokenTarError, Stretch, tar_members
+from data_tools.tars import BrokenTarError, Stretch, tar_members, why_not
 from megavis.config.errors import UserError
 
 VALIDATION_START = "ILSVRC2012_val_"
@@ -58,13 +59,15 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
 def _class_tar(file: BinaryIO, outer: tarfile.TarInfo) -> Iterator[SourceFile]:
     """Yield the pictures of one class tar."""
     name, suffix = os.path.splitext(outer.name.split("/")[-1])
-    if suffix != ".tar":
+    if suffix != ".tar" or not outer.isreg():
         yield SourceFile(printable(outer.name), -1, outer.size, _WHOLE_FILE, refused=_NO_CLASS_TAR)
         return
     inner = cast(BinaryIO, Stretch(file, start=outer.offset_data, length=outer.size))
     try:
         for member in tar_members(inner):
-            yield _member(member, folder=f"{name}/", start=outer.offset_data)
+            whole = member.offset_data + member.size <= outer.size
+            picture = _member(member, folder=f"{name}/", start=outer.offset_data)
+            yield picture.but_refused("" if whole else CUT_OFF)
     except BrokenTarError as error:
         refused = str(error)
         yield SourceFile(
@@ -79,7 +82,7 @@ def _member(member: tarfile.TarInfo, *, folder: str = "", start: int = 0) -> Sou
         member.size,
         _WHOLE_FILE,
         start + member.offset_data,
-        SPARSE if member.issparse() else "",
+        why_not(member),
     )
 
 

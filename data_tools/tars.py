@@ -12,7 +12,8 @@ _CHUNK_BYTES = 1 << 20
 EMPTY = "empty tar"
 DAMAGED = "damaged tar: what follows in it is lost"
 CUT = "tar cut off: what follows in it is lost"
-SPARSE = "sparse member of a tar"
+_SPARSE = "sparse member of a tar"
+_LINK = "link in a tar"
 
 
 class BrokenTarError(Exception):
@@ -20,10 +21,11 @@ class BrokenTarError(Exception):
 
 
 def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of an uncompressed tar, in order; only headers are read.
+    """Yield the files and links of an uncompressed tar, in order; only headers are read.
 
     Hidden files, and with them the entries that some systems add for their own attributes, are
-    left out. The caller may move the file between two members.
+    left out; `why_not` says which of the others have no content. The caller may move the file
+    between two members.
 
     Raises:
         BrokenTarError: at the first damage, after what stands before it. `tarfile` alone would
@@ -36,12 +38,20 @@ def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         ) as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # it would keep them all
-                if member.isreg() and not member.name.split("/")[-1].startswith("."):
+                is_file = member.isreg() or member.issym() or member.islnk()
+                if is_file and not member.name.split("/")[-1].startswith("."):
                     yield member
             end = tar.offset
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise BrokenTarError(_reason(str(error))) from None
     _check_end(file, end)
+
+
+def why_not(member: tarfile.TarInfo) -> str:
+    """Return why a member of a tar cannot be read where it lies; empty where it can."""
+    if member.issparse():
+        return _SPARSE
+    return "" if member.isreg() else _LINK
 
 
 def _reason(text: str) -> str:

@@ -46,19 +46,26 @@ def find_problems(directory: Path) -> list[str]:
         UserError: there is no manifest to compare with.
     """
     manifest = Manifest.read(directory)
-    problems, suffix = [], suffix_of(manifest)
+    problems = [f"{name} is not in the manifest" for name in _strays(directory, manifest)]
     with Progress("verifying", total=manifest.num_samples, unit="samples") as progress:
         for shard in manifest.shards:
             try:
-                problems += shard_problems(directory, shard, suffix=suffix)
+                problems += shard_problems(directory, shard, manifest)
             except (UserError, OSError, tarfile.TarError) as error:
                 problems.append(f"{shard.name}: {error}")
             progress.advance(shard.num_samples)
     return problems or sample_problems(directory)
 
 
-def shard_problems(directory: Path, shard: ShardEntry, *, suffix: str) -> list[str]:
+def _strays(directory: Path, manifest: Manifest) -> list[str]:
+    """Return the tars that other readers, who know of no manifest, would read as well."""
+    known = {shard.name for shard in manifest.shards}
+    return sorted(path.name for path in directory.glob("*.tar") if path.name not in known)
+
+
+def shard_problems(directory: Path, shard: ShardEntry, manifest: Manifest) -> list[str]:
     """Compare one tar and its index with the manifest and with each other."""
+    num_classes = len(manifest.class_names)
     path = directory / shard.name
     num_bytes = path.stat().st_size
     if num_bytes != shard.num_bytes:
@@ -70,10 +77,16 @@ def shard_problems(directory: Path, shard: ShardEntry, *, suffix: str) -> list[s
     index = ShardReader(path).index
     with tarfile.open(path) as tar:
         members = [(member.name, member.offset_data, member.size) for member in tar]
-    names = [f"{key}.{suffix}" for key in index.keys]
+    names = [f"{key}.{suffix_of(manifest)}" for key in index.keys]
     if members != list(zip(names, index.offsets, index.lengths, strict=True)):
         return [f"{index_path(path).name} does not list the members of {shard.name}"]
-    return []
+    if len(set(index.keys)) < len(index.keys):
+        return [f"{shard.name} has two samples with one key"]
+    return [
+        f"{shard.name}:{key} has the label {label}, and there are {num_classes} classes"
+        for key, label in zip(index.keys, index.labels, strict=True)
+        if not -1 <= label < num_classes
+    ]
 
 
 def sample_problems(directory: Path) -> list[str]:

@@ -17,12 +17,13 @@ from typing import BinaryIO
 
 from data_tools.selection import Selection
 from data_tools.sources import CUT_OFF, MAX_FILE_BYTES, TOO_LARGE, Part, Picture, Refuse, printable
-from data_tools.tars import SPARSE, BrokenTarError, tar_members
+from data_tools.tars import BrokenTarError, tar_members, why_not
 from megavis.config.errors import UserError
 
 _IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2"}
 _LABEL = "cls"
 _MAX_LABEL_BYTES = 64
+_SECOND_IMAGE = "another image of its sample"
 _WRONG_LABEL = "label outside the list of classes"
 
 
@@ -58,7 +59,7 @@ class TarPart:
         try:
             with self.path.open("rb") as file:
                 for place, sample in enumerate(self._samples(file, refuse)):
-                    name = f"{self.path.name}/{printable(sample.image.name)}"
+                    name = self._name(sample.image)
                     if not self.selection.has(name):
                         continue
                     reason = dropped.get(name) or self._refusal(file, sample)
@@ -71,14 +72,19 @@ class TarPart:
         except OSError:
             refuse(self.path.name, "unreadable file")
 
+    def _name(self, member: tarfile.TarInfo) -> str:
+        return f"{self.path.name}/{printable(member.name)}"
+
     def _samples(self, file: BinaryIO, refuse: Refuse) -> Iterator[_Sample]:
         """Yield the samples that have an image."""
         for _, members in itertools.groupby(self._members(file, refuse), key=_key):
             image, label = None, None
             for member in members:
                 suffix = member.name.rpartition(".")[2].lower()
-                if suffix in _IMAGES:
-                    image = image or member
+                if suffix in _IMAGES and image is not None:
+                    refuse(self._name(member), _SECOND_IMAGE)
+                elif suffix in _IMAGES:
+                    image = member
                 elif suffix == _LABEL and self.num_classes:
                     text = _content(file, member, _MAX_LABEL_BYTES)
                     label = text.decode("utf-8", "replace").strip()
@@ -96,8 +102,8 @@ class TarPart:
         image, label = sample.image, sample.label
         if image.size > MAX_FILE_BYTES:
             return TOO_LARGE
-        if image.issparse():
-            return SPARSE
+        if reason := why_not(image):
+            return reason
         if image.offset_data + image.size > os.fstat(file.fileno()).st_size:
             return CUT_OFF
         known = label is None or (label.isdecimal() and int(label) < self.num_classes)
