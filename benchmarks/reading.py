@@ -10,8 +10,8 @@ beside a loop that only decodes the same files and resizes the same parts of the
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,27 +115,20 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, object]
         "JPEG, loader, 1 thread": (through_the_loader(jpeg, 50, few, 1), few),
         "JPEG, loader, 2 threads": (through_the_loader(jpeg, 50, few, 2), few),
     }
-    readers = {name: way for name, (way, _) in ways.items()}
-    cpu_seconds = {name: cpu_time(way) for name, way in readers.items()}
-    seconds = take_turns(readers, rounds=options.rounds)
-    bound = seconds["JPEG: decode and resize alone"]
+    taken = take_turns({name: way for name, (way, _) in ways.items()}, rounds=options.rounds)
+    wall = {name: [one.wall for one in rounds] for name, rounds in taken.items()}
+    cpu = {name: [one.cpu for one in rounds] for name, rounds in taken.items()}
+    bound = "JPEG: decode and resize alone"
     return [
         {
             "reading": name,
-            "images/s": round(count * len(seconds[name]) / sum(seconds[name])),
-            "images/s of CPU time": round(count / cpu_seconds[name]),
-            "share of decode + resize": ratio(bound, seconds[name]) if "JPEG" in name else "",
+            "images/s": round(count / statistics.median(wall[name])),
+            "images/s of CPU": round(count / statistics.median(cpu[name])),
+            "of decode + resize": ratio(wall[bound], wall[name]) if "JPEG" in name else "",
+            "by CPU": ratio(cpu[bound], cpu[name]) if "JPEG" in name else "",
         }
         for name, (_, count) in ways.items()
     ]
-
-
-def cpu_time(way: Callable[[], None]) -> float:
-    """Return the CPU seconds of a run, after one that warms it up."""
-    way()
-    begin = time.process_time()
-    way()
-    return time.process_time() - begin
 
 
 def main() -> None:
