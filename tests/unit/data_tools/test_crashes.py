@@ -60,7 +60,9 @@ def test_a_disk_that_takes_no_more(workers, command, tmp_path, request, capsys):
     assert "not finished: File too large" in capsys.readouterr().out
     report = report_of(out)
     assert report["unfinished"]["reason"].startswith("File too large")
-    assert report["unfinished"]["shards"] == ["shard-000001.tar"]
+    (failed,) = report["unfinished"]["shards"]  # of several workers any may be the first
+    assert failed in whole
+    assert failed not in there
     assert report["finished"] == [f"shard-{number:06d}.tar" for number in range(0, 12, 2)]
     assert not list(out.glob(".*"))
     now = tree(out)
