@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.group_figure import add_group_figure
 from megavis.commands.patch_figures import add_patch_figures
+from megavis.commands.position_figures import add_position_figures
 from megavis.commands.probing import (
     add_data_arguments,
     add_network_arguments,
@@ -19,6 +20,7 @@ from megavis.commands.probing import (
     probe_data,
     probe_run,
 )
+from megavis.commands.token_figures import add_token_figures
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def add_parser(subparsers: Any) -> None:
     _add_likelihood(figures)
     add_patch_figures(figures)
     add_group_figure(figures)
+    add_position_figures(figures)
+    add_token_figures(figures)
 
 
 def _add_depth(figures: Any) -> None:

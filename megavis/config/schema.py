@@ -78,6 +78,9 @@ class ModelConfig(Section):
     """Dropout on attention probabilities."""
     mlp_dropout: Fraction = 0.0
     """Dropout inside the MLP, after its activation."""
+    drop_path: Fraction = 0.0
+    """Stochastic depth: probability that an image skips a half of the last block in training; it
+    grows linearly from 0 in the first."""
     positions: Literal["none", "learned", "sincos", "rope_1d", "rope_2d"] | None = None
     """How tokens know where they stand; the paper's own way when absent."""
     position_scale: Annotated[float, Field(gt=0)] = 1.0
@@ -98,13 +101,19 @@ class ModelConfig(Section):
     def has_dropout(self) -> bool:
         """True where anything at all is dropped."""
         return any(
-            (self.hidden_dropout, self.residual_dropout, self.attention_dropout, self.mlp_dropout)
+            (
+                self.hidden_dropout,
+                self.residual_dropout,
+                self.attention_dropout,
+                self.mlp_dropout,
+                self.drop_path,
+            )
         )
 
     def without_dropout(self) -> ModelConfig:
         """Return the same model with nothing dropped."""
         names = ("hidden_dropout", "attention_output_dropout", "attention_dropout", "mlp_dropout")
-        return self.model_copy(update=dict.fromkeys(names, 0.0))
+        return self.model_copy(update=dict.fromkeys((*names, "drop_path"), 0.0))
 
     @property
     def head_size(self) -> int:

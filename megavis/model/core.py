@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
@@ -23,6 +22,7 @@ from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
 from megavis.model.linear import RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
+from megavis.model.residual import add_to_residual, drop_path_of
 from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
@@ -157,6 +157,7 @@ class Block(TransformerLayer):
         initialization, parallel = core.initialization, core.config.parallel
         model = core.config.model
         norm = GainNorm if model.norm_bias == "last" else Norm
+        path = drop_path_of(number, model.num_layers, model.drop_path)
         # Megatron's MLP reads its fills from the config; both are functions of one block alone.
         core.megatron.init_method = initialization.mlp_input
         core.megatron.output_layer_init_method = initialization.mlp_output
@@ -172,17 +173,17 @@ class Block(TransformerLayer):
             TransformerLayerSubmodules(
                 input_layernorm=norm,
                 self_attention=ModuleSpec(Attention, params=attention),
-                self_attn_bda=_dropout_add(model.residual_dropout),
+                self_attn_bda=add_to_residual(dropout=model.residual_dropout, drop_path=path),
                 pre_mlp_layernorm=norm,
                 mlp=_feed_forward_type(core),
-                mlp_bda=get_bias_dropout_add,
+                mlp_bda=add_to_residual(dropout=model.hidden_dropout, drop_path=path),
             ),
             layer_number=number,
             pg_collection=core.groups,
         )
         self.core = core
         self.recomputes = parallel.activation_checkpointing == "full"
-        self.is_last = number == core.config.model.num_layers
+        self.is_last = number == model.num_layers
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """Run the layer on what the one before gave; `cache` when sequences are generated."""
@@ -240,16 +241,6 @@ class Block(TransformerLayer):
         rate, purpose = self.core.drop_path * depth, f"drop-path-{self.layer_number}"
         draws = uniform(samples, 2, seed=config.seed, purpose=purpose)
         return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
-
-
-def _dropout_add(probability: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Return Megatron's sum of bias, dropout and residual with a probability of its own."""
-
-    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
-        add = get_bias_dropout_add(training, fused)
-        return lambda mixed, residual, _: add(mixed, residual, probability)
-
-    return build
 
 
 def _feed_forward_type(core: Core) -> type:

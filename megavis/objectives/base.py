@@ -22,7 +22,7 @@ from megavis.model.visibility import Kind
 from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 
-__all__ = ["Objective", "PatchByPatch", "Sequence", "TokenByToken"]
+__all__ = ["NamesPlaces", "Objective", "PatchByPatch", "Sequence", "TokenByToken"]
 
 
 class Objective(Trainable):
@@ -187,6 +187,37 @@ class PatchByPatch(Protocol):
             num_steps: of the draw; the config's when None.
             temperature: multiplies noise.
         """
+
+
+@runtime_checkable
+class NamesPlaces(Protocol):
+    """What an objective offers besides, where the model names the place of every patch.
+
+    Legend: b images, n patches of an image and places, c of them seen, d numbers of a patch.
+    """
+
+    @property
+    def num_places(self) -> int:
+        """Patches n of an image."""
+
+    @property
+    def mask_ratio(self) -> float:
+        """Share of the patches that training does not let others see."""
+
+    def patches_of(self, images: Tensor) -> Tensor:
+        """Cut images uint8 `[b, h, w, 3]` into patches `[b, n, d]` in raster order."""
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Undo `patches_of`."""
+
+    def choose(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
+        """Draw which patches of samples `[b]` are seen: int64 `[b, c]`."""
+
+    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen."""
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return a logit for each place of each patch: `[b, n, n]`."""
 
 
 def _block_factory(core: Core, index: int) -> Any:

@@ -34,7 +34,7 @@ from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
 from megavis.parallel.random import uniform
-from megavis.tokenizers.patches import patchify, standardize
+from megavis.tokenizers.patches import patchify, standardize, to_uint8, unpatchify
 
 
 class MP3Config(ObjectiveConfig):
@@ -180,9 +180,18 @@ class MP3(Objective):
         """Return the last norm and the matrix to one logit a place."""
         return TokenHead(self.core, self.num_places, normal(0.02))
 
-    def patches(self, images: Tensor) -> Tensor:
+    @property
+    def mask_ratio(self) -> float:
+        """η in training."""
+        return self.paper.mask_ratio
+
+    def patches_of(self, images: Tensor) -> Tensor:
         """Cut uint8 `[b, height, width, 3]` into standardized patches: float32 `[b, n, d]`."""
         return patchify(standardize(images), self.paper.patch_size)
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Undo `patches_of`."""
+        return to_uint8(unpatchify(patches, self.paper.patch_size))
 
     def choose(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
         """Draw which patches are context.
@@ -229,7 +238,7 @@ class MP3(Objective):
             sample_index: int64 `[b]`, decides which patches are seen; all are when absent.
             mask_ratio: η; the config's when absent.
         """
-        patches = self.patches(inputs)
+        patches = self.patches_of(inputs)
         if sample_index is None:
             everything = torch.arange(self.num_places, device=patches.device)
             return self.inputs_with(patches, everything.expand(len(patches), -1))

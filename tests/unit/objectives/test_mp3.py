@@ -63,7 +63,7 @@ def batch_of(images, first=0):
 @pytest.mark.parametrize("class_token", [True, False])
 def test_permuting_patches_permutes_what_is_predicted(make, class_token):
     objective, runner = make(f"objective.class_token={str(class_token).lower()}")
-    patches = objective.patches(draw_images())
+    patches = objective.patches_of(draw_images())
     context = objective.choose(torch.arange(3), 0.5)
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
     plain = objective.outputs(runner.predictions(objective.inputs_with(patches, context)))
@@ -89,7 +89,7 @@ def test_without_masking_it_is_full_attention_without_positions(make):
 
 def test_masked_patches_give_no_keys_and_values(make):
     objective, runner = make()
-    patches = objective.patches(draw_images(1))
+    patches = objective.patches_of(draw_images(1))
     context = objective.choose(torch.arange(1), 0.5)
     masked = [p for p in range(PLACES) if p not in context[0].tolist()]
     watched, seen = masked[0], context[0].tolist()
@@ -170,3 +170,23 @@ def test_operations_fall_with_the_mask_ratio_as_the_count_says(make):
 def test_what_does_not_fit_is_refused_by_key(make, words, said):
     with pytest.raises(UserError, match=said):
         make(*words)
+
+
+def test_attention_read_from_projections_is_what_the_block_mixes_with(make):
+    from megavis.evaluation.attention_maps import attention_weights
+
+    objective, runner = make()
+    inputs = objective.feature_inputs(batch_of(draw_images()))
+    block = runner.layers.modules[1]
+    seen = {}
+    parts = {"kv": block.self_attention.linear_kv, "out": block.self_attention.linear_proj}
+    hooks = [
+        parts["kv"].register_forward_hook(lambda _, __, out: seen.update(kv=out[0])),
+        parts["out"].register_forward_hook(lambda _, given, __: seen.update(mixed=given[0])),
+    ]
+    weights = attention_weights(runner, inputs)[0]
+    for hook in hooks:
+        hook.remove()
+    value = seen["kv"].unflatten(2, (-1, 2, 8))[..., 1, :].permute(1, 2, 0, 3)
+    mixed = (weights @ value).permute(2, 0, 1, 3).flatten(2)
+    torch.testing.assert_close(mixed, seen["mixed"], rtol=1e-4, atol=1e-4)

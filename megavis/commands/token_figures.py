@@ -1,0 +1,166 @@
+"""`megavis figure neighbors`, `attention` and `correlation`: what a network's tokens hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.commands.patch_figures import add_image_arguments, held_out_images
+from megavis.commands.probing import job_closed, open_run
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.evaluation.neighbors import NeighborAccuracy
+    from megavis.notebook import Run
+
+
+def add_token_figures(figures: Any) -> None:
+    """Add them to the figures of `megavis figure`."""
+    neighbors = figures.add_parser(
+        "neighbors",
+        help="accuracy of nearest neighbours by layer (MP3, Figure 9)",
+        description="Classify held-out images by the nearest training images among the features of"
+        " each layer, of the run and of an untrained network like it.",
+        epilog="example: megavis figure neighbors runs/mp3_demo --train-images 2000",
+    )
+    add_image_arguments(neighbors, num_images=1000)
+    neighbors.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
+    neighbors.add_argument("--neighbors", type=int, default=20, help="that vote; default: 20")
+    neighbors.set_defaults(run=draw_neighbors)
+    attention = figures.add_parser(
+        "attention",
+        help="where each head looks, and how widely (MP3, Figures 8 and 11)",
+        description="Average the attention of every head over held-out images by the offset of what"
+        " is looked at, and print its entropy.",
+        epilog="example: megavis figure attention runs/mp3_demo",
+    )
+    add_image_arguments(attention, num_images=256)
+    attention.set_defaults(run=draw_attention)
+    correlation = figures.add_parser(
+        "correlation",
+        help="how alike the last layer's tokens are, by place (MP3, Figure 10)",
+        description="Correlate the last layer's tokens of every two places, within an image and"
+        " between two.",
+        epilog="example: megavis figure correlation runs/mp3_demo",
+    )
+    add_image_arguments(correlation, num_images=512)
+    correlation.set_defaults(run=draw_correlation)
+
+
+def draw_neighbors(args: argparse.Namespace) -> int:
+    """Classify and draw.
+
+    Raises:
+        UserError: the run or its data does not allow it.
+    """
+    from dataclasses import asdict
+
+    if min(args.train_images, args.neighbors) < 1:
+        raise UserError("--train-images and --neighbors must be at least 1")
+    with job_closed():
+        opened = _open(args)
+        from megavis.evaluation import neighbors as measured
+
+        scores = _neighbor_scores(opened, args)
+    best = max(scores, key=lambda score: score.trained)
+    line = (
+        f"best layer {best.layer}: {best.trained:.1%}, untrained there {best.untrained:.1%},"
+        f" last layer {scores[-1].trained:.1%}"
+    )
+    picture = measured.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
+    return _write(args, "neighbors", picture, [asdict(score) for score in scores], line)
+
+
+def _neighbor_scores(opened: Run, args: argparse.Namespace) -> list[NeighborAccuracy]:
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.transforms import evaluation_transform
+    from megavis.evaluation import neighbors as measured
+
+    held_out = held_out_images(opened, args)
+    source = opened.config.data.train_sources[0].path
+    train = ShardDataset(source, evaluation_transform(opened.config.data))
+    columns = []
+    for network in (opened, opened.untrained()):
+        known, names = measured.pooled_features(
+            network.runner, network.objective, train, limit=args.train_images
+        )
+        asked, labels = measured.pooled_features(
+            network.runner, network.objective, held_out, limit=args.num_images
+        )
+        if min(names.min(), labels.min()) < 0:
+            raise UserError("nearest neighbours want images with labels, and some have none")
+        columns.append(
+            [
+                measured.neighbor_accuracy(one, names, other, labels, k=args.neighbors)
+                for one, other in zip(known, asked, strict=True)
+            ]
+        )
+    pairs = zip(*columns, strict=True)
+    return [measured.NeighborAccuracy(layer, *pair) for layer, pair in enumerate(pairs)]
+
+
+def draw_attention(args: argparse.Namespace) -> int:
+    """Average and draw.
+
+    Raises:
+        UserError: the run, its data or its attention does not allow it.
+    """
+    with job_closed():
+        opened = _open(args)
+        from megavis.evaluation import attention_maps as measured
+
+        maps = measured.measure_attention(
+            opened.runner,
+            opened.objective,
+            held_out_images(opened, args),
+            num_images=args.num_images,
+        )
+    rows = measured.attention_rows(maps)
+    low = measured.lowest_entropy(rows)
+    line = (
+        f"entropy {min(r['entropy'] for r in rows):.2f} to {max(r['entropy'] for r in rows):.2f}"
+        f" nats; lowest in layer {low['layer']}, head {low['head']}, which looks"
+        f" {low['mean_distance']:.1f} cells far"
+    )
+    picture = measured.draw_attention(maps, name=args.run_folder.name)
+    return _write(args, "attention", picture, rows, line)
+
+
+def draw_correlation(args: argparse.Namespace) -> int:
+    """Correlate and draw.
+
+    Raises:
+        UserError: the run or its data does not allow it.
+    """
+    with job_closed():
+        opened = _open(args)
+        from megavis.evaluation import correlation as measured
+
+        found = measured.measure_correlations(
+            opened.runner,
+            opened.objective,
+            held_out_images(opened, args),
+            num_images=args.num_images,
+        )
+    within, between = found.means()
+    line = f"mean correlation of two places: same image {within:.3f}, two images {between:.3f}"
+    picture = measured.draw_correlations(found, name=args.run_folder.name)
+    return _write(args, "correlation", picture, measured.correlation_rows(found), line)
+
+
+def _open(args: argparse.Namespace) -> Run:
+    if args.num_images < 1:
+        raise UserError("--num-images must be at least 1")
+    return open_run(args.run_folder, step=args.step, device=args.device)
+
+
+def _write(args: argparse.Namespace, name: str, picture: Any, rows: Any, line: str) -> int:
+    from megavis.evaluation.figures import write_figure
+
+    folder: Path = args.run_folder / "evaluation"
+    sys.stdout.write(f"{line}\n")
+    for path in write_figure(folder, name, picture, rows):
+        sys.stdout.write(f"{path}\n")
+    return 0

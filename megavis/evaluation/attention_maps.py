@@ -1,0 +1,166 @@
+"""Where heads look, relative to where they look from, and how widely.
+
+"Position Prediction as an Effective Pretraining Strategy", section 4.2.5, figures 8 and 11. Read
+from the projections of each block, so that no kernel has to give its weights away.
+
+Legend: b images, n heads, s tokens, the last r² of them a square grid of cells, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import evaluation_batches
+from megavis.evaluation.figures import Row
+from megavis.model.core import Block
+from megavis.model.runner import Runner
+from megavis.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """Means over images, for every layer and head.
+
+    Attributes:
+        maps: `[L, n, 2r - 1, 2r - 1]`, mean weight by row and column offset of the cell that is
+            looked at; the middle is the cell itself. Offsets that no pair has cannot occur.
+        entropies: nats `[L, n]`, -Σ α log α, the mean over queries; log s where a head looks
+            everywhere alike.
+    """
+
+    maps: Tensor
+    entropies: Tensor
+
+
+def measure_attention(
+    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int, batch_size: int = 16
+) -> AttentionMaps:
+    """Look at held-out images, of which all tokens are seen.
+
+    Raises:
+        UserError: the paper's tokens do not all see all, or know where they stand by turning keys.
+    """
+    if not isinstance(objective, Objective) or objective.visibility_kind not in ("full", "context"):
+        raise UserError("attention maps are drawn of models whose tokens can all see all")
+    if "coordinates" in objective.carries:
+        raise UserError("attention maps are not drawn of models with rotary positions")
+    total: AttentionMaps | None = None
+    limit = min(num_images, len(dataset))
+    for batch in evaluation_batches(
+        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
+    ):
+        inputs = objective.feature_inputs(batch.to(runner.context.device))
+        found = [_sums(weights) for weights in attention_weights(runner, inputs)]
+        maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))
+        if total is not None:
+            maps, entropies = total.maps + maps, total.entropies + entropies
+        total = AttentionMaps(maps, entropies)
+    assert total is not None
+    return AttentionMaps(total.maps / limit, total.entropies / limit)
+
+
+def attention_weights(runner: Runner, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return softmax(q · k / √d) of each block: `[b, n, s, keys]`, keys in their own order."""
+    projected: list[Tensor] = []
+    blocks = [layer for layer in runner.layers.modules if isinstance(layer, Block)]
+    hooks = []
+    for block in blocks:
+        attention = block.self_attention
+        for linear in (attention.linear_q, attention.linear_kv):
+            hook = linear.register_forward_hook(lambda _, __, out: projected.append(out[0]))
+            hooks.append(hook)
+    try:
+        runner.predictions(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    size = blocks[0].self_attention.head_size
+    weights = []
+    for queries, pairs in zip(projected[::2], projected[1::2], strict=True):
+        query = queries.unflatten(2, (-1, size)).permute(1, 2, 0, 3)
+        key = pairs.unflatten(2, (-1, 2, size))[..., 0, :].permute(1, 2, 0, 3)
+        weights.append((query.float() @ key.float().transpose(2, 3) / math.sqrt(size)).softmax(-1))
+    return weights
+
+
+def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return relative maps `[n, 2r - 1, 2r - 1]` and entropies `[n]`, summed over images."""
+    entropies = -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean(-1).sum(0)
+    return relative_map(weights).sum(0).cpu(), entropies.cpu()
+
+
+def relative_map(weights: Tensor) -> Tensor:
+    """Average weights `[..., s, s]` over pairs of cells with the same offset.
+
+    Tokens in front of the grid, such as a class token, are left out.
+
+    Returns:
+        `[..., 2r - 1, 2r - 1]`.
+    """
+    side = math.isqrt(weights.shape[-1])
+    cells = weights[..., -(side**2) :, -(side**2) :].flatten(-2)
+    place = torch.arange(side**2, device=weights.device)
+    rows, columns = place // side, place % side
+    width = 2 * side - 1
+    offset = (rows[None] - rows[:, None] + side - 1) * width + (
+        columns[None] - columns[:, None] + side - 1
+    )
+    index = offset.flatten()
+    sums = torch.zeros(*cells.shape[:-1], width**2, device=cells.device)
+    sums.scatter_add_(-1, index.expand_as(cells), cells)
+    counts = torch.bincount(index, minlength=width**2)
+    return (sums / counts).unflatten(-1, (width, width))
+
+
+def attention_rows(maps: AttentionMaps) -> list[Row]:
+    """Return one row a head: its entropy, and how far it looks on average, in cells."""
+    middle = (maps.maps.shape[-1] - 1) / 2
+    steps = torch.arange(maps.maps.shape[-1]) - middle
+    distances = (steps[:, None].square() + steps[None].square()).sqrt()
+    shares = maps.maps / maps.maps.sum(dim=(-2, -1), keepdim=True)
+    far = (shares * distances).sum(dim=(-2, -1))
+    return [
+        {
+            "layer": layer + 1,
+            "head": head,
+            "entropy": float(maps.entropies[layer, head]),
+            "mean_distance": float(far[layer, head]),
+        }
+        for layer in range(len(far))
+        for head in range(far.shape[1])
+    ]
+
+
+def draw_attention(maps: AttentionMaps, *, name: str) -> Figure:
+    """Draw every head of every layer with its entropy; a row a layer (figure 11)."""
+    from matplotlib.figure import Figure
+
+    layers, heads = maps.entropies.shape
+    figure = Figure(figsize=(1.1 * heads + 0.6, 1.25 * layers + 0.5), dpi=110, layout="constrained")
+    grid = figure.subplots(layers, heads, squeeze=False)
+    for layer in range(layers):
+        for head in range(heads):
+            axes = grid[layer][head]
+            axes.imshow(maps.maps[layer, head].numpy(), cmap="viridis")
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_title(f"{float(maps.entropies[layer, head]):.2f}", fontsize=7)
+        grid[layer][0].set_ylabel(f"layer {layer + 1}", fontsize=8)
+    figure.suptitle(f"{name}: attention by offset, entropy in nats", fontsize="medium")
+    return figure
+
+
+def lowest_entropy(rows: Sequence[Row]) -> Row:
+    """Return the head that looks most narrowly."""
+    return min(rows, key=lambda row: float(row["entropy"]))

@@ -1,0 +1,119 @@
+"""How much the last layer's tokens are alike, by place: in one image, and between two.
+
+"Position Prediction as an Effective Pretraining Strategy", appendix D and figure 10.
+
+Legend: b images, r² places, h hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import evaluation_batches
+from megavis.evaluation.figures import Row
+from megavis.model.runner import Runner
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Correlations:
+    """Mean Pearson correlation of tokens at two places, `[r², r²]` each.
+
+    Attributes:
+        within: of the same image.
+        between: of an image and the one after it.
+    """
+
+    within: Tensor
+    between: Tensor
+
+    def means(self) -> tuple[float, float]:
+        """Return the mean over pairs of different places, within and between."""
+        pairs = ~torch.eye(len(self.within), dtype=torch.bool)
+        return float(self.within[pairs].mean()), float(self.between[pairs].mean())
+
+
+def measure_correlations(
+    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int, batch_size: int = 64
+) -> Correlations:
+    """Compare the tokens of held-out images; every batch has its own pairs of images."""
+    sums: list[Tensor] = []
+    limit = min(num_images, len(dataset))
+    for batch in evaluation_batches(
+        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
+    ):
+        inputs = objective.feature_inputs(batch.to(runner.context.device))
+        tokens = last_tokens(runner, inputs)
+        side = math.isqrt(tokens.shape[1])
+        cells = tokens[:, -(side**2) :]
+        parts = torch.stack([correlation(cells, cells), correlation(cells, cells.roll(-1, 0))])
+        sums = [parts * len(batch) if not sums else sums[0] + parts * len(batch)]
+    within, between = (sums[0] / limit).cpu()
+    return Correlations(within, between)
+
+
+def last_tokens(runner: Runner, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Return what the last norm gives: float32 `[b, s, h]`."""
+    kept: list[Tensor] = []
+    norm = runner.layers.modules[-1].get_submodule("norm")
+    hook = norm.register_forward_hook(lambda _, __, out: kept.append(out))
+    try:
+        runner.predictions(inputs)
+    finally:
+        hook.remove()
+    return kept[0].float().transpose(0, 1)
+
+
+def correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Return Pearson's correlation over channels of `[b, r², h]`: `[r², r²]`, the mean over b."""
+
+    def standard(tokens: Tensor) -> Tensor:
+        centered = tokens - tokens.mean(-1, keepdim=True)
+        return centered / centered.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+    return (standard(first) @ standard(second).transpose(1, 2)).mean(0)
+
+
+def correlation_rows(found: Correlations) -> list[Row]:
+    """Return one row a distance between places, in cells, rounded: the mean of both."""
+    side = math.isqrt(len(found.within))
+    place = torch.arange(side**2)
+    spots = torch.stack([place // side, place % side], dim=1).double()
+    distances = torch.cdist(spots, spots).round().long()
+    return [
+        {
+            "distance": distance,
+            "within": float(found.within[distances == distance].mean()),
+            "between": float(found.between[distances == distance].mean()),
+        }
+        for distance in range(int(distances.max()) + 1)
+        if bool((distances == distance).any())
+    ]
+
+
+def draw_correlations(found: Correlations, *, name: str) -> Figure:
+    """Draw a grid of grids: at each place the correlations with all places (figure 10)."""
+    from matplotlib.figure import Figure
+
+    side = math.isqrt(len(found.within))
+    figure = Figure(figsize=(10.0, 5.0), dpi=150, layout="constrained")
+    axes = figure.subplots(1, 2)
+    for panel, values, title in zip(
+        axes, (found.within, found.between), ("same image", "two images"), strict=True
+    ):
+        grid = values.view(side, side, side, side).permute(0, 2, 1, 3).reshape(side**2, side**2)
+        picture = panel.imshow(grid.numpy(), cmap="coolwarm", vmin=-1, vmax=1)
+        panel.set_xticks([])
+        panel.set_yticks([])
+        panel.set_title(title, fontsize="small")
+    figure.colorbar(picture, ax=axes, shrink=0.8)
+    figure.suptitle(f"{name}: correlation of the last layer's tokens", fontsize="medium")
+    return figure

@@ -1,0 +1,88 @@
+"""Classes by nearest neighbours among the features of each layer.
+
+"Position Prediction as an Effective Pretraining Strategy", appendix C and figure 9. The paper does
+not say how neighbours vote; here by the cosine of centred features, each of the k nearest one vote,
+ties to the class of the nearest.
+
+Legend: t training images, v validation images, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.data.dataset import ShardDataset
+from megavis.data.loader import evaluation_batches
+from megavis.evaluation.figures import plain_axes
+from megavis.model.runner import Runner
+from megavis.objectives.trainable import Trainable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class NeighborAccuracy:
+    """One layer: accuracies in [0, 1]; layer 0 is what the first block gets."""
+
+    layer: int
+    trained: float
+    untrained: float
+
+
+def pooled_features(
+    runner: Runner,
+    objective: Trainable,
+    dataset: ShardDataset,
+    *,
+    limit: int,
+    batch_size: int = 64,
+) -> tuple[Tensor, np.ndarray]:
+    """Return the mean over tokens by layer, float32 `[L + 1, b, h]`, and labels `[b]`."""
+    parts, labels = [], []
+    for batch in evaluation_batches(
+        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
+    ):
+        inputs = objective.feature_inputs(batch.to(runner.context.device))
+        parts.append(runner.features(inputs).cpu())
+        labels.append(batch.labels.numpy())
+    return torch.cat(parts, dim=1), np.concatenate(labels)
+
+
+def neighbor_accuracy(
+    train: Tensor, train_labels: np.ndarray, held_out: Tensor, labels: np.ndarray, *, k: int
+) -> float:
+    """Return the share of held-out images whose neighbours name their class.
+
+    Args:
+        train: `[t, h]`.
+        train_labels: int64 `[t]`, each 0 or more.
+        held_out: `[v, h]`.
+        labels: int64 `[v]`.
+        k: neighbours that vote.
+    """
+    center = train.mean(0)
+    known, asked = F.normalize(train - center, dim=1), F.normalize(held_out - center, dim=1)
+    nearest = (asked @ known.t()).topk(min(k, len(known)), dim=1).indices
+    classes = torch.from_numpy(train_labels)[nearest]
+    votes = F.one_hot(classes, int(train_labels.max()) + 1).sum(1).double()
+    # Half a vote more for the nearest decides ties and nothing else.
+    votes.scatter_add_(1, classes[:, :1], torch.full((len(votes), 1), 0.5, dtype=torch.float64))
+    return float((votes.argmax(1) == torch.from_numpy(labels)).float().mean())
+
+
+def draw_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
+    """Draw accuracy over layers (figure 9)."""
+    figure, axes = plain_axes("layer", f"accuracy of {k} nearest neighbours (%)")
+    layers = [score.layer for score in scores]
+    axes.plot(layers, [100 * s.trained for s in scores], "o-", color="#1f5fa8", label=name)
+    axes.plot(layers, [100 * s.untrained for s in scores], "o-", color="#8a8a8a", label="untrained")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    return figure
