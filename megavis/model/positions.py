@@ -27,9 +27,9 @@ PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d"]
 _WAVELENGTH = 10_000.0
 
 
-def grid_coordinates(height: int, width: int) -> Tensor:
+def grid_coordinates(height: int, width: int, device: torch.device | None = None) -> Tensor:
     """Return row and column of each cell in raster order: int64 `[1, height · width, 2]`."""
-    cells = torch.arange(height * width)
+    cells = torch.arange(height * width, device=device)
     return torch.stack([cells // width, cells % width], dim=-1)[None]
 
 
