@@ -15,7 +15,7 @@ from megavis.data.mixture import Samples
 from megavis.objectives import objective_configs
 from megavis.objectives.classification import Classification
 
-_MAY_DIFFER = re.compile("positions|position_scale|.*dropout")
+_MAY_DIFFER = re.compile("positions|position_scale|drop_path|.*dropout")
 """Keys of the model that change no weight's meaning."""
 
 

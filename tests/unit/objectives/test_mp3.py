@@ -156,19 +156,6 @@ def test_operations_fall_with_the_mask_ratio_as_the_count_says(make):
     assert training_flops(model, objective.workload()) == pytest.approx(by_hand)
 
 
-@pytest.mark.parametrize(("kind", "moves"), [("none", False), ("learned", True), ("sincos", True)])
-def test_fine_tuning_may_tell_where_patches_stand(make, kind, moves):
-    objective, runner = make("finetune.num_classes=3", f"model.positions={kind}")
-    patches, everything = objective.patches_of(draw_images()), torch.arange(PLACES).expand(3, -1)
-    order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
-    plain = runner.predictions(objective.inputs_with(patches, everything))
-    permuted = runner.predictions(objective.inputs_with(patches[:, order], everything))
-    # The class token, which has no place, is what a classifier reads.
-    assert torch.allclose(plain[:, 0], permuted[:, 0], rtol=1e-4, atol=1e-4) != moves
-    names = [name for name, _ in runner.layers.named_parameters()]
-    assert ("embedding.positions.weight" in names) == (kind == "learned")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
