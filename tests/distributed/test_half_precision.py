@@ -17,7 +17,7 @@ from megavis.parallel.launch import Launch
 from megavis.training import engine
 from megavis.training.parity import Curve, parity_config, train_briefly
 
-STEPS = 12
+STEPS = 8
 # Bits of the significand: the loss is computed in float32 from the logits on.
 RELATIVE_ERROR = {"bf16": 2**-8, "fp16": 2**-11}
 LAYOUTS: list[tuple[str, int, list[str]]] = [

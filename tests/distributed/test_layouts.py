@@ -10,7 +10,7 @@ from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.objectives import objective_configs
 from megavis.training.parity import legal_layouts, parity_config, train_briefly
 
-STEPS = 20
+STEPS = 10
 TOLERANCE = 1e-5
 
 # Processes, then what differs from one process at ZeRO-0.

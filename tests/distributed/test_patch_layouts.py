@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 from small_vqgan import write_untrained_run
-from test_layouts import STEPS, TOLERANCE, largest_difference, make_config, with_layout
+from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.training.parity import train_briefly
 
+STEPS = 6
 OBJECTIVES = {
     "darl_mse": "{name: darl, patch_size: 4, decoder: mlp, order: random, two_streams: true}",
     "darl_diffusion": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1,"
