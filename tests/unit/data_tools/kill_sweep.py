@@ -40,15 +40,21 @@ def write_images(folder: Path, *, count: int) -> list[str]:
     return [*words, "--palette", str(folder / "palette.npy"), "--samples-per-shard", "8"]
 
 
-def forked(words: list[str]) -> int:
-    """Start the command in a copy of this process; return its number."""
+def killed_after(words: list[str], seconds: float) -> int:
+    """Run the command in a copy of this process for so many seconds of CPU; return its exit code.
+
+    The timer's signal ends a process at once, as SIGKILL does, and counts CPU time, so that a busy
+    machine changes nothing. The code of a killed run is negative.
+    """
     child = os.fork()
     if child == 0:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         os._exit(main(words))
-    return child
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def spawned(words: list[str]) -> int:

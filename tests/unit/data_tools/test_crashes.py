@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+import random
 import resource
 import signal
 import time
 
 import pytest
 from image_files import tree
-from kill_sweep import children, finished, forked, spawned, stop, sweep, write_images
+from kill_sweep import children, finished, killed_after, spawned, stop, write_images
 
 from data_tools.__main__ import main
 
@@ -27,11 +27,18 @@ def command(tmp_path_factory):
 
 def test_kills_at_random_moments(command, tmp_path):
     words, whole = command
-    start = functools.partial(forked, [*words, "--out", str(tmp_path / "out")])
-    killed, progress = sweep(start, tmp_path / "out", kills=25, longest=0.03)
-    assert killed >= 10
-    assert progress >= 2
-    assert tree(tmp_path / "out") == whole
+    moments, kills = random.Random(0), 0
+    for out in (tmp_path / "one", tmp_path / "two", tmp_path / "three"):
+        codes, counts = [], [0]
+        while not codes or codes[-1] != 0:
+            seconds = moments.uniform(0.001, 0.02) if len(codes) < 30 else 60
+            codes.append(killed_after([*words, "--out", str(out)], seconds))
+            counts.append(finished(out))
+        assert codes[:-1] == [-signal.SIGPROF] * (len(codes) - 1)
+        assert counts == sorted(counts)
+        assert tree(out) == whole
+        kills += len(codes) - 1
+    assert kills >= 3
 
 
 @pytest.fixture
