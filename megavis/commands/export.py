@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     import torch
 
+    from megavis.data.manifest import PALETTE_NAME
     from megavis.objectives.igpt import IGPT
     from megavis.objectives.imagegpt import to_imagegpt
     from megavis.objectives.imagegpt_folder import (
@@ -85,5 +86,6 @@ def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(colors, (2, objective.num_tokens), generator=generator)
     difference = check_agreement(opened.outputs(ids), folder_logits(tensors, settings, ids))
-    write_folder(out, settings, tensors)
+    has_palette = (opened.folder / PALETTE_NAME).exists()
+    write_folder(out, settings, tensors, palette=opened.palette if has_palette else None)
     return difference

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -20,10 +19,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "import",
         help="make a run out of released weights",
-        description="imagegpt: read an ImageGPT folder (config.json, model.safetensors, and"
-        " preprocessor_config.json for the palette) as transformers saves it, write a run folder,"
-        " and compare the logits of both on random input. givt, givt-vae: read an .npz file of"
-        " GIVT's released Transformers or VAEs. vqgan: read a checkpoint of taming-transformers."
+        description="imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
+        " transformers saves them; kmeans_centers.npy or preprocessor_config.json for the palette),"
+        " write a run folder, and compare the logits of both on random input. givt, givt-vae: read"
+        " an .npz file of GIVT's released Transformers or VAEs. vqgan: read a checkpoint of"
+        " taming-transformers."
         " timm: read a Vision Transformer with a class token (model.safetensors, and config.json)"
         " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned.",
         epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
@@ -107,7 +107,7 @@ def _write_run(args: argparse.Namespace, settings: dict[str, Any], tensors: dict
         optimizer=OptimizerConfig(learning_rate=1e-4),
         training=Training(steps=1, batch_size=128),
     )
-    palette = _palette(args)
+    palette = _palette(args, settings["vocab_size"] - 1)
     weights = from_imagegpt(tensors, num_heads=settings["n_head"])
     args.run_folder.mkdir(parents=True)
     (args.run_folder / "config.yaml").write_text(dump_config(config))
@@ -118,16 +118,19 @@ def _write_run(args: argparse.Namespace, settings: dict[str, Any], tensors: dict
     )
 
 
-def _palette(args: argparse.Namespace) -> Any:
-    import numpy as np
-
+def _palette(args: argparse.Namespace, num_colors: int) -> Any:
+    """Return the named palette, or the folder's own; None where it has none."""
+    from megavis.objectives.imagegpt_folder import read_clusters
     from megavis.tokenizers.palette import Palette
 
-    if args.palette is not None:
-        return Palette.load(args.palette)
-    beside = args.source / "preprocessor_config.json"
-    clusters = json.loads(beside.read_text()).get("clusters") if beside.exists() else None
-    return None if clusters is None else Palette(np.array(clusters, dtype=np.float32))
+    given = args.palette is not None
+    palette = Palette.load(args.palette) if given else read_clusters(args.source)
+    if palette is not None and palette.num_tokens > num_colors:
+        raise UserError(
+            f"{args.palette if given else args.source}: {palette.num_tokens} colours, more than the"
+            f" {num_colors} of the model"
+        )
+    return palette
 
 
 def _compare(run_folder: Path, settings: dict[str, Any], tensors: dict[str, Any]) -> float:

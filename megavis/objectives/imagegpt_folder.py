@@ -3,41 +3,133 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.tokenizers.palette import Palette
 
 TOLERANCE = 1e-4
+CENTERS_NAME = "kmeans_centers.npy"
+_PROCESSOR_NAME = "preprocessor_config.json"
+_BICUBIC = 3  # Pillow's number
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `config.json` and the tensors of `model.safetensors`.
 
     Raises:
-        UserError: when either is missing; pickled weights are not opened.
+        UserError: when either is missing, unreadable or does not fit the other; pickled weights
+            are not opened.
     """
-    settings, weights = folder / "config.json", folder / "model.safetensors"
-    for path in (settings, weights):
+    paths = folder / "config.json", folder / "model.safetensors"
+    for path in paths:
         if not path.exists():
             raise UserError(
                 f"{path}: missing; save the model with transformers'"
                 " save_pretrained(DIR, safe_serialization=True)"
             )
-    return json.loads(settings.read_text()), load_file(weights)
+    settings = _read_json(paths[0])
+    try:
+        tensors = load_file(paths[1])
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{paths[1]}: not a whole safetensors file ({error})") from None
+    _check_fit(settings, tensors, paths[0])
+    return settings, tensors
 
 
-def write_folder(folder: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write both files."""
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{path}: not a JSON file") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values
+
+
+def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise UserError for sizes that are missing, and weights that have others."""
+    for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"):
+        if not isinstance(settings.get(key), int) or settings[key] < 1:
+            raise UserError(f"{path}: {key} is {settings.get(key)!r}, not a number of 1 or more")
+    width, vocabulary = settings["n_embd"], settings["vocab_size"]
+    if width % settings["n_head"]:
+        raise UserError(f"{path}: n_embd {width} does not divide by n_head {settings['n_head']}")
+    shapes = {
+        "transformer.wte.weight": (vocabulary, width),
+        "transformer.wpe.weight": (settings["n_positions"], width),
+        "lm_head.weight": (vocabulary - 1, width),
+    }
+    for layer in range(settings["n_layer"]):
+        shapes[f"transformer.h.{layer}.attn.c_attn.weight"] = (width, 3 * width)
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise UserError(f"{path.parent}: the weights have no {name}; is it an ImageGPT folder?")
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(
+                f"{path.parent}: {name} has shape {list(tensors[name].shape)}; by config.json it"
+                f" would be {list(shape)}"
+            )
+    if f"transformer.h.{settings['n_layer']}.ln_1.weight" in tensors:
+        raise UserError(f"{path}: n_layer is {settings['n_layer']}; the weights have more layers")
+
+
+def read_clusters(folder: Path) -> Palette | None:
+    """Return the colours that lie in a folder; None where there are none.
+
+    They are in `kmeans_centers.npy`, as OpenAI released them, or in `preprocessor_config.json`, as
+    transformers saves them: k × 3 in [-1, 1].
+
+    Raises:
+        UserError: when the file holds something else.
+    """
+    centers, processor = folder / CENTERS_NAME, folder / _PROCESSOR_NAME
+    if centers.exists():
+        return Palette.load(centers)
+    clusters = _read_json(processor).get("clusters") if processor.exists() else None
+    if clusters is None:
+        return None
+    try:
+        return Palette(np.array(clusters, dtype=np.float32))
+    except (ValueError, TypeError, UserError) as error:
+        raise UserError(f"{processor}: clusters: {error}") from None
+
+
+def write_folder(
+    folder: Path,
+    settings: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    palette: Palette | None = None,
+) -> None:
+    """Write config and weights, and where there is a palette both forms of its colours."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    if palette is None:
+        return
+    palette.save(folder / CENTERS_NAME)
+    side = math.isqrt(settings["n_positions"])
+    processor = {
+        "image_processor_type": "ImageGPTImageProcessor",
+        "do_resize": True,
+        "size": {"height": side, "width": side},
+        "resample": _BICUBIC,
+        "do_normalize": True,
+        "do_color_quantize": True,
+        "clusters": palette.centers.tolist(),
+    }
+    (folder / _PROCESSOR_NAME).write_text(json.dumps(processor) + "\n")
 
 
 def folder_settings(model: Any, *, num_colors: int, num_pixels: int) -> dict[str, Any]:

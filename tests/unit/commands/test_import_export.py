@@ -1,8 +1,12 @@
 """Released weights against the ImageGPT of `transformers`, both ways."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import megavis
 from megavis.cli import main
@@ -74,6 +78,75 @@ def test_palette_of_the_folder_comes_along(tmp_path):
     run = megavis.load(tmp_path / "run", device="cpu")
     assert np.array_equal(run.palette.centers, centers)
     assert run.sample(2, temperature=1.0).shape == (2, 16)
+
+
+@pytest.mark.usefixtures("leave_job")
+def test_exported_colours_open_in_transformers_and_come_back(tmp_path):
+    make_folder(tmp_path / "released", biased=False)
+    # Whole levels of 0..255 lie far from where two colours are equally near.
+    levels = np.random.default_rng(0).choice(64, (20, 3)) * 4
+    centers = (levels / 127.5 - 1).astype(np.float32)
+    np.save(tmp_path / "released" / "kmeans_centers.npy", centers)
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    assert main(["import", "imagegpt", str(tmp_path / "released"), run]) == 0
+    assert main(["export", run, "--to", "imagegpt", str(out)]) == 0
+
+    assert np.array_equal(np.load(out / "kmeans_centers.npy"), centers)
+    processor = transformers.AutoImageProcessor.from_pretrained(out)
+    images = np.random.default_rng(1).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
+    # Sides of 4 pixels could be channels too.
+    options = {"return_tensors": "pt", "input_data_format": "channels_last"}
+    theirs = processor(list(images), **options).input_ids
+    assert torch.equal(theirs, megavis.load(run, device="cpu").to_ids(images))
+
+    (out / "kmeans_centers.npy").unlink()
+    assert main(["import", "imagegpt", str(out), str(tmp_path / "again")]) == 0
+    assert np.array_equal(np.load(tmp_path / "again" / "palette.npy"), centers)
+
+
+def spoil(folder, what):
+    """Make a whole folder wrong in one way."""
+    settings = json.loads((folder / "config.json").read_text())
+    weights = folder / "model.safetensors"
+    if what == "torn weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif what == "torn config":
+        (folder / "config.json").write_text("{")
+    elif what == "a tensor missing":
+        tensors = load_file(weights)
+        del tensors["transformer.h.1.mlp.c_fc.weight"]
+        save_file(tensors, weights)
+    elif what == "wrong colours":
+        (folder / "preprocessor_config.json").write_text('{"clusters": [[0, 300, 0]]}')
+    elif what == "too many colours":
+        np.save(folder / "kmeans_centers.npy", np.zeros((21, 3), np.float32))
+    else:
+        settings.update(what)
+        (folder / "config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("torn weights", "not a whole safetensors file"),
+        ("torn config", "config.json: not a JSON file"),
+        ("a tensor missing", "no transformer.h.1.mlp.c_fc.weight"),
+        ("wrong colours", "preprocessor_config.json: clusters"),
+        ("too many colours", "21 colours, more than the 20"),
+        ({"vocab_size": 513}, r"wte.weight has shape \[21, 24\]; by config.json it would be \[513"),
+        ({"n_layer": 1}, "the weights have more layers"),
+        ({"n_head": 5}, "does not divide"),
+        ({"n_embd": None}, "n_embd is None"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, what, message):
+    folder = tmp_path / "released"
+    make_folder(folder, biased=False)
+    spoil(folder, what)
+    assert main(["import", "imagegpt", str(folder), str(tmp_path / "run")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_no_imagegpt_folder_is_refused(tmp_path, capsys):
