@@ -41,11 +41,7 @@ def runs(run_job, tiny_config, tmp_path_factory):
     """
     output = tmp_path_factory.mktemp("exported")
     for name, processes, layout in (("one", 1, []), ("split", 4, SPLIT)):
-        words = [
-            f"output={output}",
-            f"name={name}",
-            "training.steps=3",
-            "optimizer.learning_rate=1e-7",
-        ]
-        run_job(train_run, processes, str(tiny_config), [*words, *layout])
+        words = [f"output={output}", f"name={name}", "training.steps=3", "schedule.warmup_steps=0"]
+        words += ["optimizer.learning_rate=1e-7", *layout]
+        run_job(train_run, processes, str(tiny_config), words)
     return output
