@@ -18,7 +18,6 @@ from megavis.training.engine import Engine
 STEPS = 4
 LAYOUTS = [
     # processes, overrides
-    (2, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=0"]),
     (
         2,
         [
@@ -60,7 +59,7 @@ def sample_after_training(launch, path, overrides):
             draw = partial(
                 sample_ids, Runner(engine.layers, context), objective, num_images=5, seed=3
             )
-            ids = torch.cat([draw(batch_size=2), draw(originals=originals, num_given=32)])
+            ids = torch.cat([draw(batch_size=3), draw(originals=originals, num_given=32)])
             losses.append(engine.train_step(loader, STEPS))
         return ids.tolist(), [engine.mean_over_data(loss) for loss in losses]
     finally:
