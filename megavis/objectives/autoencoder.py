@@ -46,10 +46,25 @@ NUM_SCORES = 4
 
 
 class AutoencoderConfig(ObjectiveConfig):
-    """Keys of the losses, and sizes of the discriminator."""
+    """Keys of the losses, and the sizes that all of them have."""
 
     has_blocks: ClassVar[bool] = False
 
+    filters: Positive = 128
+    """Channels of the first level; a multiple of `norm_groups`."""
+    multipliers: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (
+        1,
+        1,
+        2,
+        2,
+        4,
+    )
+    """Channels of each level as multiples of `filters`; images are halved between levels."""
+    blocks_per_level: Positive = 2
+    """Residual blocks a level; a VAE has as many in the middle, a VQGAN's decoder one more each."""
+    norm_groups: Positive = 32
+    """Groups of each group norm; 32 in the papers. Narrow networks want fewer: a group of one
+    channel forgets how bright it was."""
     reconstruction_weight: Weight = 1.0
     """Of the squared error, averaged over pixels and channels in [0, 1]."""
     perceptual_weight: Weight = 0.1
@@ -68,12 +83,15 @@ class AutoencoderConfig(ObjectiveConfig):
     """Adam's decay rates for the discriminator; optimizer.betas when absent."""
 
     @property
-    @abstractmethod
     def downsampling(self) -> int:
         """Pixels on the side of one place of the grid between encoder and decoder."""
+        return 2 ** (len(self.multipliers) - 1)
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want an image that divides, a file where one is needed, and a plain layout."""
+        """Want sizes that divide, a file where one is needed, and a plain layout."""
+        if self.filters % self.norm_groups:
+            text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
+            yield "objective.filters", text
         if config.data.image_size % self.downsampling:
             text = f"{config.data.image_size} does not divide by {self.downsampling}, the"
             yield "data.image_size", f"{text} pixels on the side of a latent"

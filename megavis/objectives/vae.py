@@ -8,14 +8,13 @@ Legend: b images, H and W pixels, h and w latents, d channels of a latent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from megavis.config.schema import Complaint, Positive, RunConfig
+from megavis.config.schema import Positive
 from megavis.objectives.autoencoder import AutoencoderConfig, AutoencoderObjective, State, Weight
 from megavis.parallel.random import normal
 from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
@@ -27,21 +26,6 @@ class VAEConfig(AutoencoderConfig):
     name: Literal["vae"] = "vae"
     latent_channels: Positive = 16
     """d, real numbers a latent."""
-    filters: Positive = 128
-    """Channels of the first level; a multiple of `norm_groups`."""
-    multipliers: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (
-        1,
-        1,
-        2,
-        2,
-        4,
-    )
-    """Channels of each level as multiples of `filters`; images are halved between levels."""
-    blocks_per_level: Positive = 2
-    """Residual blocks a level, and in the middle."""
-    norm_groups: Positive = 32
-    """Groups of each group norm; 32 in the paper. Narrow networks want fewer: a group of one
-    channel forgets how bright it was."""
     beta: Weight = 5e-5
     """β, of the divergence from N(0, 1); 1e-5 for the Large models (table 5)."""
     kl_normalization: Literal["sum", "mean"] = "sum"
@@ -58,18 +42,6 @@ class VAEConfig(AutoencoderConfig):
             self.blocks_per_level,
             self.norm_groups,
         )
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels on the side of a latent."""
-        return self.shape.downsampling
-
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want channels that the groups divide."""
-        if self.filters % self.norm_groups:
-            text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
-            yield "objective.filters", text
-        yield from super().check(config)
 
 
 class VAELayer(nn.Module):

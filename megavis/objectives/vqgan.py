@@ -9,14 +9,14 @@ Legend: b images, H and W pixels, h and w of the grid of ids, d numbers of an en
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from megavis.config.schema import Complaint, Positive, RunConfig
+from megavis.config.schema import Positive
 from megavis.objectives.autoencoder import AutoencoderConfig, AutoencoderObjective, State, Weight
 from megavis.objectives.trainable import GroupOptions
 from megavis.tokenizers.codebook import Codebook, usage
@@ -31,22 +31,8 @@ class VQGANConfig(AutoencoderConfig):
     """K, entries of the codebook; 1024 and 16384 in the released models."""
     code_size: Positive = 256
     """d, numbers of an entry."""
-    filters: Positive = 128
-    """Channels of the first level; a multiple of `norm_groups`."""
-    multipliers: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (
-        1,
-        1,
-        2,
-        2,
-        4,
-    )
-    """Channels of each level as multiples of `filters`; images are halved between levels."""
-    blocks_per_level: Positive = 2
-    """Residual blocks a level of the encoder; the decoder has one more."""
     latent_channels: Positive = 256
     """Channels between the networks and the codebook's own."""
-    norm_groups: Positive = 32
-    """Groups of each group norm; 32 in the released models."""
     codebook_weight: Weight = 1.0
     """Of the squared distance that pulls entries to the vectors that chose them."""
     commitment_weight: Weight = 0.25
@@ -69,18 +55,6 @@ class VQGANConfig(AutoencoderConfig):
             latent_channels=self.latent_channels,
             norm_groups=self.norm_groups,
         )
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels on the side of an id."""
-        return self.shape.downsampling
-
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want channels that the groups divide."""
-        if self.filters % self.norm_groups:
-            text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
-            yield "objective.filters", text
-        yield from super().check(config)
 
 
 class VQGANLayer(nn.Module):
