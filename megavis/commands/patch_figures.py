@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.probing import job_closed, open_run
+from megavis.commands.probing import job_closed, open_run, open_shards
 from megavis.commands.sample import take_turns
 from megavis.config.errors import UserError
 
@@ -143,15 +143,7 @@ def held_out_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
     Raises:
         UserError: there are none, or they do not fit the run.
     """
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.transforms import evaluation_transform
-
     folder = args.images or opened.config.data.validation
     if folder is None:
         raise UserError("the run has no data.validation; name a shard folder with --images")
-    dataset = ShardDataset(
-        folder, evaluation_transform(opened.config.data), cache=opened.config.data.cache
-    )
-    for complaint in opened.objective.check_data(dataset.manifest):
-        raise UserError(f"{folder} {complaint}")
-    return dataset
+    return open_shards(opened, folder)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
+    from megavis.data.dataset import ShardDataset
     from megavis.evaluation.probe import ProbeData, ProbeSettings
     from megavis.evaluation.probe_result import ProbeResult
     from megavis.model.runner import Runner
@@ -119,8 +120,6 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     Raises:
         UserError: there are none, or they do not fit the run.
     """
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.transforms import evaluation_transform
     from megavis.evaluation.probe import ProbeData
 
     validation = args.validation or opened.config.data.validation
@@ -129,19 +128,29 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     train = args.train or opened.config.data.train
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
-    transform = evaluation_transform(opened.config.data)
-    cache = opened.config.data.cache
-    train_data = ShardDataset(train, transform, cache=cache)
-    validation_data = ShardDataset(validation, transform, cache=cache)
+    train_data, validation_data = (open_shards(opened, path) for path in (train, validation))
     palette = opened.palette if train_data.manifest.kind == "palette" else None
-    for dataset in (train_data, validation_data):
-        for complaint in opened.objective.check_data(dataset.manifest):
-            raise UserError(f"{dataset.directory} {complaint}")
-        if palette is not None and dataset.manifest.identity != palette.sha256:
-            raise UserError(f"{dataset.directory} was made with another palette than the run")
     return ProbeData(
         train_data, validation_data, palette, args.train_images, args.validation_images
     )
+
+
+def open_shards(opened: Run, folder: str) -> ShardDataset:
+    """Open images for evaluation, as the run takes them.
+
+    Raises:
+        UserError: they do not fit the run, or were made with another palette.
+    """
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.transforms import evaluation_transform
+
+    data = opened.config.data
+    dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache)
+    for complaint in opened.objective.check_data(dataset.manifest):
+        raise UserError(f"{folder} {complaint}")
+    if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:
+        raise UserError(f"{folder} was made with another palette than the run")
+    return dataset
 
 
 def read_layers(text: str, num_layers: int) -> Sequence[int] | None:

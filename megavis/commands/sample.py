@@ -179,20 +179,13 @@ def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
 
 def _examples(opened: Run, args: argparse.Namespace) -> Batch | None:
     """Return held-out images, classes taking turns; None where no folder is named."""
-    from megavis.data.dataset import ShardDataset
+    from megavis.commands.probing import open_shards
     from megavis.data.loader import read_batch
-    from megavis.data.transforms import evaluation_transform
 
     folder = args.images or opened.config.data.validation
     if folder is None:
         return None
-    dataset = ShardDataset(
-        folder, evaluation_transform(opened.config.data), cache=opened.config.data.cache
-    )
-    for complaint in opened.objective.check_data(dataset.manifest):
-        raise UserError(f"{folder} {complaint}")
-    if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:
-        raise UserError(f"{folder} was made with another palette than the run")
+    dataset = open_shards(opened, folder)
     indices = take_turns(dataset, args.num_images)
     return read_batch(dataset, indices, indices).to(opened.context.device)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.commands.probing import job_closed, open_run
+from megavis.commands.probing import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,13 +74,11 @@ def draw_neighbors(args: argparse.Namespace) -> int:
 
 
 def _neighbor_scores(opened: Run, args: argparse.Namespace) -> list[NeighborAccuracy]:
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.transforms import evaluation_transform
     from megavis.evaluation import neighbors as measured
 
     held_out = held_out_images(opened, args)
     source = opened.config.data.train_sources[0].path
-    train = ShardDataset(source, evaluation_transform(opened.config.data))
+    train = open_shards(opened, source)
     columns = []
     for network in (opened, opened.untrained()):
         known, names = measured.pooled_features(
