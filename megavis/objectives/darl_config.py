@@ -24,8 +24,13 @@ class DARLConfig(ObjectiveConfig):
     name: Literal["darl"] = "darl"
     patch_size: Positive = 16
     """Side of a patch in pixels."""
-    loss: Literal["mse", "diffusion"] = "mse"
-    """Squared error of the patch, or of a denoised patch (section 3.2)."""
+    loss: Literal["mse", "diffusion", "ids"] = "mse"
+    """Squared error of the patch, or of a denoised patch (section 3.2), or the cross-entropy of its
+    id in a frozen tokenizer (table 16)."""
+    tokenizer: str | None = None
+    """With `ids`: run folder of the tokenizer, whose ids stand for `patch_size`² pixels each."""
+    vocabulary_size: Annotated[int, Field(gt=1)] | None = None
+    """With `ids`: how many the tokenizer has."""
     normalize_targets: bool = False
     """With `mse`: predict each patch standardised by its own mean and deviation (table 14)."""
     order: OrderKind = "raster"
@@ -54,7 +59,7 @@ class DARLConfig(ObjectiveConfig):
     @property
     def decoder_kind(self) -> DecoderKind:
         """The decoder that is named, or the loss's own."""
-        return self.decoder or ("linear" if self.loss == "mse" else "transformer")
+        return self.decoder or ("transformer" if self.loss == "diffusion" else "linear")
 
     @property
     def num_decoder_layers(self) -> int:
@@ -74,6 +79,7 @@ class DARLConfig(ObjectiveConfig):
             return
         yield from self._check_order(self.grid_side(config))
         yield from self._check_loss()
+        yield from self._check_ids(config.parallel.tensor_model_parallel_size)
         if config.model.positions is None and config.model.head_size % 4:
             text = "rope_2d, the default here, wants heads whose width 4 divides, not"
             yield "model.positions", f"{text} {config.model.head_size}"
@@ -109,11 +115,25 @@ class DARLConfig(ObjectiveConfig):
                 "transformer pairs the backbone's output with a noisy patch, which loss mse has"
                 " not; use linear or mlp, or loss diffusion",
             )
-        if self.loss == "diffusion" and self.normalize_targets:
+        if self.loss != "mse" and self.normalize_targets:
             yield (
                 "objective.normalize_targets",
-                "belongs to loss mse; set it to false for diffusion",
+                f"belongs to loss mse; set it to false for {self.loss}",
             )
+
+    def _check_ids(self, tensor: int) -> Iterator[Complaint]:
+        given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
+        for key, value in given.items():
+            if (value is None) == (self.loss == "ids"):
+                text = "must be given for it" if value is None else "leave it out"
+                yield f"objective.{key}", f"belongs to loss ids: {text}"
+        if self.loss != "ids":
+            return
+        if self.decoder_kind != "linear":
+            yield "objective.decoder", f"{self.decoder} gives pixels; leave it out for loss ids"
+        if self.vocabulary_size is not None and self.vocabulary_size % tensor:
+            text = f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}"
+            yield "objective.vocabulary_size", text
 
 
 def position_kind(config: RunConfig) -> PositionKind:

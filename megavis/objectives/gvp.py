@@ -38,7 +38,7 @@ from megavis.objectives.gvp_layers import (
     raster,
     two_streams,
 )
-from megavis.objectives.gvp_tokens import Ids, Patches, Tokens
+from megavis.objectives.image_tokens import Ids, Patches, Tokens
 from megavis.tokenizers.patches import to_uint8, unpatchify
 
 

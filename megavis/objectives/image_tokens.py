@@ -1,6 +1,8 @@
-"""What the tokens of GVP are: patches of pixels, or ids of a discrete tokenizer (section 5).
+"""What a model reads or predicts of an image: patches of pixels, or ids of a discrete tokenizer.
 
-A model reads one kind and predicts one kind: p2p, p2d, d2d.
+"Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning", section
+5: one kind is read and one predicted (p2p, p2d, d2d). "Denoising Autoregressive Representation
+Learning", appendix B.4: patches in, ids out.
 
 Legend: b images, T tokens of an image, q predicted ones, d numbers of a patch, v ids.
 """
@@ -62,8 +64,7 @@ class Patches:
         Raises:
             UserError: they have another size or type.
         """
-        _check_images(images, self.image_size)
-        return patchify(standardize(images), self.patch_size)
+        return patches_of(images, image_size=self.image_size, patch_size=self.patch_size)
 
     def embedding(self, core: Core) -> nn.Module:
         """Return a linear map."""
@@ -74,7 +75,7 @@ class Patches:
         return TokenHead(core, self.num_outputs)
 
     def errors(self, predictions: Tensor, targets: Tensor, core: Core) -> Tensor:
-        """Return equation (6) with a unit Gaussian a patch, up to a constant: `[b, q]`.
+        """Return the squared error a number: `[b, q]` (GVP, equation 6, with a unit Gaussian).
 
         Args:
             predictions: `[b, q, d]`.
@@ -172,7 +173,7 @@ class Ids:
         return VocabularyHead(core, self.num_outputs, normal(0.02))
 
     def errors(self, predictions: Tensor, targets: Tensor, core: Core) -> Tensor:
-        """Return equation (6) of a categorical distribution a token: nats `[b, q]`.
+        """Return nats `[b, q]` (GVP, equation 6, with a categorical distribution a token).
 
         Args:
             predictions: this process's logits `[q, b, v / tensor size]`.
@@ -186,9 +187,19 @@ class Ids:
         return whole_logits(predictions, core)
 
 
+def patches_of(images: Any, *, image_size: int, patch_size: int) -> Tensor:
+    """Return standardised patches float32 `[b, T, d]` in raster order of uint8 `[b, h, w, 3]`.
+
+    Raises:
+        UserError: the images have another size or type.
+    """
+    _check_images(images, image_size)
+    return patchify(standardize(images), patch_size)
+
+
 def _check_images(images: Any, side: int) -> None:
     if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
         raise UserError(
-            f"the images have shape {list(images.shape)} and type {images.dtype}; gvp takes"
-            f" uint8 [b, {side}, {side}, 3]"
+            f"the images have shape {list(images.shape)} and type {images.dtype}; a run of"
+            f" {side}² pixels takes uint8 [b, {side}, {side}, 3]"
         )

@@ -1,0 +1,171 @@
+"""The sequences of DARL: patches in an order, what each is predicted from, and its noise.
+
+"Denoising Autoregressive Representation Learning", sections 3.1, 3.3 and 4.4. Which layers read
+them and how predictions are scored stands in `darl.py`.
+
+Legend: b images, T patches, d numbers of a patch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.data.batch import Batch
+from megavis.model.diffusion import BetaNoise, corrupt
+from megavis.model.orders import fixed_order, random_orders, take_places
+from megavis.objectives.base import Objective
+from megavis.objectives.darl_config import DARLConfig
+from megavis.objectives.darl_drawing import with_gamma
+from megavis.objectives.darl_layers import START, DARLInputs
+from megavis.objectives.image_tokens import patches_of
+from megavis.parallel.random import normal, uniform
+from megavis.tokenizers.patches import to_uint8, unpatchify
+
+
+class PatchSequences(Objective):
+    """From images to what the first layer takes, in training, for features and in drawing."""
+
+    @property
+    def paper(self) -> DARLConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, DARLConfig)
+        return self.config.objective
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches of an image: the start token stands in for the last, which nothing follows."""
+        return self.paper.grid_side(self.config) ** 2
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch, d."""
+        return 3 * self.paper.patch_size**2
+
+    @property
+    def is_diffusion(self) -> bool:
+        """True where the decoder takes noise away."""
+        return self.paper.loss == "diffusion"
+
+    def patches_of(self, images: Tensor) -> Tensor:
+        """Return standardised patches float32 `[b, T, d]` in raster order.
+
+        Raises:
+            UserError: the images are not uint8 `[b, h, w, 3]` of the config's size.
+        """
+        size = self.config.data.image_size
+        return patches_of(images, image_size=size, patch_size=self.paper.patch_size)
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Put patches `[b, T, d]` in raster order together: uint8 `[b, h, w, 3]`."""
+        return to_uint8(unpatchify(patches, self.paper.patch_size))
+
+    # Orders.
+
+    def orders(self, sample_index: Tensor) -> Tensor:
+        """Return which patch stands at each place: int64 `[b, T]`."""
+        if self.paper.order == "random":
+            return random_orders(sample_index, self.num_tokens, seed=self.config.seed)
+        return self.shared_order(sample_index.device).expand(len(sample_index), -1)
+
+    @functools.cache  # noqa: B019 - one objective a process; the copy waits for the device
+    def shared_order(self, device: torch.device) -> Tensor:
+        """Return a fixed order int64 `[T]`; that of rows where the config's is random."""
+        paper, side = self.paper, self.paper.grid_side(self.config)
+        kind = "raster" if paper.order == "random" else paper.order
+        return fixed_order(kind, height=side, width=side, block=paper.order_block).to(device)
+
+    # Noise.
+
+    @functools.cache  # noqa: B019 - as above
+    def beta(self, device: torch.device) -> BetaNoise:
+        """Return the distribution of γ."""
+        return BetaNoise(self.paper.noise_a, self.paper.noise_b, device)
+
+    def draw_noise(self, sample_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ε `[b, T, d]` and γ `[b, T, 1]`, functions of seed and sample alone."""
+        count, width, seed = self.num_tokens, self.patch_width, self.config.seed
+        noise = normal(sample_index, count * width, seed=seed, purpose="noise")
+        draws = uniform(sample_index, count, seed=seed, purpose="gamma")
+        gamma = self.beta(sample_index.device).from_uniform(draws)
+        return noise.unflatten(1, (count, width)), gamma[..., None]
+
+    # What the first layer takes.
+
+    def inputs_of(self, clean: Tensor, order: Tensor, noisy: Tensor | None = None) -> DARLInputs:
+        """Return what the first layer takes to predict every patch.
+
+        Args:
+            clean: patches `[b, T, d]` in the order of generation.
+            order: int64 `[b, T]`.
+            noisy: with diffusion `[b, T, d + 1]`, as `with_gamma` gives it.
+        """
+        asked = order if self.paper.two_streams else order[:, :0]
+        return *shifted(clean[:, :-1], order[:, :-1]), asked, self._noisy_or_none(noisy, clean)
+
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return start token and all patches, also the last, without queries.
+
+        "The input token is the last image patch which the model doesn't need during pre-training"
+        (section 4.1). A random order gives way to rows ("fine-tuned ... with fixed ordering",
+        figure 6).
+        """
+        patches = self.patches_of(batch.inputs)
+        order = self.shared_order(patches.device).expand(len(patches), -1)
+        tokens, places = shifted(take_places(patches, order), order)
+        return tokens, places, order[:, :0], self._noisy_or_none(None, tokens)
+
+    def inputs_between(
+        self, patches: Tensor, order: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs of the tokens [start, stop); token t is the patch at place t - 1."""
+        tokens, places = shifted(patches[:, : stop - 1], order[:, : stop - 1])
+        asked = order[:, stop - 1 : stop] if self.paper.two_streams else order[:, :0]
+        tokens = tokens[:, start:]
+        return tokens, places[:, start:], asked, self._noisy_or_none(None, tokens)
+
+    def inputs_from(
+        self,
+        inputs: Any,
+        *,
+        order: Tensor | None = None,
+        gamma: Tensor | float | None = None,
+        sample_index: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs for images.
+
+        Args:
+            inputs: images uint8 `[b, h, w, 3]`.
+            order: int64 `[b, T]`, patches in raster order; that of the config where absent.
+            gamma: with diffusion, for all patches, or `[b, T, 1]` in the order; drawn where absent.
+            sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
+        """
+        patches = self.patches_of(inputs)
+        index = torch.arange(len(patches)) if sample_index is None else sample_index
+        index = index.to(patches.device)
+        order = self.orders(index) if order is None else order
+        clean = take_places(patches, order)
+        if not self.is_diffusion:
+            return self.inputs_of(clean, order)
+        noise, drawn = self.draw_noise(index)
+        if gamma is not None:
+            drawn = torch.as_tensor(gamma, device=drawn.device).expand_as(drawn)
+        return self.inputs_of(clean, order, with_gamma(corrupt(clean, noise, drawn), drawn))
+
+    def _noisy_or_none(self, noisy: Tensor | None, like: Tensor) -> Tensor:
+        """Return the noisy patches; zeros where a decoder runs of which nobody reads anything."""
+        if not self.is_diffusion:
+            return like.new_zeros(len(like), 0, self.patch_width + 1)
+        if noisy is None:
+            return like.new_zeros(*like.shape[:2], self.patch_width + 1)
+        return noisy
+
+
+def shifted(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Put the start token in front of patches `[b, c, d]` at places `[b, c]`."""
+    return F.pad(patches, (0, 0, 1, 0)), F.pad(places, (1, 0), value=START)

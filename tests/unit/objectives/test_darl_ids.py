@@ -1,0 +1,74 @@
+"""DARL that names the ids of a frozen tokenizer (table 16)."""
+
+import pytest
+import torch
+from small_vqgan import write_untrained_run
+from torch.nn import functional as F
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.tokenizers.base import open_tokenizer
+
+CONFIG = """\
+name: small
+objective: {{name: darl, patch_size: 4, loss: ids, tokenizer: {run}, vocabulary_size: 12}}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: shards/train, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
+
+
+def batch_of(images):
+    index = torch.arange(len(images))
+    return Batch(images, torch.full((len(images),), -1), index)
+
+
+@pytest.mark.parametrize("words", [[], ["objective.order=random", "objective.two_streams=true"]])
+def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, words):
+    objective, runner = build_paper(CONFIG.format(run=run_folder), *words)
+    images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
+    ids, order = open_tokenizer(run_folder).encode(images), objective.orders(torch.arange(2))
+    sequence = objective.sequence(batch_of(images))
+    predictions = runner.predictions(sequence.inputs)
+    logits = objective.outputs(predictions)
+    losses = [
+        F.cross_entropy(logits[image, place], ids[image, cell])
+        for image in range(2)
+        for place, cell in enumerate(order[image])
+    ]
+    loss = objective.loss(predictions, sequence.targets)
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    # The last patch is read by nobody, the first by all but the first place.
+    tokens, *rest = sequence.inputs
+    moved = tokens.clone()
+    moved[:, 1] += 1.0
+    changed = (objective.outputs(runner.predictions((moved, *rest))) != logits).any(-1)
+    assert changed.tolist() == [[False] + [True] * 15] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.tokenizer=null"], "objective.tokenizer: belongs to loss ids: must be given"),
+        (["objective.loss=mse"], "objective.vocabulary_size: belongs to loss ids: leave it out"),
+        (["objective.decoder=mlp"], "objective.decoder: mlp gives pixels"),
+        (["objective.normalize_targets=true"], "belongs to loss mse; set it to false for ids"),
+        (["parallel.tensor_model_parallel_size=8"], "12 does not divide by"),
+    ],
+)
+def test_keys_that_do_not_go_together(build_paper, run_folder, words, message):
+    with pytest.raises(UserError, match=message):
+        build_paper(CONFIG.format(run=run_folder), *words)
+
+
+def test_no_picture_is_drawn_of_ids(build_paper, run_folder):
+    objective, _ = build_paper(CONFIG.format(run=run_folder))
+    with pytest.raises(UserError, match="loss ids the model reads patches and names ids"):
+        objective.check_drawing()
