@@ -1,7 +1,8 @@
 """`photographs`: the demo's images, cut from photographs that two Python packages ship.
 
-Each photograph is split into a training and a validation region with a margin between them, so no
-pixel is in both; every crop comes from inside one region. Class = photograph.
+Each photograph is split into regions with margins between them, so no pixel is in two: training,
+validation, and selection, by which probes choose their layer. Every crop comes from inside one
+region. Class = photograph.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from megavis.config.errors import UserError
 from megavis.data.files import write_atomically
 
 RECORD_NAME = "photographs.json"
-_VALIDATION_SHARE = 0.35
+_SPLITS = ("train", "selection", "validation")
+_STRIP_SHARE = 0.35
+_SELECTION_SHARE = 0.4
 _MARGIN = 16
+# Numbers of random streams.
+_STREAMS = {"validation": 0, "train": 1, "selection": 2}
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,14 @@ class Photograph:
     Attributes:
         name: its class.
         package, path: where the file lies.
-        validation: the edge (left, right, bottom) at which its validation region lies, chosen so
-            that both regions show the subject.
+        held_out: the edge (left, right, bottom) at which its strip without training crops lies,
+            chosen so that both sides show the subject.
     """
 
     name: str
     package: str
     path: str
-    validation: str
+    held_out: str
 
 
 @dataclass(frozen=True)
@@ -77,19 +82,25 @@ def photographs() -> list[Photograph]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `photographs` to its parser."""
-    parser.add_argument("out", type=Path, help="the folder to write; train/ and validation/ in it")
+    parser.add_argument(
+        "out", type=Path, help="the folder to write; train/, selection/ and validation/ in it"
+    )
     parser.add_argument("--size", type=int, default=64, help="side of a crop in pixels")
     parser.add_argument("--crops", type=int, default=4000, help="training crops")
+    parser.add_argument(
+        "--selection-crops", type=int, default=500, help="by which probes choose their layer"
+    )
     parser.add_argument("--validation-crops", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the crops; a folder that already holds these very crops is kept. Raises UserError."""
-    if min(arguments.size, arguments.crops, arguments.validation_crops) < 1 or arguments.seed < 0:
-        raise UserError("--size, --crops, --validation-crops must be at least 1, --seed at least 0")
+    keys = ("size", "crops", "selection_crops", "validation_crops", "seed")
+    record = {key: getattr(arguments, key) for key in keys}
+    if any(record[key] < (key != "seed") for key in keys):
+        raise UserError("--size and the numbers of crops must be at least 1, --seed at least 0")
     out: Path = arguments.out
-    record = {key: getattr(arguments, key) for key in ("size", "crops", "validation_crops", "seed")}
     record["photographs"] = [photograph.name for photograph in photographs()]
     if out.exists() and any(out.iterdir()):
         _check_same(out, record)
@@ -97,13 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    counts = {"train": arguments.crops, "validation": arguments.validation_crops}
+    totals = (arguments.crops, arguments.selection_crops, arguments.validation_crops)
+    counts = dict(zip(_SPLITS, totals, strict=True))
     with Progress("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
         for number, photograph in enumerate(photographs()):
             image = load_photograph(photograph)
             for split, total in counts.items():
                 count = share(total, number=number, parts=len(photographs()))
-                seed = [arguments.seed, number, int(split == "train")]
+                seed = [arguments.seed, number, _STREAMS[split]]
                 crops = cut_crops(
                     image, photograph, split=split, count=count, size=arguments.size, seed=seed
                 )
@@ -115,8 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     partial.rename(out)
     classes = len(photographs())
     say(
-        f"{out}: {counts['train']} training and {counts['validation']} validation crops "
-        f"of {arguments.size}x{arguments.size} from {classes} photographs"
+        f"{out}: {', '.join(f'{count} {split}' for split, count in counts.items())} crops"
+        f" of {arguments.size}x{arguments.size} from {classes} photographs"
     )
     return 0
 
@@ -140,18 +152,26 @@ def share(total: int, *, number: int, parts: int) -> int:
 
 
 def region(image: Image.Image, *, edge: str, split: str) -> Region:
-    """Return the region of a split: 35 % at `edge` for validation, the rest less a margin."""
-    width, height = image.size
-    if edge == "bottom":
-        cut = round(height * _VALIDATION_SHARE)
-        if split == "validation":
-            return Region(0, height - cut, width, cut)
-        return Region(0, 0, width, height - cut - _MARGIN)
-    cut = round(width * _VALIDATION_SHARE)
-    kept = width - cut - _MARGIN
-    if split == "validation":
-        return Region(0 if edge == "left" else width - cut, 0, cut, height)
-    return Region(width - kept if edge == "left" else 0, 0, kept, height)
+    """Return the region of a split.
+
+    A strip of 35 % at `edge` is held out, across its length 40 % of it for selection and the rest
+    for validation; what remains of the photograph is for training; each less a margin.
+    """
+    along, across = image.size if edge == "bottom" else image.size[::-1]
+    depth = round(across * _STRIP_SHARE)
+    kept = across - depth - _MARGIN
+    cut = round(along * _SELECTION_SHARE)
+    # Rectangles along the edge and away from it: first place, first depth, length, depth.
+    start, length, near, deep = {
+        "train": (0, along, depth + _MARGIN, kept),
+        "selection": (0, cut, 0, depth),
+        "validation": (cut + _MARGIN, along - cut - _MARGIN, 0, depth),
+    }[split]
+    if edge == "left":
+        return Region(near, start, deep, length)
+    if edge == "right":
+        return Region(across - near - deep, start, deep, length)
+    return Region(start, across - near - deep, length, deep)
 
 
 def cut_crops(
@@ -169,7 +189,7 @@ def cut_crops(
     side; half of the training crops are mirrored.
     """
     random = np.random.default_rng(seed)
-    inside = region(image, edge=photograph.validation, split=split)
+    inside = region(image, edge=photograph.held_out, split=split)
     largest = min(inside.width, inside.height)
     smallest = min(image.height // 4, largest)
     for _ in range(count):

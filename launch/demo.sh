@@ -19,10 +19,12 @@ show python -m data_tools photographs demo/images --size 32 --crops 12000 --vali
 show python -m data_tools palette fit demo/images/train --out demo/palette.npy --size 16
 show python -m data_tools palette shards demo/images/train \
   --palette demo/palette.npy --out demo/train --size 16
-show python -m data_tools palette shards demo/images/validation \
-  --palette demo/palette.npy --out demo/validation --size 16 --classes-from demo/train
+for split in selection validation; do
+  show python -m data_tools palette shards "demo/images/$split" \
+    --palette demo/palette.npy --out "demo/$split" --size 16 --classes-from demo/train
+done
 show megavis train yaml_configs/igpt/demo.yaml
-show megavis probe "$run" --train-images 2000
+show megavis probe "$run" --selection demo/selection --train-images 2000
 show megavis sample "$run" --num-images 32 --top-p 0.95
 show megavis sample "$run" --num-images 10 --top-p 0.95 --prefix half
 show megavis report "$run"

@@ -23,6 +23,11 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Add which images are probed, and where."""
     parser.add_argument("--train", help="shard folder; default: the run's data.train")
     parser.add_argument("--validation", help="shard folder; default: the run's data.validation")
+    parser.add_argument(
+        "--selection",
+        help="shard folder of further training images that choose layer and penalty; default: a"
+        " fifth of --train-images does",
+    )
     parser.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
     parser.add_argument("--validation-images", type=int, help="at most; default: all")
     parser.add_argument(
@@ -129,9 +134,13 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
     train_data, validation_data = (open_shards(opened, path) for path in (train, validation))
-    palette = opened.palette if train_data.manifest.kind == "palette" else None
     return ProbeData(
-        train_data, validation_data, palette, args.train_images, args.validation_images
+        train_data,
+        validation_data,
+        palette=opened.palette if train_data.manifest.kind == "palette" else None,
+        num_train=args.train_images,
+        num_validation=args.validation_images,
+        selection=open_shards(opened, args.selection) if args.selection else None,
     )
 
 

@@ -170,19 +170,12 @@ def _score(point: Point, args: argparse.Namespace) -> float:
 
 
 def _probe(opened: Any, num_images: int) -> float:
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.transforms import evaluation_transform
-    from megavis.evaluation.features import layer_features
-    from megavis.evaluation.linear import best_layer, divide, score_layers
+    from megavis.commands.probing import open_shards
+    from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 
-    data = opened.config.data
-    transform = evaluation_transform(data)
+    config = opened.config.data
     train, validation = (
-        ShardDataset(folder, transform, cache=data.cache)
-        for folder in (data.train_sources[0].path, data.validation)
+        open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
     )
-    model = (opened.runner, opened.objective)
-    fitted = layer_features(*model, train, limit=num_images)
-    reported = layer_features(*model, validation)
-    selection = divide(fitted.labels, share=0.2, seed=0)
-    return best_layer(score_layers(fitted, reported, selection)).accuracy
+    data = ProbeData(train, validation, num_train=num_images)
+    return score_best_layer(opened.runner, opened.objective, data, ProbeSettings()).accuracy

@@ -22,6 +22,7 @@ class ConcatenatedScore:
         layers: which layers, adjacent ones.
         num_features: their widths together.
         penalty: the chosen weight of the L2 penalty.
+        selection_accuracy: as in `LayerScore`.
         selection_loss: as in `LayerScore`.
         accuracy: as in `LayerScore`.
         vote_accuracy: as in `LayerScore`.
@@ -31,6 +32,7 @@ class ConcatenatedScore:
     layers: tuple[int, ...]
     num_features: int
     penalty: float
+    selection_accuracy: float
     selection_loss: float
     accuracy: float
     vote_accuracy: float | None
@@ -83,6 +85,7 @@ def score_concatenated(
         layers=layers,
         num_features=together.layers.shape[-1],
         penalty=score.penalty,
+        selection_accuracy=score.selection_accuracy,
         selection_loss=score.selection_loss,
         accuracy=score.accuracy,
         vote_accuracy=score.vote_accuracy,

@@ -47,6 +47,13 @@ class LabelledFeatures:
         first, *further = (view[:, indices] for view in self.views)
         return LabelledFeatures(first, self.labels[indices], tuple(further))
 
+    def followed_by(self, other: LabelledFeatures) -> LabelledFeatures:
+        """Return the images of both, in one view each; the other's come last."""
+        return LabelledFeatures(
+            np.concatenate([self.layers, other.layers], axis=1),
+            np.concatenate([self.labels, other.labels]),
+        )
+
     def concatenated(self, chosen: Sequence[int]) -> LabelledFeatures:
         """Return features of one layer: those of the chosen layers side by side."""
         first, *further = (

@@ -8,8 +8,7 @@ import torch
 
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
-from megavis.evaluation.linear import best_layer, divide, score_layers
-from megavis.evaluation.probe import ProbeData, ProbeSettings
+from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Trainable
 
@@ -75,8 +74,6 @@ def score_checkpoint(
     Raises:
         UserError: when the images have no labels, or are too few.
     """
-    train, validation = data.features(runner, objective)
-    selection = divide(train.labels, share=settings.held_out_share, seed=settings.seed)
-    best = best_layer(score_layers(train, validation, selection, layers=settings.layers))
+    best = score_best_layer(runner, objective, data, settings)
     loss = mean_loss(runner, objective, data.validation, limit=data.num_validation)
     return CheckpointScore(name, step, loss, best.layer, best.accuracy)

@@ -35,6 +35,29 @@ class Selection:
     held_out: np.ndarray
 
 
+@dataclass(frozen=True, order=True)
+class HeldOutScore:
+    """How well classifiers with a penalty do on features that they are not fitted on.
+
+    The greater of two is the better: by accuracy, and between equals by cross-entropy, since where
+    held-out images resemble the fitted ones many get every one right.
+
+    Attributes:
+        accuracy: share of right answers, in [0, 1].
+        log_likelihood: mean log p(label), in nats.
+        negative_penalty: -1 times the weight of the L2 penalty; the smaller penalty wins a tie.
+    """
+
+    accuracy: float
+    log_likelihood: float
+    negative_penalty: float
+
+    @property
+    def penalty(self) -> float:
+        """The weight of the L2 penalty."""
+        return -self.negative_penalty
+
+
 @dataclass(frozen=True)
 class LayerScore:
     """One layer's classifier.
@@ -42,7 +65,8 @@ class LayerScore:
     Attributes:
         layer: l, from 0.
         penalty: the chosen weight of the L2 penalty.
-        selection_loss: cross-entropy on the held-out training features, in nats.
+        selection_accuracy: share of right answers on the held-out training features, in [0, 1].
+        selection_loss: cross-entropy on them, in nats.
         accuracy: share of right answers on the validation set, in [0, 1], after fitting on all
             training features.
         vote_accuracy: likewise, where each image's answer is the commonest over all views of it;
@@ -51,6 +75,7 @@ class LayerScore:
 
     layer: int
     penalty: float
+    selection_accuracy: float
     selection_loss: float
     accuracy: float
     vote_accuracy: float | None = None
@@ -104,48 +129,43 @@ def score_layers(
 
 def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
     """Return the score that is best on the held-out training features; the first of equals."""
-    return min(scores, key=lambda score: score.selection_loss)
+    return max(scores, key=lambda score: (score.selection_accuracy, -score.selection_loss))
 
 
 def _score(
     layer: int, train: LabelledFeatures, validation: LabelledFeatures, selection: Selection
 ) -> LayerScore:
     x, y = train.layers[layer], train.labels
-    loss, penalty = choose_penalty(x, y, [selection])
-    classifier = fit_classifier(x, y, penalty=penalty)
+    best = choose_penalty(x, y, [selection])
+    classifier = fit_classifier(x, y, penalty=best.penalty)
     answers = np.stack([classifier.predict(view[layer]) for view in validation.views])
     accuracy = float((answers[0] == validation.labels).mean())
-    if len(answers) == 1:
-        return LayerScore(layer, penalty, loss, accuracy)
-    vote = float((commonest(answers) == validation.labels).mean())
-    return LayerScore(layer, penalty, loss, accuracy, vote)
+    vote = None
+    if len(answers) > 1:
+        vote = float((commonest(answers) == validation.labels).mean())
+    return LayerScore(
+        layer, best.penalty, best.accuracy, -best.log_likelihood, accuracy, vote_accuracy=vote
+    )
 
 
-def choose_penalty(
-    x: np.ndarray, y: np.ndarray, selections: Sequence[Selection]
-) -> tuple[float, float]:
-    """Return the smallest cross-entropy on held-out features, and the penalty that gives it.
-
-    By loss and not by accuracy: where held-out images resemble the fitted ones, as crops of one
-    photograph do, many penalties and layers get every one right.
+def choose_penalty(x: np.ndarray, y: np.ndarray, selections: Sequence[Selection]) -> HeldOutScore:
+    """Return the penalty that does best on held-out features, and how well.
 
     Args:
         x: features `[b, width]`.
         y: int64 `[b]`.
-        selections: divisions of the features, over which the loss is averaged.
+        selections: divisions of the features, over which scores are averaged.
     """
 
-    def loss(penalty: float) -> float:
-        return fmean(
-            _loss(
-                fit_classifier(x[s.fitted], y[s.fitted], penalty=penalty),
-                x[s.held_out],
-                y[s.held_out],
-            )
-            for s in selections
-        )
+    def score(penalty: float) -> HeldOutScore:
+        scores = []
+        for part in selections:
+            classifier = fit_classifier(x[part.fitted], y[part.fitted], penalty=penalty)
+            scores.append(_score_held_out(classifier, x[part.held_out], y[part.held_out]))
+        accuracy, log_likelihood = map(fmean, zip(*scores, strict=True))
+        return HeldOutScore(accuracy, log_likelihood, -penalty)
 
-    return min((loss(penalty), penalty) for penalty in PENALTIES)
+    return max(score(penalty) for penalty in PENALTIES)
 
 
 def commonest(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
@@ -167,8 +187,8 @@ def commonest(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
     return classes[counts.argmax(axis=1)]
 
 
-def _loss(classifier: Any, x: np.ndarray, y: np.ndarray) -> float:
-    """Return the mean of -log p(y) in nats, p no smaller than 1e-12.
+def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return the share of right answers, and the mean of log p(y) in nats, p at least 1e-12.
 
     Args:
         classifier: what `fit_classifier` returns.
@@ -176,8 +196,10 @@ def _loss(classifier: Any, x: np.ndarray, y: np.ndarray) -> float:
         y: int64 `[b]`, each a class that the classifier has seen.
     """
     places = np.searchsorted(classifier.classes_, y)
-    right = classifier.predict_proba(x)[np.arange(len(y)), places]
-    return float(-np.log(right.clip(min=1e-12)).mean())
+    probabilities = classifier.predict_proba(x)
+    right = probabilities[np.arange(len(y)), places]
+    accuracy = (probabilities.argmax(axis=1) == places).mean()
+    return float(accuracy), float(np.log(right.clip(min=1e-12)).mean())
 
 
 def fit_classifier(x: np.ndarray, y: np.ndarray, *, penalty: float) -> Any:

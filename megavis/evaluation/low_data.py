@@ -107,6 +107,6 @@ def _accuracy(few: LabelledFeatures, validation: LabelledFeatures, layer: int, c
 
     x, y = few.layers[layer], few.labels
     folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
-    _, penalty = choose_penalty(x, y, [Selection(*parts) for parts in folds.split(x, y)])
-    classifier = fit_classifier(x, y, penalty=penalty)
+    best = choose_penalty(x, y, [Selection(*parts) for parts in folds.split(x, y)])
+    classifier = fit_classifier(x, y, penalty=best.penalty)
     return float(classifier.score(validation.layers[layer], validation.labels))

@@ -7,8 +7,10 @@ what differs are the features.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
@@ -19,7 +21,7 @@ from megavis.evaluation.features import (
     layer_features,
     pixel_features,
 )
-from megavis.evaluation.linear import LayerScore, best_layer, divide, score_layers
+from megavis.evaluation.linear import LayerScore, Selection, best_layer, divide, score_layers
 from megavis.evaluation.low_data import LowDataScore, score_low_data
 from megavis.evaluation.probe_result import ProbeResult
 from megavis.model.runner import Runner
@@ -38,11 +40,13 @@ class ProbeData:
     """The images of a probe.
 
     Attributes:
-        train: fits the classifiers and chooses layer and penalty.
+        train: fits the classifiers.
         validation: only reports.
         palette: colours of the tokens of palette shards.
         num_train: only the first so many training images; all when None.
         num_validation: likewise.
+        selection: chooses layer and penalty, and is fitted with the rest when these are chosen;
+            when None, a part of the training images does so.
 
     Raises:
         UserError: when the two sets number their classes in different ways.
@@ -53,30 +57,54 @@ class ProbeData:
     palette: Palette | None = None
     num_train: int | None = None
     num_validation: int | None = None
+    selection: ShardDataset | None = None
 
     def __post_init__(self) -> None:
-        if self.train.class_names != self.validation.class_names:
-            raise UserError(
-                f"{self.validation.directory} numbers its classes in another way than"
-                f" {self.train.directory}: write its shards with --classes-from"
-            )
+        for other in (self.validation, self.selection):
+            if other is not None and self.train.class_names != other.class_names:
+                raise UserError(
+                    f"{other.directory} numbers its classes in another way than"
+                    f" {self.train.directory}: write its shards with --classes-from"
+                )
 
     def pixels(self) -> Pair:
-        """Return the colours of both sets."""
-        return (
-            pixel_features(self.train, palette=self.palette, limit=self.num_train),
-            pixel_features(self.validation, palette=self.palette, limit=self.num_validation),
-        )
+        """Return the colours of the training images, those of `selection` last, and the others."""
+
+        def read(dataset: ShardDataset, limit: int | None) -> LabelledFeatures:
+            return pixel_features(dataset, palette=self.palette, limit=limit)
+
+        return self._fitted(read), read(self.validation, self.num_validation)
 
     def features(self, runner: Runner, objective: Trainable, *, num_views: int = 1) -> Pair:
-        """Return a network's features of both sets; the validation images in so many views."""
-        train, validation = self.train, self.validation
-        return (
-            layer_features(runner, objective, train, limit=self.num_train),
-            layer_features(
-                runner, objective, validation, limit=self.num_validation, num_views=num_views
-            ),
-        )
+        """Return a network's features likewise; the validation images in so many views."""
+
+        def read(dataset: ShardDataset, limit: int | None, views: int = 1) -> LabelledFeatures:
+            return layer_features(runner, objective, dataset, limit=limit, num_views=views)
+
+        return self._fitted(read), read(self.validation, self.num_validation, num_views)
+
+    def divide(self, labels: np.ndarray, settings: ProbeSettings) -> Selection:
+        """Divide the images to fit, `labels` int64 `[b]`, to choose layer and penalty.
+
+        Raises:
+            UserError: there are too few, or `selection` has no labels or others than the rest.
+        """
+        if self.selection is None:
+            return divide(labels, share=settings.held_out_share, seed=settings.seed)
+        first = len(labels) - int((self.selection.labels >= 0).sum())
+        fitted, held_out = np.split(np.arange(len(labels)), [first])
+        if not len(held_out) or not set(labels[held_out]) <= set(labels[fitted]):
+            raise UserError(
+                f"{self.selection.directory} cannot choose the layer: its images need labels, and"
+                " only of classes that the training images show"
+            )
+        return Selection(fitted, held_out)
+
+    def _fitted(
+        self, read: Callable[[ShardDataset, int | None], LabelledFeatures]
+    ) -> LabelledFeatures:
+        train = read(self.train, self.num_train)
+        return train if self.selection is None else train.followed_by(read(self.selection, None))
 
 
 @dataclass(frozen=True)
@@ -86,7 +114,8 @@ class ProbeSettings:
     Attributes:
         layers: which layers; all when None.
         seed: of the division of the training images, and of subsets.
-        held_out_share: part of the training images that layer and penalty are chosen on.
+        held_out_share: part of the training images that layer and penalty are chosen on, where
+            there are no others for it.
         num_views: random draws for the inputs of each validation image, of which the commonest
             answer counts; when None, 5 where inputs are random as BERT's are, else 1.
         concatenate: score also so many adjacent layers together, around the best one; 0: none.
@@ -139,7 +168,7 @@ def probe(
         NUM_VIEWS if has_random_inputs(objective.feature_inputs, data.validation) else 1
     )
     pixels = data.pixels()
-    selection = divide(pixels[0].labels, share=settings.held_out_share, seed=settings.seed)
+    selection = data.divide(pixels[0].labels, settings)
     pixel_score = score_layers(*pixels, selection)[0]
     low_data = _low_data("pixels", pixels, pixel_score, settings)
     scores: list[tuple[LayerScore, ...]] = []
@@ -175,8 +204,16 @@ def probe(
 def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
     """Return the score of raw pixels alone; raises as `probe`."""
     pixels = data.pixels()
-    selection = divide(pixels[0].labels, share=settings.held_out_share, seed=settings.seed)
-    return score_layers(*pixels, selection)[0]
+    return score_layers(*pixels, data.divide(pixels[0].labels, settings))[0]
+
+
+def score_best_layer(
+    runner: Runner, objective: Trainable, data: ProbeData, settings: ProbeSettings
+) -> LayerScore:
+    """Return the score of a network's best layer alone; raises as `probe`."""
+    features = data.features(runner, objective)
+    selection = data.divide(features[0].labels, settings)
+    return best_layer(score_layers(*features, selection, layers=settings.layers))
 
 
 def _low_data(

@@ -14,8 +14,8 @@ def test_regions_are_disjoint():
     for photograph in photographs():
         image = load_photograph(photograph)
         owner = np.zeros((image.height, image.width), int)
-        for value, split in ((1, "train"), (2, "validation")):
-            inside = region(image, edge=photograph.validation, split=split)
+        for value, split in enumerate(("train", "selection", "validation"), start=1):
+            inside = region(image, edge=photograph.held_out, split=split)
             part = owner[
                 inside.top : inside.top + inside.height, inside.left : inside.left + inside.width
             ]
@@ -23,23 +23,20 @@ def test_regions_are_disjoint():
             assert (part == 0).all()
             part[:] = value
         assert 0.5 < (owner == 1).mean() < 0.65
-        assert 0.3 < (owner == 2).mean() < 0.4
+        assert 0.1 < (owner == 2).mean() < 0.15
+        assert 0.17 < (owner == 3).mean() < 0.22
 
 
 @pytest.mark.parametrize("edge", ["left", "right", "bottom"])
 def test_no_pixel_of_one_split_reaches_the_other(edge):
-    """Paint the other region red: no crop may show any of it."""
-    photograph = next(p for p in photographs() if p.validation == edge)
-    for split, other in (("train", "validation"), ("validation", "train")):
-        image = Image.new("RGB", (300, 200), (0, 0, 0))
-        inside = region(image, edge=edge, split=other)
-        image.paste(
-            (255, 0, 0),
-            (inside.left, inside.top, inside.left + inside.width, 200)
-            if edge != "bottom"
-            else (0, inside.top, 300, inside.top + inside.height),
-        )
-        crops = cut_crops(image, photograph, split=split, count=60, size=16, seed=[1])
+    """Paint all but a region red: none of its crops may show any of it."""
+    photograph = next(p for p in photographs() if p.held_out == edge)
+    for split in ("train", "selection", "validation"):
+        image = Image.new("RGB", (300, 200), (255, 0, 0))
+        inside = region(image, edge=edge, split=split)
+        right, bottom = inside.left + inside.width, inside.top + inside.height
+        image.paste((0, 0, 0), (inside.left, inside.top, right, bottom))
+        crops = cut_crops(image, photograph, split=split, count=40, size=16, seed=[1])
         assert all(not np.asarray(crop).any() for crop in crops)
 
 
@@ -54,13 +51,15 @@ def read(folder):
 
 
 def test_the_command(tmp_path, capsys):
-    options = ["--size", "24", "--crops", "25", "--validation-crops", "12"]
+    options = ["--size", "24", "--crops", "25"]
+    options += ["--selection-crops", "11", "--validation-crops", "12"]
     assert main(["photographs", str(tmp_path / "a"), *options]) == 0
     files = read(tmp_path / "a")
     assert sum(name.startswith("train/") for name in files) == 25
+    assert sum(name.startswith("selection/") for name in files) == 11
     assert sum(name.startswith("validation/") for name in files) == 12
     assert Image.open(tmp_path / "a" / "train" / "china" / "00000.png").size == (24, 24)
-    for split in ("train", "validation"):
+    for split in ("train", "selection", "validation"):
         names = sorted(path.name for path in (tmp_path / "a" / split).iterdir())
         assert names == [photograph.name for photograph in photographs()]
     assert main(["photographs", str(tmp_path / "b"), *options]) == 0

@@ -17,12 +17,12 @@ def a_result(**changes):
     untrained = ([0.5, 0.4, 0.3], [0.3, 0.4, 0.6])
     content = {
         "step": 12,
-        "trained": tuple(LayerScore(i, 0.1, 0.9 - i * (2 - i) / 4, 0.6 + i / 10) for i in range(3)),
+        "trained": tuple(LayerScore(i, 0.1, i * (2 - i) / 4, 0.9, 0.6 + i / 10) for i in range(3)),
         "untrained": tuple(
-            tuple(LayerScore(i, 0.1, 1.0, share) for i, share in enumerate(shares))
+            tuple(LayerScore(i, 0.1, 0.5, 1.0, share) for i, share in enumerate(shares))
             for shares in untrained
         ),
-        "pixels": LayerScore(0, 0.1, 1.1, 0.35),
+        "pixels": LayerScore(0, 0.1, 0.4, 1.1, 0.35),
         "num_fitted": 80,
         "num_held_out": 20,
         "num_validation": 40,
@@ -50,7 +50,7 @@ def test_depth_shows_the_three_kinds_of_features():
 
 
 def test_depth_shows_the_vote_of_masks_where_there_was_one():
-    trained = tuple(LayerScore(i, 0.1, 0.5, 0.6, 0.7) for i in range(3))
+    trained = tuple(LayerScore(i, 0.1, 0.9, 0.5, 0.6, 0.7) for i in range(3))
     drawn = curves(draw_depth(a_result(trained=trained, num_views=5), name="run"))
     assert drawn["step 12, vote of 5 masks"][1] == pytest.approx([70, 70, 70])
 

@@ -104,31 +104,35 @@ def test_the_validation_set_decides_nothing():
     assert fooled.accuracy < honest.accuracy
 
 
-def test_the_penalty_is_the_one_with_the_smallest_held_out_cross_entropy():
+def test_the_penalty_is_the_best_on_held_out_images_by_accuracy_then_by_cross_entropy():
     train, validation = blobs(90, spread=3.0), blobs(30, spread=3.0, seed=1)
     selection = divide(train.labels, share=0.2, seed=0)
     x, y = train.layers[0], train.labels
-    losses = {}
+    scores = {}
     for penalty in PENALTIES:
         classifier = fit_classifier(x[selection.fitted], y[selection.fitted], penalty=penalty)
-        total = 0.0
+        total, right = 0.0, 0
         for row, label in zip(x[selection.held_out], y[selection.held_out], strict=True):
             scaled = [
                 (v - m) / s
                 for v, m, s in zip(row, classifier[0].mean_, classifier[0].scale_, strict=True)
             ]
             total += objective(classifier[1].coef_, classifier[1].intercept_, [scaled], [label], 0)
-        losses[penalty] = total / len(selection.held_out)
+            right += classifier.predict(row[None])[0] == label
+        scores[penalty] = (right / len(selection.held_out), -total / len(selection.held_out))
 
     score = score_layers(train, validation, selection)[0]
 
-    assert score.penalty == min(losses, key=losses.__getitem__)
-    assert score.selection_loss == pytest.approx(min(losses.values()), rel=1e-5)
+    assert score.penalty == max(scores, key=scores.__getitem__)
+    assert len({accuracy for accuracy, _ in scores.values()}) > 1
+    best = (score.selection_accuracy, -score.selection_loss)
+    assert best == pytest.approx(max(scores.values()), rel=1e-5)
 
 
 def test_the_first_of_equally_good_layers_is_best():
-    scores = [LayerScore(layer, 0.1, 0.8, layer / 10) for layer in range(3)]
-    scores.append(LayerScore(3, 0.1, 0.9, 1.0))
+    scores = [LayerScore(layer, 0.1, 0.9, 0.8, layer / 10) for layer in range(3)]
+    scores.append(LayerScore(3, 0.1, 0.9, 0.9, 1.0))
+    scores.append(LayerScore(4, 0.1, 0.8, 0.1, 1.0))
     assert best_layer(scores).layer == 0
 
 

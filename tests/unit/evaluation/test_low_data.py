@@ -32,6 +32,11 @@ def test_a_draw_has_so_many_different_images_of_each_class():
         draw_images(labels, 9, seed=1, draw=0)
 
 
+def best_by_accuracy_then_loss(results):
+    scores = [results[f"mean_test_{name}"].round(9) for name in ("accuracy", "neg_log_loss")]
+    return max(range(len(PENALTIES)), key=lambda place: [score[place] for score in scores])
+
+
 def test_scores_are_those_of_scikit_learn_s_cross_validation():
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
@@ -51,9 +56,9 @@ def test_scores_are_those_of_scikit_learn_s_cross_validation():
         search = GridSearchCV(
             make_pipeline(StandardScaler(), LogisticRegression(max_iter=300)),
             {"logisticregression__C": [1 / (penalty * 48) for penalty in PENALTIES]},
-            scoring="neg_log_loss",
+            scoring=["accuracy", "neg_log_loss"],
             cv=StratifiedKFold(5, shuffle=True, random_state=0),
-            refit=False,
+            refit=best_by_accuracy_then_loss,
         ).fit(x, y)
         penalty = 1 / (search.best_params_["logisticregression__C"] * 48)
         final = make_pipeline(

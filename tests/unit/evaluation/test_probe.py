@@ -1,6 +1,7 @@
 """Features against a layer-by-layer pass, and the whole probe on colours that tell the class."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from megavis.commands.probing import read_layers
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.evaluation.features import layer_features, pixel_features
+from megavis.evaluation.linear import fit_classifier
 from megavis.evaluation.probe import ProbeData, ProbeSettings, probe
 from megavis.tokenizers.palette import Palette
 
@@ -86,6 +88,29 @@ def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     lines = table(result).splitlines()
     assert "<- best" in lines[2 + result.best.layer]
     assert "raw pixels 100.0%" in lines[-1]
+
+
+def test_further_images_choose_the_layer(build, tmp_path, data):
+    objective, runner = build(tmp_path / "c.yaml")
+    chosen_by = replace(data, num_train=60, selection=ShardDataset(data.validation.directory))
+
+    result = probe(runner, [runner], objective, chosen_by, step=0)
+
+    assert (result.num_fitted, result.num_held_out, result.num_validation) == (60, 36, 36)
+    # All images are fitted in the end, and the validation images are among them here.
+    held_out, fitted = data.validation.labels, data.train.labels[:60]
+    train = layer_features(runner, objective, data.train, limit=60).layers[1]
+    x = layer_features(runner, objective, data.validation).layers[1]
+    (score,) = [score for score in result.trained if score.layer == 1]
+    classifier = fit_classifier(train, fitted, penalty=score.penalty)
+    assert score.selection_accuracy == pytest.approx(classifier.score(x, held_out))
+    x, y = np.concatenate([train, x]), np.concatenate([fitted, held_out])
+    both = fit_classifier(x, y, penalty=score.penalty)
+    assert score.accuracy == pytest.approx(both.score(x[60:], held_out))
+
+    chosen_by.selection.labels = np.full(36, -1)
+    with pytest.raises(UserError, match="need labels"):
+        probe(runner, [runner], objective, chosen_by, step=0)
 
 
 def test_sets_that_number_their_classes_differently_are_refused(data, monkeypatch):
