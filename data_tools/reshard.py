@@ -27,7 +27,15 @@ from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEn
 from megavis.data.shards import ShardReader
 
 # What the samples of one folder have in common.
-_FIELDS = ("kind", "image_size", "num_tokens", "latent_shape", "flipped", "tokenizer")
+_FIELDS = (
+    "kind",
+    "image_size",
+    "num_tokens",
+    "latent_shape",
+    "frame_shape",
+    "flipped",
+    "tokenizer",
+)
 
 
 def add_merge_arguments(parser: argparse.ArgumentParser) -> None:

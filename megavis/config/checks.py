@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from megavis.config.schema import (
     Complaint,
     DataConfig,
-    ModelConfig,
     ParallelConfig,
     RunConfig,
 )
@@ -20,8 +19,9 @@ from megavis.config.schema import (
 def check_config(config: RunConfig) -> Iterator[Complaint]:
     """Yield what is wrong whatever the number of processes."""
     yield from _check_sizes(config)
-    yield from _check_positions(config.model)
+    yield from _check_positions(config)
     yield from _check_data(config.data)
+    yield from _check_samples(config)
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
@@ -106,8 +106,11 @@ def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
         )
 
 
-def _check_positions(model: ModelConfig) -> Iterator[Complaint]:
+def _check_positions(config: RunConfig) -> Iterator[Complaint]:
     """Rotary positions turn pairs of channels, the same number for each axis."""
+    model = config.model
+    if model.positions == "relative_2d" and not config.objective.has_relative_positions:
+        yield "model.positions", f"{config.objective.name} has no relative_2d positions"
     unit = {"rope_1d": 2, "rope_2d": 4}.get(model.positions or "", 1)
     if model.head_size % unit:
         yield (
@@ -132,6 +135,17 @@ def _check_data(data: DataConfig) -> Iterator[Complaint]:
             "data.short_side",
             f"{data.short_side} is too small to cut data.image_size = {data.image_size} out of it",
         )
+
+
+def _check_samples(config: RunConfig) -> Iterator[Complaint]:
+    """Samples are squares or frames, and the latter not of every paper."""
+    data = config.data
+    if data.frames is None and not data.image_size:
+        yield "data.image_size", "must give the side of the images in pixels, 1 or more"
+    if data.frames is not None and not config.objective.takes_frames:
+        yield "data.frames", f"{config.objective.name} takes images: give data.image_size instead"
+    elif data.frames is not None and data.image_size:
+        yield "data.image_size", "is of images, and data.frames of frames: give one of them"
 
 
 def _check_finetuning(config: RunConfig) -> Iterator[Complaint]:

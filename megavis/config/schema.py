@@ -39,6 +39,11 @@ class ObjectiveConfig(Section):
     has_blocks: ClassVar[bool] = True
     """False where there is no Transformer, and so no `model` section."""
 
+    takes_frames: ClassVar[bool] = False
+    """True where samples may be frames of a spectrogram instead of images."""
+    has_relative_positions: ClassVar[bool] = False
+    """True where attention may have a bias for each offset (`model.positions: relative_2d`)."""
+
     name: str
     """The paper's short name, for example `igpt`."""
 
@@ -81,8 +86,11 @@ class ModelConfig(Section):
     drop_path: Fraction = 0.0
     """Stochastic depth: probability that an image skips a half of the last block in training; it
     grows linearly from 0 in the first."""
-    positions: Literal["none", "learned", "sincos", "rope_1d", "rope_2d"] | None = None
-    """How tokens know where they stand; the paper's own way when absent."""
+    positions: Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"] | None = (
+        None
+    )
+    """How tokens know where they stand; the paper's own way when absent. `relative_2d`: attention
+    has a bias for each offset, zero at the start."""
     position_scale: Annotated[float, Field(gt=0)] = 1.0
     """Multiplies rotary coordinates: trained grid / present grid interpolates them."""
 
@@ -161,8 +169,11 @@ class DataConfig(Section):
     """Folder of held-out shards; without it no validation loss is computed."""
     cache: str | None = None
     """Local folder in which data sets are kept that are read from a URL."""
-    image_size: Positive
-    """Side of the square images in pixels; without a crop it must be that of the shards."""
+    image_size: NonNegative = 0
+    """Side of the square images in pixels; without a crop it must be that of the shards. Frames
+    have none."""
+    frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
+    """Frames of a sample and numbers of a frame, where shards hold no images but frames."""
     crop: Literal["random_resized", "shifted", "center", "none"] = "none"
     """What is cut out of images when they are read: `random_resized` a random part for training
     and the middle for validation, `center` the middle, both of JPEG shards alone; `shifted` moves
@@ -174,6 +185,10 @@ class DataConfig(Section):
     flip: bool = False
     """Mirror every second training image, at random; ids cannot, and latents must hold the
     mirrored ones too."""
+    turn: bool = False
+    """Turn training images by a random multiple of 90 degrees; of JPEG shards alone."""
+    recolor: bool = False
+    """Exchange, invert and bend the colours of training images at random; of JPEG shards alone."""
 
     threads: Positive = 4
     """Threads of each process that read and decode ahead; they change the speed alone."""

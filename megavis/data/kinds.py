@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from megavis.config.errors import UserError
 from megavis.data.codec import Codec, IdsCodec, PaletteCodec
+from megavis.data.frames import FramesCodec
 from megavis.data.jpeg import JpegCodec
 from megavis.data.latents import LatentsCodec
 from megavis.data.manifest import Kind, Manifest
@@ -31,7 +32,7 @@ def suffix_of(manifest: Manifest) -> str:
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
-    if transform is None or transform.crop != "shifted":
+    if transform is None or transform.crop != "shifted" or transform.turn or transform.recolor:
         _want_stored(manifest, transform, may_flip=True)
     return PaletteCodec(
         manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
@@ -47,6 +48,12 @@ def _latents(manifest: Manifest, transform: Transform | None) -> Codec:
     assert manifest.latent_shape is not None
     _want_stored(manifest, transform, may_flip=manifest.flipped)
     return LatentsCodec(manifest.latent_shape, flipped=manifest.flipped, transform=transform)
+
+
+def _frames(manifest: Manifest, transform: Transform | None) -> Codec:
+    assert manifest.frame_shape is not None
+    _want_stored(manifest, transform, may_flip=False)
+    return FramesCodec(manifest.frame_shape)
 
 
 def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
@@ -69,6 +76,10 @@ def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: b
             f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"
             " crop when they are made"
         )
+    if transform.turn or transform.recolor:
+        raise UserError(
+            f"holds {manifest.kind} shards, not pixels: set data.turn and data.recolor to false"
+        )
     if transform.flip and not may_flip:
         raise UserError(
             f"holds {manifest.kind} shards of no mirrored images: set data.flip to false"
@@ -80,10 +91,12 @@ _CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
     "jpeg": _jpeg,
     "latents": _latents,
     "ids": _ids,
+    "frames": _frames,
 }
 _SUFFIXES: Mapping[Kind, str] = {
     "palette": PaletteCodec.suffix,
     "jpeg": JpegCodec.suffix,
     "latents": LatentsCodec.suffix,
     "ids": IdsCodec.suffix,
+    "frames": FramesCodec.suffix,
 }

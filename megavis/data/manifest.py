@@ -15,7 +15,7 @@ MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 
-Kind = Literal["palette", "jpeg", "latents", "ids"]
+Kind = Literal["palette", "jpeg", "latents", "ids", "frames"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -70,7 +70,7 @@ class Manifest(_Strict):
     format_version: Literal[1]
     kind: Kind
     image_size: Positive | None = Field(
-        description="side in pixels; none where the images of a jpeg folder differ"
+        description="side in pixels; none where the images of a jpeg folder differ, and for frames"
     )
     num_tokens: Positive | None = Field(
         default=None, description="tokens a sample of palette and ids"
@@ -81,7 +81,12 @@ class Manifest(_Strict):
     flipped: bool = Field(
         default=False, description="latents of the mirrored image are stored as well"
     )
-    tokenizer: TokenizerIdentity | None = Field(default=None, description="none for jpeg")
+    frame_shape: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
+        default=None, description="frames of a sample, and numbers of a frame"
+    )
+    tokenizer: TokenizerIdentity | None = Field(
+        default=None, description="none for jpeg and frames"
+    )
     preparation: Preparation
     class_names: tuple[str, ...]
     shards: tuple[ShardEntry, ...]
@@ -113,12 +118,14 @@ class Manifest(_Strict):
     @model_validator(mode="after")
     def _check_kind(self) -> Manifest:
         has_ids = self.kind in ("palette", "ids")
+        has_side = {"jpeg": self.image_size is not None, "frames": False}.get(self.kind, True)
         present = {
-            "tokenizer": (self.tokenizer is not None, self.kind != "jpeg"),
+            "tokenizer": (self.tokenizer is not None, self.kind not in ("jpeg", "frames")),
             "tokenizer.num_tokens": (self.vocabulary_size > 0, has_ids),
             "num_tokens": (self.num_tokens is not None, has_ids),
             "latent_shape": (self.latent_shape is not None, self.kind == "latents"),
-            "image_size": (self.image_size is not None, self.image_size or self.kind != "jpeg"),
+            "frame_shape": (self.frame_shape is not None, self.kind == "frames"),
+            "image_size": (self.image_size is not None, has_side),
         }
         for name, (given, wanted) in present.items():
             if given != bool(wanted):

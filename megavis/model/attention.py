@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megavis.model.init import Initialization
 from megavis.model.linear import RowParallelLinear
 from megavis.model.positions import rotate
+from megavis.model.relative import RelativeBias
 from megavis.model.tokens import all_tokens
 from megavis.model.visibility import Kind, Relations, Visibility
 from megavis.parallel.random import separate_draws
@@ -38,6 +39,7 @@ class Attention(nn.Module):
         initialization: Initialization,
         visibility_kind: Kind,
         rotary_scale: float = 1.0,
+        relative_grid: tuple[int, int] | None = None,
         has_bias: bool = False,
         recompute: bool = False,
         **_: Any,
@@ -49,6 +51,11 @@ class Attention(nn.Module):
         # Where only some tokens are projected, they are chosen from all, so a split sequence is
         # gathered first and the projections take whole sequences.
         self.chooses = visibility_kind in ("two_stream", "context")
+        self.relative_bias: RelativeBias | None = None
+        if relative_grid is not None:
+            assert visibility_kind in ("full", "context"), "other kinds have masks of their own"
+            heads = config.num_attention_heads // self.tensor_group.size()
+            self.relative_bias = RelativeBias(heads, relative_grid)
         projection = copy.copy(config)
         projection.sequence_parallel = config.sequence_parallel and not self.chooses
         width = config.hidden_size
@@ -96,14 +103,19 @@ class Attention(nn.Module):
         read = hidden_states[relations.reads_from :] if relations.reads_from else hidden_states
         query = self._heads(self.linear_q(read)[0], 1)[0]
         key, value = self._heads(self.linear_kv(seen(hidden_states, dim=0))[0], 2)
+        bias = None
         if relations.coordinates is not None:
-            places, scale = relations.coordinates, self.rotary_scale
-            query = rotate(query, places[:, relations.reads_from :], scale=scale)
-            key = rotate(key, seen(places, dim=1), scale=scale)
+            places = relations.coordinates
+            read_places, seen_places = places[:, relations.reads_from :], seen(places, dim=1)
+            if self.relative_bias is not None:
+                bias = self.relative_bias(read_places, seen_places)
+            else:
+                query = rotate(query, read_places, scale=self.rotary_scale)
+                key = rotate(key, seen_places, scale=self.rotary_scale)
         if self.recompute and self.training:
-            mixed = checkpoint(self._attend, query, key, value, relations, use_reentrant=True)
+            mixed = checkpoint(self._attend, query, key, value, relations, bias, use_reentrant=True)
         else:
-            mixed = self._attend(query, key, value, relations)
+            mixed = self._attend(query, key, value, relations, bias)
         return self.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -111,13 +123,27 @@ class Attention(nn.Module):
         heads = projected.unflatten(2, (-1, parts, self.head_size)).permute(3, 1, 2, 0, 4)
         return heads.unbind(0)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, relations: Relations) -> Tensor:
-        """Mix values `[b, n, c, d]` for queries `[b, n, q, d]` by softmax(q · k / √d)."""
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        relations: Relations,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Mix values `[b, n, c, d]` for queries `[b, n, q, d]` by softmax(q · k / √d + bias).
+
+        The bias `[b or 1, n, q, c]` is that of relative positions, where there are any.
+        """
         if relations.cache is not None:
             key, value = relations.cache.extend(self.layer_number, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Every process of the tensor group has other heads.
         with separate_draws(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
+            if bias is not None:
+                return F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=bias.to(query.dtype), dropout_p=dropout
+                )
             return self._kernel(query, key, value, relations.visibility, dropout)
 
     def _kernel(

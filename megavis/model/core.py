@@ -61,6 +61,9 @@ class Core:
     """Probability that the last block leaves out what a half of it adds to an image; those before
     it less often, the first never ("Deep Networks with Stochastic Depth"). Wants `samples`, the
     images' numbers int64 `[b]`, among the tensors that are carried."""
+    relative_grid: tuple[int, int] | None = None
+    """Rows and columns of the grid on which attention has a bias for each offset. Wants
+    `coordinates` among the tensors that are carried."""
 
     @classmethod
     def create(
@@ -71,10 +74,18 @@ class Core:
         initialization: Initialization,
         visibility_kind: Kind,
         carries: tuple[str, ...] = (),
+        relative_grid: tuple[int, int] | None = None,
     ) -> Core:
         """Translate megavis's config into Megatron's."""
-        megatron = megatron_config(config, groups)
-        return cls(config, megatron, groups, initialization, visibility_kind, carries)
+        return cls(
+            config,
+            megatron_config(config, groups),
+            groups,
+            initialization,
+            visibility_kind,
+            carries,
+            relative_grid=relative_grid,
+        )
 
     def relations(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
@@ -165,6 +176,7 @@ class Block(TransformerLayer):
             "initialization": initialization,
             "visibility_kind": core.visibility_kind,
             "rotary_scale": model.position_scale,
+            "relative_grid": core.relative_grid,
             "has_bias": model.has_biased_attention,
             "recompute": parallel.activation_checkpointing == "selective",
         }

@@ -1,8 +1,9 @@
-"""Where a token stands, told to the model in one of five ways.
+"""Where a token stands, told to the model in one of six ways.
 
 Coordinates are data: int64 `[b, s, axes]` in units of patches (or pixels), b = 1 where all images
 share them; a permuted sequence is the same tokens with permuted coordinates. Absolute kinds are
-added to the embedding, rotary kinds turn queries and keys.
+added to the embedding, rotary kinds turn queries and keys, and relative ones add to what attention
+weighs (`relative.py`).
 
 Sources: sin-cos, "Attention Is All You Need" (section 3.5), in two dimensions as MAE's released
 code has it; rotary, "RoFormer"; decomposed rotary, "Denoising Autoregressive Representation
@@ -22,7 +23,7 @@ from megavis.model.init import Fill
 LEARNED = "embedding.positions.weight"
 """The name of learned positions in every paper's model."""
 
-PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d"]
+PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
 
 _WAVELENGTH = 10_000.0
 
@@ -44,6 +45,7 @@ class Positions(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.width, self.hidden_size = kind, width, hidden_size
+        self.is_row = height == 1
         self.weight: nn.Parameter | None = None
         if kind == "learned":
             self.weight = nn.Parameter(torch.empty(height * width, hidden_size))
@@ -60,18 +62,20 @@ class Positions(nn.Module):
             places = coordinates[..., 0] * self.width + coordinates[..., 1]
             return hidden + nn.functional.embedding(places, self.weight)
         if self.kind == "sincos":
+            # A row has one axis, as in the sequences of "Attention Is All You Need".
+            coordinates = coordinates[..., 1:] if self.is_row else coordinates
             return hidden + sincos(coordinates, self.hidden_size).to(hidden.dtype)
         return hidden
 
     def carried(self, coordinates: Tensor) -> dict[str, Tensor]:
-        """Return what rotary kinds carry to the blocks, under the name that blocks know.
+        """Return what rotary and relative kinds carry to the blocks, under the name they know.
 
         Args:
             coordinates: int64 `[b or 1, s, 2]`, row and column of each token.
 
         Returns:
             Nothing for other kinds; else int64 `[b or 1, s, axes]`: `rope_1d` numbers the cells in
-            raster order, `rope_2d` takes row and column as they are.
+            raster order, the others take row and column as they are.
         """
         if self.kind == "rope_1d":
             coordinates = coordinates[..., :1] * self.width + coordinates[..., 1:]
@@ -108,7 +112,7 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
 
 def carried_names(kind: PositionKind) -> tuple[str, ...]:
     """Return the names of what `Positions.carried` gives for a kind."""
-    return ("coordinates",) if kind in ("rope_1d", "rope_2d") else ()
+    return ("coordinates",) if kind in ("rope_1d", "rope_2d", "relative_2d") else ()
 
 
 def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:

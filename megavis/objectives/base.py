@@ -36,6 +36,7 @@ class Objective(Trainable):
             initialization=self.initialization(),
             visibility_kind=self.visibility_kind,
             carries=self.carries,
+            relative_grid=self.relative_grid,
         )
 
     @property
@@ -51,6 +52,11 @@ class Objective(Trainable):
         named goes through to the head.
         """
         return ()
+
+    @property
+    def relative_grid(self) -> tuple[int, int] | None:
+        """Rows and columns of the grid on which attention has a bias for each offset."""
+        return None
 
     @property
     @abstractmethod

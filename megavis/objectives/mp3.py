@@ -8,111 +8,35 @@ Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is 
 class token stands in front (section 3.1 and appendix A); the paper does not say whether others see
 it, here they do, at every η.
 
-Legend: b images, n patches, c of them context, d numbers of a patch, h hidden size.
+Of speech, the frames of a spectrogram are the patches, and a few of them are told where they stand
+(section 4.3). The paper does not say whether these count in the loss; here they do not.
+
+Legend: b images, n patches, c of them context, g of these told where they stand, d numbers of a
+patch, h hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
-from megavis.model.core import Core
-from megavis.model.embeddings import to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal
-from megavis.model.patches import PatchEmbedding, TokenHead
-from megavis.model.positions import Positions, grid_coordinates
-from megavis.model.stream import State, Stream
+from megavis.model.patches import TokenHead
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.mp3_config import MP3Config
+from megavis.objectives.mp3_layers import Frames, Patches, Pieces, SetEmbedding, carried_by
 from megavis.parallel.random import uniform
-from megavis.tokenizers.patches import patchify, standardize, to_uint8, unpatchify
 
-
-class MP3Config(ObjectiveConfig):
-    """The keys of MP3."""
-
-    name: Literal["mp3"] = "mp3"
-    mask_ratio: Fraction = 0.75
-    """η: share of the patches that give no keys and values (section 3.2)."""
-    patch_size: Annotated[int, Field(gt=0)] = 16
-    """Side of a patch in pixels (table 1)."""
-    class_token: bool = True
-    """A learned token in front of the patches, which all of them see (section 3.1)."""
-
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want whole patches, no positions, and tokens that sequence parallelism can share."""
-        side, parallel = config.data.image_size, config.parallel
-        if side % self.patch_size:
-            text = f"{self.patch_size} does not divide data.image_size {side}"
-            yield "objective.patch_size", text
-        yield from self._check_positions(config)
-        num_tokens = (side // self.patch_size) ** 2 + self.class_token
-        if parallel.sequence_parallel and num_tokens % parallel.tensor_model_parallel_size:
-            remedy = "objective.class_token" if self.class_token else "it"
-            yield (
-                "parallel.sequence_parallel",
-                f"{num_tokens} tokens do not divide by tensor_model_parallel_size"
-                f" {parallel.tensor_model_parallel_size}; set {remedy} to false",
-            )
-
-    def _check_positions(self, config: RunConfig) -> Iterator[Complaint]:
-        """Positions come with fine-tuning, added to the patches (section 3.3)."""
-        kind, tuning = config.model.positions, config.finetune
-        if kind in (None, "none"):
-            return
-        if tuning is None or tuning.generative_weight:
-            yield "model.positions", f"{kind} tells what the model has to find out; leave it away"
-        elif kind not in ("learned", "sincos"):
-            yield "model.positions", f"{kind} is not added to patches; use learned, sincos or none"
-
-
-class SetEmbedding(nn.Module):
-    """Embeds patches alike wherever they stand, behind a class token.
-
-    In fine-tuning positions may be added to the patches; the class token has none.
-    """
-
-    def __init__(self, core: Core, patch_width: int, *, side: int, class_token: bool) -> None:
-        super().__init__()
-        self.core = core
-        self.patches = PatchEmbedding(patch_width, core.megatron.hidden_size)
-        self.positions = Positions(
-            core.config.model.positions or "none",
-            height=side,
-            width=side,
-            hidden_size=core.megatron.hidden_size,
-            fill=normal(0.02),
-        )
-        self.register_buffer("places", grid_coordinates(side, side), persistent=False)
-        self.class_token: nn.Parameter | None = None
-        if class_token:
-            self.class_token = nn.Parameter(torch.empty(core.megatron.hidden_size))
-            nn.init.normal_(self.class_token, std=0.02)
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> State:
-        """Embed.
-
-        Args:
-            inputs: patches float32 `[b, n, d]`, and places int64 `[b, c]`, among the tokens, of
-                those that are seen.
-
-        Returns:
-            `[n, b, h]`, or `[n + 1, b, h]` with the class token, and the places as `context`.
-        """
-        patches, context = inputs
-        hidden = self.positions(self.patches(patches), self.places)
-        if self.class_token is not None:
-            hidden = torch.cat([self.class_token.expand(len(hidden), 1, -1), hidden], dim=1)
-        return Stream(to_stream(hidden, self.core), {"context": context}).pack()
+TOLD = -1
+"""In place of its place: the target of a patch that is told where it stands."""
 
 
 class MP3(Objective):
@@ -133,13 +57,34 @@ class MP3(Objective):
 
     @property
     def carries(self) -> tuple[str, ...]:
-        """Places of the tokens that are seen."""
-        return ("context",)
+        """Places of the tokens that are seen, and rows and columns for relative positions."""
+        return carried_by(self.config.model.positions)
+
+    @property
+    def relative_grid(self) -> tuple[int, int] | None:
+        """The grid of the patches, where attention knows offsets."""
+        return self.grid if self.config.model.positions == "relative_2d" else None
+
+    @property
+    def pieces(self) -> Pieces:
+        """What samples are cut into."""
+        frames = self.config.data.frames
+        return Patches(self.paper.patch_size) if frames is None else Frames(frames[1])
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of places."""
+        return self.paper.grid(self.config)
 
     @property
     def num_places(self) -> int:
         """Patches n of an image, and places that each may have come from."""
-        return (self.config.data.image_size // self.paper.patch_size) ** 2
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def num_told(self) -> int:
+        """Patches g that are told where they stand in pre-training."""
+        return round(self.paper.given_ratio * self.num_places)
 
     @property
     def num_tokens(self) -> int:
@@ -161,9 +106,12 @@ class MP3(Objective):
         return Workload(self.num_tokens, seen, float(seen), self.num_tokens, self.num_outputs)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want photographs of the config's size."""
-        if manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; {self.paper.name} wants jpeg shards"
+        """Want photographs, or frames of the config's number and width."""
+        wanted, frames = self.pieces.shard_kind, self.config.data.frames
+        if manifest.kind != wanted:
+            yield f"holds {manifest.kind} shards; {self.paper.name} wants {wanted} shards here"
+        elif manifest.frame_shape != frames:
+            yield f"holds frames {list(manifest.frame_shape or ())}; data.frames is {frames}"
 
     def initialization(self) -> Initialization:
         """Return N(0, 0.02²) for every matrix, as DeiT, whose settings section 4.2 follows."""
@@ -171,10 +119,9 @@ class MP3(Objective):
         return Initialization(fill, fill, fill, fill, fill)
 
     def build_embedding(self) -> nn.Module:
-        """Return the embedding of patches, without positions but in fine-tuning."""
-        side = self.config.data.image_size // self.paper.patch_size
-        width = 3 * self.paper.patch_size**2
-        return SetEmbedding(self.core, width, side=side, class_token=self.paper.class_token)
+        """Return the embedding of patches, of which only some are told where they stand."""
+        width, class_token = self.pieces.width, self.paper.class_token
+        return SetEmbedding(self.core, width, grid=self.grid, class_token=class_token)
 
     def build_head(self) -> nn.Module:
         """Return the last norm and the matrix to one logit a place."""
@@ -186,12 +133,12 @@ class MP3(Objective):
         return self.paper.mask_ratio
 
     def patches_of(self, images: Tensor) -> Tensor:
-        """Cut uint8 `[b, height, width, 3]` into standardized patches: float32 `[b, n, d]`."""
-        return patchify(standardize(images), self.paper.patch_size)
+        """Cut samples as shards hold them into standardized patches: float32 `[b, n, d]`."""
+        return self.pieces.cut(images)
 
     def images_of(self, patches: Tensor) -> Tensor:
-        """Undo `patches_of`."""
-        return to_uint8(unpatchify(patches, self.paper.patch_size))
+        """Undo `patches_of`; raises UserError where patches are frames."""
+        return self.pieces.images(patches)
 
     def choose(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
         """Draw which patches are context.
@@ -207,17 +154,25 @@ class MP3(Objective):
         # Stable: equal draws, one in 2^24, fall alike on every device.
         return draws.argsort(dim=1, stable=True)[:, : self.num_context(mask_ratio)]
 
-    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen."""
+    def inputs_with(
+        self, patches: Tensor, context: Tensor, told: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen.
+
+        Those in `told` `[b, g]` are told where they stand; when absent, the first of the context,
+        which `choose` gives in a random order.
+        """
+        told = context[:, : self.num_told] if told is None else told
         if self.paper.class_token:
             context = F.pad(context + 1, (1, 0))
-        return patches, context.contiguous()
+        return patches, context.contiguous(), told.contiguous()
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw the context; the targets are the patches' places."""
-        inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
-        places = torch.arange(self.num_places, device=batch.inputs.device)
-        return Sequence(inputs, (places.expand(len(batch), -1).contiguous(),))
+        patches = self.patches_of(batch.inputs)
+        inputs = self.inputs_with(patches, self.choose(batch.sample_index, self.mask_ratio))
+        places = torch.arange(self.num_places, device=patches.device).expand(len(batch), -1)
+        return Sequence(inputs, (places.scatter(1, inputs[-1], TOLD),))
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the inputs in which all patches are seen, as in fine-tuning (section 3.3)."""
@@ -231,34 +186,43 @@ class MP3(Objective):
         mask_ratio: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, ...]:
-        """Return patches and what is seen of them.
+        """Return patches, what is seen of them, and which are told where they stand.
 
         Args:
-            inputs: images uint8 `[b, height, width, 3]`.
-            sample_index: int64 `[b]`, decides which patches are seen; all are when absent.
+            inputs: images uint8 `[b, height, width, 3]` or frames float `[b, n, d]`.
+            sample_index: int64 `[b]`, decides which patches are seen and told; when absent, all
+                are (without positions in the config, nothing is told to any).
             mask_ratio: η; the config's when absent.
         """
         patches = self.patches_of(inputs)
         if sample_index is None:
             everything = torch.arange(self.num_places, device=patches.device)
-            return self.inputs_with(patches, everything.expand(len(patches), -1))
-        ratio = self.paper.mask_ratio if mask_ratio is None else mask_ratio
+            everything = everything.expand(len(patches), -1)
+            return self.inputs_with(patches, everything, everything)
+        ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         return self.inputs_with(patches, self.choose(sample_index.to(patches.device), ratio))
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return nats a patch, over all patches (algorithm 1).
+        """Return nats a patch, over all patches (algorithm 1) that are not told where they stand.
 
         Args:
             predictions: logits `[b, tokens, n]`.
-            targets: true places int64 `[b, n]`.
+            targets: true places int64 `[b, n]`, `TOLD` where told: as many in every image.
         """
         (places,) = targets
-        return F.cross_entropy(self.outputs(predictions).float().transpose(1, 2), places)
+        logits = self.outputs(predictions).float().transpose(1, 2)
+        return F.cross_entropy(logits, places, ignore_index=TOLD)
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Return `accuracy`, the share of patches whose likeliest place is the true one."""
+        """Return `accuracy` and `top5`: shares of patches whose true place is named so.
+
+        Those that are told where they stand do not count.
+        """
         (places,) = targets
-        return {"accuracy": (self.outputs(predictions).argmax(-1) == places).float().mean()}
+        likeliest = self.outputs(predictions).topk(min(5, self.num_places), dim=-1).indices
+        hits = likeliest == places[..., None]
+        count = places.shape[0] * (self.num_places - self.num_told)
+        return {"accuracy": hits[..., 0].sum() / count, "top5": hits.sum() / count}
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return a logit for each place of each patch: `[b, n, n]`."""

@@ -31,6 +31,7 @@ from megavis.training.finetune_checks import check_source, label_complaints, sou
 from megavis.training.open_data import open_held_out
 
 _POSITIONS = "embedding.positions."
+_RELATIVE = ".relative_bias."
 
 
 @dataclass
@@ -145,4 +146,5 @@ _PARTS = ("selection", "test")
 
 def _is_fresh(name: str, is_saved: bool) -> bool:
     """Say whether a parameter keeps its initial weights: the classifier's, and new positions."""
-    return name.startswith(CLASSIFIER) or (name.startswith(_POSITIONS) and not is_saved)
+    tells_places = name.startswith(_POSITIONS) or _RELATIVE in name
+    return name.startswith(CLASSIFIER) or (tells_places and not is_saved)

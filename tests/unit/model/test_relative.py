@@ -1,0 +1,96 @@
+"""Relative positions: the bias of each offset against loops, and what attention makes of it."""
+
+import math
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.model.positions import grid_coordinates
+from megavis.model.relative import RelativeBias
+
+CONFIG = """\
+name: small
+objective: {name: mp3, patch_size: 4, mask_ratio: 0.5}
+model:
+  num_layers: 2
+  hidden_size: 16
+  num_attention_heads: 2
+  normalization: layer_norm
+  add_bias: true
+  positions: relative_2d
+data: {train: shards/train, validation: shards/validation, image_size: 12}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 3, batch_size: 4, validate_every: 1}
+finetune: {num_classes: 3, read_out: first}
+"""
+
+
+def test_a_pair_gets_the_entry_of_its_offset():
+    bias = RelativeBias(2, (2, 3))
+    torch.nn.init.normal_(bias.weight)
+    cells = torch.cat([torch.full((1, 1, 2), -1), grid_coordinates(2, 3)], dim=1)
+    found = bias(cells, cells)
+    assert found.shape == (1, 2, 7, 7)
+    # Rows from -1 to 1, in each columns from -2 to 2; then the three entries off the grid.
+    order = [(row, column) for row in (-1, 0, 1) for column in (-2, -1, 0, 1, 2)]
+    for query in range(7):
+        for key in range(7):
+            if query and key:
+                row, column = (cells[0, key] - cells[0, query]).tolist()
+                entry = order.index((row, column))
+            else:
+                entry = 14 + {(True, False): 1, (False, True): 2, (True, True): 3}[
+                    query == 0, key == 0
+                ]
+            assert torch.equal(found[0, :, query, key], bias.weight[:, entry])
+
+
+@pytest.mark.parametrize("visibility", ["kept", "full"])
+def test_attention_adds_it_to_its_logits(build_paper, visibility):
+    objective, runner = build_paper(CONFIG, f"finetune.visibility={visibility}")
+    attention = runner.layers.modules[1].self_attention
+    seen = {}
+    for name in ("linear_q", "linear_kv"):
+        attention.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: out[0]})
+        )
+    attention.linear_proj.register_forward_hook(lambda _, given, __: seen.update(mixed=given[0]))
+    images = torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8)
+    runner.predictions(objective.inputs_from(images))
+    query = seen["linear_q"].unflatten(2, (2, 8))
+    key, value = seen["linear_kv"].unflatten(2, (2, 2, 8)).unbind(3)
+    cells = [(-1, -1), *((row, column) for row in range(3) for column in range(3))]
+    bias = attention.relative_bias(torch.tensor([cells]), torch.tensor([cells]))[0]
+    for image in range(2):
+        for head in range(2):
+            for i in range(10):
+                logits = [
+                    float(query[i, image, head] @ key[j, image, head]) / math.sqrt(8)
+                    + float(bias[head, i, j])
+                    for j in range(10)
+                ]
+                shares = torch.tensor(logits).softmax(0)
+                expected = shares @ value[:, image, head]
+                mixed = seen["mixed"].unflatten(2, (2, 8))[i, image, head]
+                torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_at_the_start_it_is_as_without_positions(build_paper):
+    objective, runner = build_paper(CONFIG)
+    _, without = build_paper(CONFIG, "model.positions=none")
+    for block in runner.layers.modules[1:-1]:
+        torch.nn.init.zeros_(block.self_attention.relative_bias.weight)
+    inputs = objective.inputs_from(torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8))
+    named = dict(without.layers.named_parameters())
+    for name, parameter in runner.layers.named_parameters():
+        if name in named:
+            named[name].data.copy_(parameter.data)
+    torch.testing.assert_close(runner.predictions(inputs), without.predictions(inputs))
+
+
+@pytest.mark.parametrize("paper", ["{name: igpt}", "{name: darl, patch_size: 4}"])
+def test_other_papers_refuse_it(build_paper, paper):
+    text = CONFIG.replace("{name: mp3, patch_size: 4, mask_ratio: 0.5}", paper)
+    with pytest.raises(UserError, match="has no relative_2d positions"):
+        build_paper(text)
