@@ -17,7 +17,7 @@ from megavis.model.core import Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import normal
 from megavis.model.patches import PatchEmbedding
-from megavis.model.positions import Positions, carried_names, grid_coordinates
+from megavis.model.positions import PositionKind, Positions, carried_names, grid_coordinates
 from megavis.model.relative import OFF_GRID
 from megavis.model.stream import State, Stream
 from megavis.tokenizers.frames import standardize_frames
@@ -83,6 +83,8 @@ class SetEmbedding(nn.Module):
     travel on to attention (`relative_2d`); the class token has none.
     """
 
+    places: Tensor
+
     def __init__(self, core: Core, width: int, *, grid: tuple[int, int], class_token: bool) -> None:
         super().__init__()
         self.core = core
@@ -124,6 +126,6 @@ class SetEmbedding(nn.Module):
         return Stream(to_stream(hidden, self.core), carried).pack()
 
 
-def carried_by(kind: str | None) -> tuple[str, ...]:
+def carried_by(kind: PositionKind | None) -> tuple[str, ...]:
     """Return the names of what `SetEmbedding` carries for a kind of positions."""
     return ("context", *carried_names(kind or "none"))

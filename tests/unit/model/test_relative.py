@@ -40,9 +40,9 @@ def test_a_pair_gets_the_entry_of_its_offset():
                 row, column = (cells[0, key] - cells[0, query]).tolist()
                 entry = order.index((row, column))
             else:
-                entry = 14 + {(True, False): 1, (False, True): 2, (True, True): 3}[
-                    query == 0, key == 0
-                ]
+                entry = (
+                    14 + {(True, False): 1, (False, True): 2, (True, True): 3}[query == 0, key == 0]
+                )
             assert torch.equal(found[0, :, query, key], bias.weight[:, entry])
 
 
