@@ -185,10 +185,6 @@ class DataConfig(Section):
     flip: bool = False
     """Mirror every second training image, at random; ids cannot, and latents must hold the
     mirrored ones too."""
-    turn: bool = False
-    """Turn training images by a random multiple of 90 degrees; of JPEG shards alone."""
-    recolor: bool = False
-    """Exchange, invert and bend the colours of training images at random; of JPEG shards alone."""
 
     threads: Positive = 4
     """Threads of each process that read and decode ahead; they change the speed alone."""

@@ -32,7 +32,7 @@ def suffix_of(manifest: Manifest) -> str:
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
-    if transform is None or transform.crop != "shifted" or transform.turn or transform.recolor:
+    if transform is None or transform.crop != "shifted":
         _want_stored(manifest, transform, may_flip=True)
     return PaletteCodec(
         manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
@@ -75,10 +75,6 @@ def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: b
         raise UserError(
             f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"
             " crop when they are made"
-        )
-    if transform.turn or transform.recolor:
-        raise UserError(
-            f"holds {manifest.kind} shards, not pixels: set data.turn and data.recolor to false"
         )
     if transform.flip and not may_flip:
         raise UserError(

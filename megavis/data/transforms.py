@@ -19,7 +19,6 @@ CropKind = Literal["random_resized", "shifted", "center", "none"]
 
 _ATTEMPTS = 10
 _DRAWS_AN_ATTEMPT = 4
-_DRAWS_A_RECOLORING = 9
 _SHIFT = 4
 """Pixels by which `shifted` moves an image at most."""
 
@@ -52,8 +51,6 @@ class Transform:
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
             None.
         flip: mirror every second image, at random.
-        turn: turn by 0, 90, 180 or 270 degrees, at random.
-        recolor: exchange, invert and bend the channels at random.
         seed: of the draws.
     """
 
@@ -63,8 +60,6 @@ class Transform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     short_side: int | None = None
     flip: bool = False
-    turn: bool = False
-    recolor: bool = False
     seed: int = 0
 
     def flips(self, positions: np.ndarray) -> np.ndarray:
@@ -76,21 +71,15 @@ class Transform:
     def draws(self, positions: np.ndarray) -> np.ndarray:
         """Return float64 `[b, d]` in [0, 1): all that chance decides for each sample.
 
-        The first column is 1 for an image to mirror, else 0; then come turn and colours, then the
-        crop, where they are drawn.
+        The first column is 1 for an image to mirror, else 0.
         """
+        flips = self.flips(positions)[:, None]
         counts = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "shifted": 2}
-        wanted = (
-            ("turn", int(self.turn)),
-            ("recolor", _DRAWS_A_RECOLORING if self.recolor else 0),
-            ("crop", counts.get(self.crop, 0)),
-        )
-        columns = [
-            _uniform(positions, count, seed=self.seed, purpose=purpose)
-            for purpose, count in wanted
-            if count
-        ]
-        return np.concatenate([self.flips(positions)[:, None], *columns], axis=1, dtype=np.float64)
+        count = counts.get(self.crop)
+        if count is None:
+            return flips.astype(np.float64)
+        crops = _uniform(positions, count, seed=self.seed, purpose="crop")
+        return np.concatenate([flips, crops], axis=1, dtype=np.float64)
 
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Cut, resize and mirror one image.
@@ -105,18 +94,10 @@ class Transform:
         Raises:
             WrongSizeError: nothing is resized and the image has another size.
         """
-        image = self._cropped(image, draws[1 + self.turn + _DRAWS_A_RECOLORING * self.recolor :])
-        if self.turn:
-            image = np.rot90(image, math.floor(4 * draws[1]))
-        if self.recolor:
-            image = recolor(image, draws[1 + self.turn :][:_DRAWS_A_RECOLORING])
-        return image[:, ::-1] if draws[0] else image
-
-    def _cropped(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         height, width = image.shape[:2]
         size = self.image_size
         if self.crop == "random_resized":
-            window = random_window(height, width, draws, scale=self.scale, ratio=self.ratio)
+            window = random_window(height, width, draws[1:], scale=self.scale, ratio=self.ratio)
             # Cut first: the filter must not look across the border of the crop.
             image = resize(cut(image, window), height=size, width=size)
         elif self.crop == "center":
@@ -124,25 +105,8 @@ class Transform:
         elif (height, width) != (size, size):
             raise WrongSizeError(f"not {size}x{size} pixels")
         elif self.crop == "shifted":
-            image = shift(image, draws)
-        return image
-
-
-def recolor(image: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Exchange the channels, invert some, and bend each by a power.
-
-    What the colour operations of RandAugment do by single steps, all at once: what stands where is
-    kept, what it looked like is not.
-
-    Args:
-        image: uint8 `[h, w, 3]`.
-        draws: `[9]` in [0, 1): three decide the order, three which are inverted, and three the
-            powers, from 1/2 to 2 on a logarithmic scale.
-    """
-    order, inverted = draws[:3].argsort(kind="stable"), draws[3:6] < 0.5
-    levels = (np.arange(256)[:, None] / 255.0) ** 2.0 ** (2.0 * draws[6:] - 1.0)
-    table = (255.0 * np.where(inverted, 1.0 - levels, levels)).round().astype(np.uint8)
-    return table[image[..., order], np.arange(3)]
+            image = shift(image, draws[1:])
+        return image[:, ::-1] if draws[0] else image
 
 
 def shift(image: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -242,8 +206,6 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
         scale=config.scale,
         short_side=config.short_side,
         flip=config.flip,
-        turn=config.turn,
-        recolor=config.recolor,
         seed=seed,
     )
 

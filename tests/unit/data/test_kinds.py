@@ -14,6 +14,7 @@ from shard_folder import identity, write_payloads
 from megavis.config.errors import UserError
 from megavis.data.codec import IdsCodec
 from megavis.data.dataset import ShardDataset
+from megavis.data.frames import FramesCodec
 from megavis.data.jpeg import DamagedImageError, decode_rgb
 from megavis.data.latents import LatentsCodec
 from megavis.data.loader import BatchLoader, evaluation_batches
@@ -117,6 +118,29 @@ def test_latents_that_are_not_finite_are_replaced(tmp_path):
     assert dataset.skipped_names == ["shard-000000.tar:000000000: not finite"]
 
 
+def write_frames(folder, payloads):
+    return write_payloads(
+        folder, payloads, suffix="frm", kind="frames", image_size=None, frame_shape=(4, 3)
+    )
+
+
+def test_frames_round_trip_and_those_that_are_not_finite_are_replaced(tmp_path):
+    frames = RANDOM.normal(size=(3, 4, 3)).astype(np.float16)
+    payloads = [FramesCodec((4, 3)).encode(one) for one in frames]
+    broken = np.full((4, 3), np.nan, np.float16).tobytes()
+    write_frames(tmp_path, [payloads[0], broken, *payloads[1:]])
+    dataset = ShardDataset(tmp_path)
+    batch = batch_of(dataset, 4)
+    assert batch.inputs.dtype == torch.float16
+    assert np.array_equal(batch.inputs.numpy(), frames[[0, 1, 1, 2]])
+    assert dataset.skipped_names == ["shard-000000.tar:000000001: not finite"]
+    (first, *_) = webdataset.WebDataset(str(tmp_path / "shard-000000.tar"), shardshuffle=False)
+    assert np.array_equal(np.frombuffer(first["frm"], "<f2").reshape(4, 3), frames[0])
+    for wrong in (np.inf, 1e6):
+        with pytest.raises(ValueError, match="finite"):
+            FramesCodec((4, 3)).encode(np.full((4, 3), wrong))
+
+
 def test_flipped_latents_by_position(tmp_path):
     latents = np.zeros((4, 2, 2, *SHAPE), np.float32)
     latents[:, 1] = 1
@@ -211,6 +235,11 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
         ("ids", Transform(image_size=16, crop="center"), "ids shards, which cannot be cropped"),
         ("ids", Transform(image_size=16, flip=True), "of no mirrored images"),
         ("latents", Transform(image_size=16, flip=True), "of no mirrored images"),
+        (
+            "frames",
+            Transform(image_size=0, crop="center"),
+            "frames shards, which cannot be cropped",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
@@ -218,6 +247,8 @@ def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
         write_jpegs(tmp_path, [encoded(np.zeros((8, 9, 3), np.uint8))], None)
     elif kind == "ids":
         write_ids(tmp_path, [bytes(12)])
+    elif kind == "frames":
+        write_frames(tmp_path, [bytes(24)])
     else:
         write_latents(tmp_path, [LatentsCodec(SHAPE).encode(np.ones((2, *SHAPE)))])
     with pytest.raises(UserError, match=message):

@@ -156,11 +156,62 @@ def test_operations_fall_with_the_mask_ratio_as_the_count_says(make):
     assert training_flops(model, objective.workload()) == pytest.approx(by_hand)
 
 
+SPEECH = (
+    "data.image_size=0",
+    "data.frames=[20,6]",
+    "model.positions=sincos",
+    "objective.given_ratio=0.1",
+    "objective.mask_ratio=0.0",
+)
+
+
+def test_frames_are_patches_and_some_are_told_where_they_stand(make):
+    objective, runner = make(*SPEECH)
+    frames = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).half()
+    batch = batch_of(frames)
+    sequence = objective.sequence(batch)
+    patches, context, told = sequence.inputs
+    mean, deviation = frames.float().mean(1), frames.float().std(1, correction=0)
+    expected = (frames.float() - mean[:, None]) / deviation[:, None]
+    torch.testing.assert_close(patches, expected, rtol=1e-3, atol=1e-3)
+    assert (context.shape, told.shape) == ((3, 21), (3, 2))
+    embedding = runner.layers.modules[0]
+    hidden = embedding(sequence.inputs)[0][1:].transpose(0, 1)
+    added = hidden - embedding.patches(patches)
+    for image in range(3):
+        for place in range(20):
+            waves = [place / 10_000 ** (2 * i / 32) for i in range(16)]
+            wave = torch.tensor([*map(math.sin, waves), *map(math.cos, waves)])
+            wanted = wave if place in told[image].tolist() else torch.zeros(32)
+            torch.testing.assert_close(added[image, place], wanted, rtol=1e-4, atol=1e-4)
+            is_target = int(sequence.targets[0][image, place]) == place
+            assert is_target == (place not in told[image].tolist())
+    logits = torch.randn(3, 21, 20, generator=torch.Generator().manual_seed(1))
+    nats = [
+        -float(logits[b, 1 + p].log_softmax(-1)[p])
+        for b in range(3)
+        for p in range(20)
+        if p not in told[b].tolist()
+    ]
+    assert len(nats) == 54
+    assert float(objective.loss(logits, sequence.targets)) == pytest.approx(sum(nats) / 54)
+    # In features, as in fine-tuning, all are told.
+    assert objective.feature_inputs(batch)[2].tolist() == [list(range(20))] * 3
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["model.positions=learned"], "learned tells what the model has to find out"),
+        (["model.positions=relative_2d"], "relative_2d tells what the model has to find out"),
+        (["objective.given_ratio=0.1"], "which model.positions must do: learned or sincos"),
+        (
+            ["objective.given_ratio=0.5", "model.positions=sincos"],
+            "0.5 leaves no context that does not know its place",
+        ),
+        (["data.image_size=0"], "must give the side of the images in pixels"),
+        (["data.frames=[20,6]"], "is of images, and data.frames of frames: give one of them"),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
             "17 tokens do not divide",
