@@ -128,6 +128,7 @@ def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, o
 def row(name: str, engine: Engine, watch: Stopwatch, num_steps: int) -> dict[str, object]:
     """Run the loop and return the medians of its laps."""
     from megavis.training.loop import train
+    from megavis.training.watchdog import Watchdog
 
     laps = Laps(watch)
     train(
@@ -138,6 +139,7 @@ def row(name: str, engine: Engine, watch: Stopwatch, num_steps: int) -> dict[str
         hooks=[laps],
         metrics=None,
         save=_keep_nothing,
+        watchdog=Watchdog(engine.context, patience=0.0),
     )
     steps, waits = zip(*laps.laps, strict=True)
     return {

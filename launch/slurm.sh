@@ -16,7 +16,8 @@
 #SBATCH --open-mode=append
 # A job that is preempted, or loses a node, is queued again and goes on from its newest checkpoint.
 #SBATCH --requeue
-# Five minutes before the time limit the script below gets USR1 and asks for another turn.
+# Five minutes before the time limit the script below gets USR1: the run saves, stops and is queued
+# again.
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
@@ -37,11 +38,12 @@ if [[ -f .venv/bin/activate ]]; then
 fi
 
 # shellcheck disable=SC2317,SC2329 # called by the trap
-requeue() {
-  echo "slurm.sh: time is nearly up; queueing job $SLURM_JOB_ID again" >&2
-  scontrol requeue "$SLURM_JOB_ID"
+save() {
+  echo "slurm.sh: time is nearly up; asking the run to save and stop" >&2
+  # To the tasks alone: without --batch or --full a signal does not come here again.
+  scancel --signal=USR1 "$SLURM_JOB_ID"
 }
-trap requeue USR1
+trap save USR1 TERM
 
 # --kill-on-bad-exit: when one task fails, the others would wait for it in a collective.
 # Every task sees all GPUs of its node and takes the one of its SLURM_LOCALID.
@@ -55,4 +57,11 @@ while kill -0 "$step" 2>/dev/null; do
   code=0
   wait "$step" || code=$?
 done
+# 2 is a mistake in the config, which another turn would make again. All else goes on from the newest
+# checkpoint: a run that was asked to stop (75), a node that failed, a hang. A run that comes no
+# further is given up after training.max_restarts, with 2.
+if ((code != 0 && code != 2)); then
+  echo "slurm.sh: exit code $code; queueing job $SLURM_JOB_ID again" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$code"

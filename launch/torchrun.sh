@@ -22,8 +22,8 @@ num_nodes=${NUM_NODES:-1}
 # torchrun sets OMP_NUM_THREADS=1 with a warning where it is absent; one thread a process leaves the
 # data thread its core.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Where a process dies, the others wait in a collective; torch's watchdog ends them after ten minutes
-# (the time limit of megavis's groups), and the launcher ends the job.
+# Where a process dies, the launcher ends the others; where one hangs, megavis ends all after
+# training.hang_timeout. RESTARTS=3 starts them again so many times, from the newest checkpoint.
 # Say NCCL_DEBUG=INFO to see which network NCCL chose. Where it chose the wrong one:
 #   NCCL_SOCKET_IFNAME=eth0   the interface for the first contact
 #   NCCL_IB_HCA=mlx5          the InfiniBand adapters for the data
@@ -43,4 +43,4 @@ else
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
   )
 fi
-exec torchrun "${meeting[@]}" --nproc-per-node "$PROCESSES" --module megavis.cli train "$@"
+exec torchrun "${meeting[@]}" --max-restarts "${RESTARTS:-0}" --nproc-per-node "$PROCESSES" --module megavis.cli train "$@"

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megavis.config.errors import UserError
+from megavis.config.errors import UnfinishedError, UserError
 
 # Each command and its module; `import` is a word of Python, so its module has another name.
 _COMMANDS = {
@@ -29,7 +29,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code, 2 for a user's mistake."""
+    """Run one command; returns the exit code, 2 for a user's mistake, 75 for what is to go on."""
     parser = argparse.ArgumentParser(
         prog="megavis", description="Pretrain generative vision Transformers on any layout."
     )
@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except UnfinishedError as error:
+        sys.stderr.write(f"stopped by a signal: {error}\n")
+        return 75
     return code
 
 

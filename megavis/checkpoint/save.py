@@ -50,55 +50,85 @@ class _Share:
     entries: dict[str, LogicalTensor] = field(default_factory=dict)
 
 
-def save_checkpoint(
-    run_folder: Path,
-    progress: Progress,
-    *,
-    layers: LocalLayers,
-    states: ParameterStates,
-    context: ParallelContext,
-) -> Path:
-    """Save; every process calls this. The checkpoint appears completely or not at all.
+class Snapshot:
+    """A checkpoint in this process's memory, on its way to the disk.
 
-    Raises:
-        OSError: on every process when any of them could not write.
+    `write` may run in a thread while training goes on; then every process calls `publish`.
     """
-    partial = partial_folder(run_folder, progress.step)
-    if context.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier(group=context.world.group)
-    name = f"rank-{context.world.rank:05d}.safetensors"
-    share = _collect(name, layers, states, context)
-    written: tuple[StoredFile | None, str] = (None, "")
-    try:
-        if share.tensors:
-            written = (write_tensors(partial / name, share.tensors), "")
-    except OSError as error:
-        written = (None, f"{partial / name}: {error}")
-    gathered: list = [None] * context.world.size
-    dist.all_gather_object(gathered, (name, written, share.entries))
-    failures = [text for _, (_, text), _ in gathered if text]
-    if failures:
-        raise OSError(f"checkpoint of step {progress.step} not saved: {failures[0]}")
-    optimizer_step = states.optimizer_step()
-    if context.is_main:
-        files = {file: stored for file, (stored, _), _ in gathered if stored is not None}
+
+    def __init__(
+        self,
+        run_folder: Path,
+        progress: Progress,
+        *,
+        layers: LocalLayers,
+        states: ParameterStates,
+        context: ParallelContext,
+    ) -> None:
+        """Copy what this process owns; every process calls this."""
+        self.step = progress.step
+        self._run_folder, self._progress, self._context = run_folder, progress, context
+        self._partial = partial_folder(run_folder, progress.step)
+        if context.is_main:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        self._file = f"rank-{context.world.rank:05d}.safetensors"
+        self._share = _collect(self._file, layers, states, context)
+        self._optimizer_step = states.optimizer_step()
+        self._stored: StoredFile | None = None
+        self._failure = "it was not written"
+        # Nobody writes into a folder that the main process is still removing.
+        dist.barrier(group=context.world.group)
+
+    def write(self) -> None:
+        """Write this process's share; a failure is kept for `publish` to tell all processes."""
+        path = self._partial / self._file
+        try:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            if self._share.tensors:
+                self._stored = write_tensors(path, self._share.tensors)
+            self._failure = ""
+        except Exception as error:
+            self._failure = f"{path}: {error}"
+        self._share.tensors.clear()
+
+    def publish(self) -> None:
+        """Let the checkpoint appear, completely or not at all; every process calls this.
+
+        Raises:
+            OSError: on every process when any of them could not write.
+        """
+        mine = (self._file, self._stored, self._share.entries, self._failure)
+        gathered: list = [None] * self._context.world.size
+        dist.all_gather_object(gathered, mine, group=self._context.world.group)
+        failures = [failure for *_, failure in gathered if failure]
+        if not failures and self._context.is_main:
+            try:
+                self._finish(gathered)
+            except OSError as error:
+                failures = [str(error)]
+        told = [failures]
+        group = self._context.world.group
+        dist.broadcast_object_list(told, src=0, group=group, device=self._context.device)
+        if told[0]:
+            if self._context.is_main:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise OSError(f"checkpoint of step {self.step} not saved: {told[0][0]}")
+
+    def _finish(self, gathered: list) -> None:
+        progress = self._progress
         manifest = Manifest(
             step=progress.step,
             samples_seen=progress.samples_seen,
-            optimizer_step=optimizer_step,
+            optimizer_step=self._optimizer_step,
             loss_scale=progress.loss_scale,
             seed=progress.seed,
             tokenizer=progress.tokenizer,
-            layout=_layout(context),
-            files=files,
-            tensors=_join([entries for _, _, entries in gathered]),
+            layout=_layout(self._context),
+            files={file: stored for file, stored, *_ in gathered if stored is not None},
+            tensors=_join([entries for _, _, entries, _ in gathered]),
         )
-        write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
-        publish(run_folder, progress.step)
-    dist.barrier(group=context.world.group)
-    return run_folder / "checkpoints" / f"step-{progress.step:08d}"
+        write_atomically(self._partial / MANIFEST, manifest.model_dump_json().encode())
+        publish(self._run_folder, progress.step)
 
 
 def _collect(

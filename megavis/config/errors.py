@@ -1,5 +1,12 @@
-"""The one exception that means: the user can fix this."""
+"""The exceptions that the command line turns into one message and an exit code of its own."""
 
 
 class UserError(ValueError):
     """A user's mistake: the command line prints it as one message and exits with code 2."""
+
+
+class UnfinishedError(RuntimeError):
+    """A run that was asked to stop, is saved, and is to be started again: exit code 75.
+
+    `sysexits.h` calls the code EX_TEMPFAIL: "the user is invited to retry".
+    """

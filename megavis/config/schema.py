@@ -265,6 +265,11 @@ class TrainingConfig(Section):
     """Steps between two image grids; 0: never."""
     sample_images: Positive = 8
     """Images of such a grid."""
+    hang_timeout: Annotated[float, Field(ge=0)] = 180.0
+    """Seconds that a step of several processes may take before the job is ended as hung; what comes
+    between two steps may take ten times as long. 0: any time."""
+    max_restarts: NonNegative = 3
+    """Automatic restarts (of SLURM, of torchrun) without a new checkpoint between them."""
 
 
 class FinetuneConfig(Section):

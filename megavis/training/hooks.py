@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -105,8 +105,24 @@ _COUNT = "images"
 class Validate:
     """Mean loss on held-out images, every N steps and before the first."""
 
-    def __init__(self, dataset: Readable, every: int, num_images: int) -> None:
+    def __init__(
+        self,
+        dataset: Readable,
+        every: int,
+        num_images: int,
+        *,
+        is_urgent: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            dataset: held-out images.
+            every: steps between two validations.
+            num_images: so many of them.
+            is_urgent: asked before each batch, on all processes at once, whether to break off.
+        """
         self.dataset, self.every, self.num_images = dataset, every, num_images
+        self.is_urgent = is_urgent
 
     def __call__(self, state: StepState) -> None:
         """Record `validation_loss` where it is due."""
@@ -117,7 +133,7 @@ class Validate:
     def measure(self, engine: Engine) -> dict[str, float]:
         """Return the mean loss over the held-out images, and what else the objective measures.
 
-        Every process calls this.
+        Every process calls this. Nothing is returned where it was broken off.
         """
         runner = Runner(engine.layers, engine.context)
         batches = evaluation_batches(
@@ -129,6 +145,8 @@ class Validate:
         )
         sums: dict[str, Tensor] = {}
         for batch in batches:
+            if self.is_urgent():
+                return {}
             sequence = engine.objective.sequence(batch.to(engine.context.device))
             predictions = runner.predictions(sequence.inputs)
             with torch.no_grad():
@@ -141,19 +159,6 @@ class Validate:
         torch.distributed.all_reduce(total, group=engine.context.data.group)
         means = dict(zip(sums, (total / total[-1]).tolist(), strict=True))
         return {name: mean for name, mean in means.items() if name != _COUNT}
-
-
-class SaveCheckpoint:
-    """A checkpoint every N steps, where a hook wants one, and at the end."""
-
-    def __init__(self, every: int, save: Callable[[int], Any]) -> None:
-        self.every, self.save = every, save
-
-    def __call__(self, state: StepState) -> None:
-        """Save where it is due."""
-        due = state.is_due(self.every) or state.wants_checkpoint or state.step == state.last_step
-        if state.loss is not None and due:
-            self.save(state.step)
 
 
 class CollectGarbage:

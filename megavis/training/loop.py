@@ -8,6 +8,7 @@ from megavis.data.batch import Batch
 from megavis.training.engine import Engine
 from megavis.training.hooks import Hook, StepState
 from megavis.training.metrics import MetricsWriter
+from megavis.training.watchdog import Watchdog
 
 
 def train(
@@ -19,6 +20,7 @@ def train(
     hooks: Sequence[Hook],
     metrics: MetricsWriter | None,
     save: Hook,
+    watchdog: Watchdog,
 ) -> None:
     """Train from `first_step` to `last_step`, or until a hook stops.
 
@@ -30,14 +32,18 @@ def train(
         hooks: side jobs, called in this order on every process; before the first step of all too.
         metrics: where the main process writes; None on the others.
         save: called last, so that a checkpoint never knows a step whose metrics are missing.
+        watchdog: ends the job where a step takes too long. The first one, which warms everything
+            up, and what comes after a step may take ten times as long.
     """
     if first_step == 0:
         _after_step(StepState(0, last_step, None, engine), hooks, metrics)
     for step in range(first_step, last_step):
-        loss = engine.train_step(batches, step)
+        with watchdog.expect(f"step {step + 1}", times=10 if step == first_step else 1):
+            loss = engine.train_step(batches, step)
         state = StepState(step + 1, last_step, loss, engine)
-        _after_step(state, hooks, metrics)
-        save(state)
+        with watchdog.expect(f"what follows step {step + 1}", times=10):
+            _after_step(state, hooks, metrics)
+            save(state)
         if state.stop is not None:
             return
 

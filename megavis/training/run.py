@@ -15,9 +15,9 @@ from megavis.checkpoint.folder import latest_checkpoint, prune
 from megavis.checkpoint.load import load_training_state
 from megavis.checkpoint.manifest import Manifest as CheckpointManifest
 from megavis.checkpoint.manifest import read_manifest
-from megavis.checkpoint.save import Progress, save_checkpoint
+from megavis.checkpoint.save import Progress, Snapshot
 from megavis.checkpoint.state import ParameterStates
-from megavis.config.errors import UserError
+from megavis.config.errors import UnfinishedError, UserError
 from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.schema import RunConfig
 from megavis.data.files import write_atomically
@@ -36,14 +36,18 @@ from megavis.training.hooks import (
     CollectGarbage,
     Hook,
     LogMetrics,
-    SaveCheckpoint,
     ShowProgress,
+    StepState,
     Validate,
 )
+from megavis.training.interruption import StopOnSignal
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.open_data import open_held_out, open_training_data
+from megavis.training.restarts import count_restart
 from megavis.training.samples import SampleImages
+from megavis.training.saving import SaveCheckpoint
+from megavis.training.watchdog import Watchdog
 
 
 @dataclass
@@ -85,14 +89,21 @@ class TrainingRun:
         return cls(config, context, objective, train_data, tuning.selection, tuning)
 
     def train(self, extra_hooks: Sequence[Hook] = ()) -> None:
-        """Train to the last step, from the newest checkpoint if there is one."""
+        """Train to the last step, from the newest checkpoint if there is one.
+
+        Raises:
+            UnfinishedError: a signal asked this or another process to stop; the run is saved.
+        """
         config, context = self.config, self.context
         checkpoint = self._checkpoint_to_resume()
         first_step = read_manifest(checkpoint).step if checkpoint else 0
         if self.finetuning is not None:
             self.finetuning.resume(first_step, context)
-        hooks = self._hooks(first_step, extra_hooks)
+        interruption = StopOnSignal()
+        save = SaveCheckpoint(config.checkpoint.every, self._snapshot, published=self._prune)
+        hooks = self._hooks(first_step, interruption, save, extra_hooks)
         self._prepare_folder()
+        count_restart(self.folder, first_step, config.training.max_restarts, context)
         engine = Engine(config, self.objective, context)
         states = ParameterStates(engine.deepspeed, config.parallel.zero_stage)
         if checkpoint is not None:
@@ -113,7 +124,8 @@ class TrainingRun:
             start_step=first_step,
             threads=config.data.threads,
         )
-        with loader:
+        watchdog = Watchdog(context, patience=config.training.hang_timeout)
+        with loader, interruption, watchdog:
             train(
                 engine,
                 loader,
@@ -121,12 +133,13 @@ class TrainingRun:
                 last_step=first_step if self._is_over else config.training.steps,
                 hooks=hooks,
                 metrics=metrics,
-                save=SaveCheckpoint(
-                    config.checkpoint.every, lambda step: self._save(step, engine, states)
-                ),
+                save=save,
+                watchdog=watchdog,
             )
         if metrics is not None:
             metrics.close()
+        if interruption.has_stopped:
+            raise UnfinishedError(f"{self.folder} is saved; start it again and it goes on")
         if self.finetuning is not None:
             self.finetuning.finish(engine)
 
@@ -135,20 +148,32 @@ class TrainingRun:
         """True where a run that is started again had stopped early."""
         return self.finetuning is not None and self.finetuning.stopping.is_over
 
-    def _hooks(self, first_step: int, extra: Sequence[Hook]) -> list[Hook]:
+    def _hooks(
+        self,
+        first_step: int,
+        interruption: StopOnSignal,
+        save: SaveCheckpoint,
+        extra: Sequence[Hook],
+    ) -> list[Hook]:
         settings, paper = self.config.training, self.objective
         log = LogMetrics(
             settings.log_every,
             flops_per_image=paper.flops_per_image(),
             tokens_per_image=paper.num_tokens,
         )
-        hooks: list[Hook] = [log]
+        hooks: list[Hook] = [log, save.record_stall]
         if self.validation_data is not None and settings.validate_every:
             hooks.append(
-                Validate(self.validation_data, settings.validate_every, settings.validation_images)
+                Validate(
+                    self.validation_data,
+                    settings.validate_every,
+                    settings.validation_images,
+                    is_urgent=interruption.is_urgent,
+                )
             )
         if self.finetuning is not None:
             hooks.append(self.finetuning.stopping)
+        hooks.append(interruption)
         if settings.sample_every:
             hooks.append(
                 SampleImages(
@@ -164,17 +189,21 @@ class TrainingRun:
             hooks.append(ShowProgress(first_step, settings.steps))
         return [*hooks, log.restart_clock]
 
-    def _save(self, step: int, engine: Engine, states: ParameterStates) -> None:
+    def _snapshot(self, state: StepState) -> Snapshot:
+        engine = state.engine
         progress = Progress(
-            step=step,
-            samples_seen=step * self.config.training.batch_size,
+            step=state.step,
+            samples_seen=state.step * self.config.training.batch_size,
             seed=self.config.seed,
             tokenizer=self.train_data.manifest.identity,
             loss_scale=engine.loss_scale(),
         )
-        save_checkpoint(
+        states = ParameterStates(engine.deepspeed, self.config.parallel.zero_stage)
+        return Snapshot(
             self.folder, progress, layers=engine.layers, states=states, context=self.context
         )
+
+    def _prune(self) -> None:
         if self.context.is_main:
             keep = self.config.checkpoint
             best = self.finetuning.stopping.best_step if self.finetuning else None

@@ -51,8 +51,8 @@ class SampleImages:
             self.examples = read_batch(dataset, places, places)
 
     def __call__(self, state: StepState) -> None:
-        """Draw where it is due, but not before the first step."""
-        if state.loss is None or not state.is_due(self.every):
+        """Draw where it is due, but neither before the first step nor when training stops."""
+        if state.loss is None or state.stop is not None or not state.is_due(self.every):
             return
         engine = state.engine
         runner = Runner(engine.layers, engine.context)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_jobs import deterministic_metrics, train_run
+from run_jobs import deterministic_metrics, rewind, train_run
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.checkpoint.folder import saved_steps
@@ -81,10 +81,10 @@ def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
     assert (result["step"], result["num_images"]) == (best, 20)
     assert sum(map(sum, result["confusion"])) == 20
 
-    # Interrupted after step 4, which was saved, it goes on in another layout.
+    # Interrupted after its best step, which was saved, it goes on in another layout.
     broken = words(config_path, *settings, "name=broken")
-    run_job(train_run, 1, str(config_path), [*broken, "training.steps=4"])
     other = config_path.parent / "broken"
+    rewind(folder, other, best)
     for path in (other / "evaluation").iterdir():
         path.unlink()
     layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]

@@ -73,17 +73,19 @@ def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp
     programs("torchrun")
     assert start("torchrun.sh", "a.yaml", "training.steps=3").wait(20) == 0
     assert logged(tmp_path, "torchrun") == (
-        "--standalone --nproc-per-node 3 --module megavis.cli train a.yaml training.steps=3"
+        "--standalone --max-restarts 0 --nproc-per-node 3"
+        " --module megavis.cli train a.yaml training.steps=3"
     )
 
 
 def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):
     programs("torchrun")
     where = {"NUM_NODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node00", "PROCESSES": "8"}
+    where["RESTARTS"] = "5"
     assert start("torchrun.sh", "a.yaml", **where).wait(20) == 0
     assert logged(tmp_path, "torchrun") == (
         "--nnodes 4 --node-rank 2 --master-addr node00 --master-port 29500"
-        " --nproc-per-node 8 --module megavis.cli train a.yaml"
+        " --max-restarts 5 --nproc-per-node 8 --module megavis.cli train a.yaml"
     )
 
 
@@ -108,21 +110,24 @@ def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):
     assert start("deepspeed.sh", "a.yaml", HOSTFILE="absent").wait(20) == 2
 
 
-def test_slurm_starts_one_srun_and_returns_its_code(start, programs, tmp_path):
-    programs("srun", "exit 7")
-    assert start("slurm.sh", "a.yaml", "name=b", SLURM_JOB_ID="5").wait(20) == 7
-    assert logged(tmp_path, "srun") == (
-        "--kill-on-bad-exit=1 python -m megavis.cli train a.yaml name=b"
-    )
-
-
-def test_slurm_queues_itself_again_when_time_is_nearly_up(start, programs, tmp_path):
-    programs("srun", "sleep 2; exit 3")
+@pytest.mark.parametrize(("code", "again"), [(0, False), (2, False), (1, True), (75, True)])
+def test_slurm_starts_one_srun_and_queues_itself_again(start, programs, tmp_path, code, again):
+    programs("srun", f"exit {code}")
     programs("scontrol")
+    assert start("slurm.sh", "a.yaml", "name=b", SLURM_JOB_ID="5").wait(20) == code
+    srun, _, scontrol = logged(tmp_path, "srun").partition(" scontrol ")
+    assert srun == "--kill-on-bad-exit=1 python -m megavis.cli train a.yaml name=b"
+    assert scontrol == ("requeue 5" if again else "")
+
+
+def test_slurm_asks_the_run_to_save_when_time_is_nearly_up(start, programs, tmp_path):
+    programs("srun", "sleep 1; exit 75")
+    programs("scontrol")
+    programs("scancel")
     process = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
     log = tmp_path / "log"
     while not (log.exists() and "srun" in log.read_text()):
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(20) == 3, "the script waits on for its step"
-    assert logged(tmp_path, "scontrol") == "requeue 5"
+    assert process.wait(20) == 75, "the script waits on for its step"
+    assert logged(tmp_path, "scancel") == "--signal=USR1 5 scontrol requeue 5"

@@ -1,0 +1,62 @@
+"""Being asked to stop: save, leave, and say by the exit code that there is more to do."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from megavis.parallel.agreement import Agreement
+from megavis.training.hooks import StepState
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""SLURM sends either of them before it takes the nodes away."""
+
+
+class StopOnSignal:
+    """A hook that ends training after a step, with a checkpoint, once any process gets a signal.
+
+    Attributes:
+        has_stopped: True once it has ended training before its last step.
+    """
+
+    def __init__(self) -> None:
+        """Join the other processes; every process calls this, and then enters the context."""
+        self._agreement = Agreement()
+        self._received = False
+        self._agreed = False
+        self.has_stopped = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopOnSignal:
+        # Python lets no other thread handle signals; a job in one is stopped by its owner.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._receive) for one in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def __call__(self, state: StepState) -> None:
+        """Stop where all know that one was asked to."""
+        if not self._agreed:
+            self._agreed = bool(self._agreement.exchange(self._received))
+        if self._agreed and state.loss is not None and not state.is_last:
+            state.wants_checkpoint = True
+            state.stop = "asked to stop by a signal"
+            self.has_stopped = True
+
+    def is_urgent(self) -> bool:
+        """Say whether to break off what delays the next checkpoint; all processes ask together."""
+        self._agreed = self._agreed or self._agreement.settle(self._received)
+        return self._agreed
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = True

@@ -1,0 +1,148 @@
+"""Finding a process that hangs or has died, naming it, and ending the job.
+
+The others wait for it in a collective, where they can do nothing. So a thread of each process
+watches its time and tells a store that it lives; whose word does not change is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megavis.parallel.context import ParallelContext
+
+HUNG_EXIT_CODE = 70
+"""Of a process that ended itself since the job hangs; sysexits.h calls it EX_SOFTWARE."""
+
+_BEAT_SECONDS = 1.0
+_SILENT_BEATS = 4
+
+
+class Watchdog:
+    """Ends the job when something takes too long; a context manager around training."""
+
+    def __init__(self, context: ParallelContext, *, patience: float) -> None:
+        """Prepare.
+
+        Args:
+            context: where this process stands.
+            patience: seconds that a step may take; 0: any time. One process alone waits for nobody
+                and is not watched.
+        """
+        self._rank, self._size = context.world.rank, context.world.size
+        self._patience = patience if self._size > 1 else 0.0
+        self._doing, self._deadline = "starting", float("inf")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._patience:
+            self._store = _join_store()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop watching; where training has failed, say who does not answer any more."""
+        if not self._patience:
+            return
+        self._deadline = float("inf")
+        if isinstance(error, Exception):
+            self._tell_who_is_silent()
+        self._over.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def expect(self, doing: str, *, times: int = 1) -> Iterator[None]:
+        """Watch what is done inside; it may take so many times the patience."""
+        self._doing, self._deadline = doing, time.monotonic() + times * self._patience
+        yield
+        self._deadline = float("inf")
+
+    def _watch(self) -> None:
+        while not self._over.wait(_BEAT_SECONDS):
+            self._say_alive()
+            if time.monotonic() > self._deadline:
+                self._end()
+
+    def _say_alive(self) -> None:
+        word = {"host": socket.gethostname(), "doing": self._doing, "time": time.time_ns()}
+        # The store goes with its host: then others are told by whoever still can.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_key(self._rank), json.dumps(word))
+
+    def _end(self) -> NoReturn:
+        waited = f"has waited for {self._patience:g} s or more"
+        text = f"rank {self._rank} on {socket.gethostname()} {waited} in {self._doing}; its stacks:"
+        sys.stderr.write(f"megavis: {text}\n")
+        sys.stderr.flush()
+        # Another thread may hold Python's lock for good, but a stack needs none.
+        faulthandler.dump_traceback(all_threads=True)
+        self._tell_who_is_silent()
+        sys.stderr.flush()
+        os._exit(HUNG_EXIT_CODE)
+
+    def _tell_who_is_silent(self) -> None:
+        """Name the ranks whose word has not changed for a while; the first living rank does."""
+        try:
+            silent = self._silent_ranks()
+        except RuntimeError:
+            sys.stderr.write("megavis: rank 0, which all others meet at, does not answer\n")
+            return
+        living = [rank for rank in range(self._size) if rank not in silent]
+        if silent and living[:1] == [self._rank]:
+            sys.stderr.write("".join(f"megavis: {text}\n" for text in silent.values()))
+
+    def _silent_ranks(self) -> dict[int, str]:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        before = {rank: self._word(rank) for rank in others}
+        for _ in range(_SILENT_BEATS):
+            # The others look too: whoever looks must go on telling that it lives.
+            self._say_alive()
+            time.sleep(_BEAT_SECONDS)
+        silent = {}
+        for rank in others:
+            word = self._word(rank)
+            if word == before[rank]:
+                told = json.loads(word) if word else {"host": "an unknown host", "doing": "start"}
+                silent[rank] = (
+                    f"rank {rank} on {told['host']} does not answer: it is dead or hangs; last"
+                    f" heard of in {told['doing']}"
+                )
+        return silent
+
+    def _word(self, rank: int) -> str | None:
+        if not self._store.check([_key(rank)]):
+            return None
+        return self._store.get(_key(rank)).decode()
+
+
+def _key(rank: int) -> str:
+    return f"megavis/alive/{rank}"
+
+
+def _join_store() -> dist.TCPStore:
+    """Connect once more to where the processes met: the first connection may be busy waiting."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+    )

@@ -1,0 +1,173 @@
+"""Signals, a process that dies, one that hangs, a disk that is full: nothing is lost or silent."""
+
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_jobs import deterministic_metrics, train_run
+
+from megavis.checkpoint import save
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps
+from megavis.cli import main
+from megavis.parallel.launch import Launch, free_port
+from megavis.training.metrics import read_metrics
+from megavis.training.watchdog import HUNG_EXIT_CODE
+
+
+def run_command(launch: Launch, words: list[str], log: Path) -> None:
+    """Be one process of `megavis train`, as a launcher would start it."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    os.environ.update(launch.environment())
+    sys.exit(main(["train", *words, "--device", "cpu"]))
+
+
+class Job:
+    """Two processes of one training, and what they write."""
+
+    def __init__(self, server: Any, words: list[str], folder: Path) -> None:
+        port = free_port()
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(2)]
+        self.processes = [
+            server.Process(
+                target=run_command, args=(Launch(rank, 2, rank, "127.0.0.1", port), words, log)
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def send(self, rank: int, number: int) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def wait(self, rank: int, seconds: float = 60.0) -> int | None:
+        self.processes[rank].join(seconds)
+        return self.processes[rank].exitcode
+
+    def log(self, rank: int) -> str:
+        return self.logs[rank].read_text()
+
+
+@pytest.fixture
+def start(tiny_config: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start a training of two processes; what is left of them is ended."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["megavis.training.run"])
+    jobs: list[Job] = []
+
+    def begin(*words: str) -> Job:
+        jobs.append(Job(server, [str(tiny_config), f"output={tmp_path}", *words], tmp_path))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        for process in job.processes:
+            process.kill()
+            process.join()
+
+
+def wait_for_step(run_folder: Path, step: int) -> None:
+    end = time.monotonic() + 60
+    while all(line["step"] < step for line in read_metrics(run_folder)):
+        assert time.monotonic() < end, f"the run did not come to step {step}"
+        time.sleep(0.01)
+
+
+LONG = ("training.steps=60", "checkpoint.every=0", "name=run")
+
+
+def test_a_signal_to_one_process_saves_and_stops_all(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    unbroken = start(*LONG, "name=unbroken")
+    assert [unbroken.wait(rank) for rank in range(2)] == [0, 0]
+
+    job = start(*LONG)
+    wait_for_step(tmp_path / "run", 3)
+    job.send(1, signal.SIGTERM)
+
+    assert [job.wait(rank) for rank in range(2)] == [75, 75]
+    assert "stopped by a signal" in job.log(0)
+    (step,) = saved_steps(tmp_path / "run")
+    assert 3 <= step < 60
+    again = start(*LONG)
+    assert [again.wait(rank) for rank in range(2)] == [0, 0]
+    ours, theirs = (deterministic_metrics(tmp_path / name) for name in ("run", "unbroken"))
+    assert ours == theirs
+
+
+def test_a_process_that_is_killed_is_named(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start(*LONG, "training.steps=100000")
+    wait_for_step(tmp_path / "run", 3)
+    time.sleep(1.5)  # the first word of each process
+    job.send(1, signal.SIGKILL)
+    assert job.wait(0, seconds=30) == 1
+    named = re.findall(r"megavis: (rank \d) on \S+ does not answer.* heard of in (.*)", job.log(0))
+    assert [rank for rank, _ in named] == ["rank 1"]
+    assert re.fullmatch(r"(what follows )?step \d+", named[0][1])
+
+
+def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = start(*LONG, "training.steps=100000", "training.hang_timeout=2")
+    wait_for_step(tmp_path / "run", 3)
+    time.sleep(1.5)
+    job.send(1, signal.SIGSTOP)
+    assert job.wait(0, seconds=60) == HUNG_EXIT_CODE
+    log = job.log(0)
+    assert re.search(r"rank 0 on \S+ has waited for 2 s or more in (what follows )?step \d+", log)
+    assert "in train_step" in log or "in _after_step" in log or "in exchange" in log
+    assert re.search(r"megavis: rank 1 on \S+ does not answer: it is dead or hangs", log)
+    # Once it goes on it finds the others gone and ends by itself.
+    job.send(1, signal.SIGCONT)
+    assert job.wait(1, seconds=60) not in (None, 0)
+
+
+def train_on_a_full_disk(launch: Launch, path: str, words: list[str], full: tuple) -> None:
+    """Train; the second process cannot write the checkpoints of some steps."""
+    write = save.write_tensors
+
+    def fail(path: Path, tensors: Any) -> Any:
+        if launch.rank == 1 and any(f"{step:08d}" in str(path) for step in full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "write_tensors", fail)
+        if 12 not in full:
+            train_run(launch, path, words)
+            return
+        with pytest.raises(OSError, match=r"step 12 not saved: .*No space left"):
+            train_run(launch, path, words)
+
+
+@pytest.mark.parametrize(("full", "saved"), [((8,), [4, 12]), ((12,), [4, 8])])
+def test_a_full_disk_leaves_the_checkpoint_before_and_training_goes_on(
+    run_job: Callable[..., list[Any]],
+    tiny_config: Path,
+    tmp_path: Path,
+    full: tuple[int, ...],
+    saved: list[int],
+) -> None:
+    words = [f"output={tmp_path}", "training.batch_size=8"]
+    run_job(train_on_a_full_disk, 2, str(tiny_config), words, full)
+    folder = tmp_path / "tiny"
+    assert saved_steps(folder) == saved
+    latest = latest_checkpoint(folder)
+    assert latest is not None
+    assert latest.name == f"step-{saved[-1]:08d}"
+    assert not list((folder / "checkpoints").glob(".*.partial"))
+    lines = deterministic_metrics(folder)
+    assert [line["step"] for line in lines] == list(range(13))[1:]
+    told = [line["checkpoints_not_saved"] for line in lines if "checkpoints_not_saved" in line]
+    assert set(told) == ({1.0} if 8 in full else set())
