@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,11 +97,13 @@ def open_context(
     else:
         _answer_cpu_to_megatron()
         _skip_inference_collectives()
+    timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "nccl" if name == "cuda" else "gloo",
+        store=_store_of_this_machine(launch, timeout),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timeout,
     )
     deepspeed.init_distributed(
         "nccl" if name == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
@@ -111,6 +114,29 @@ def open_context(
         create_gloo_process_groups=False,
     )
     return _context_on(place)
+
+
+def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | None:
+    """Return where processes of one machine meet; None where torch's own way is wanted.
+
+    torch's own listens on every network of the machine, and has no password.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launch.master_address != "127.0.0.1" or kept_by_torchrun:
+        return None
+    listening = None
+    if launch.rank == 0:
+        listening = socket.create_server((launch.master_address, launch.master_port)).detach()
+    return dist.TCPStore(
+        launch.master_address,
+        launch.master_port,
+        launch.world_size,
+        is_master=launch.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listening,
+    )
 
 
 def current_context() -> ParallelContext | None:
