@@ -12,13 +12,13 @@ import pytest
 from image_files import encoded, real_jpegs
 from image_sources import write_folder, write_tar
 from PIL import Image
-from skimage.data import data_dir
 
 from data_tools import measurements
 from data_tools.__main__ import main
 from data_tools.layouts import open_unlabelled
 from data_tools.likeness import fit_likeness
 from data_tools.measurements import features, measure
+from data_tools.photographs import Photograph, load_photograph
 from megavis.data.manifest import Manifest
 
 NUM_PHOTOGRAPHS = 16
@@ -127,7 +127,7 @@ def test_a_rerun_measures_nothing_again(web, tmp_path, monkeypatch):
 def texture(number):
     """A crop of brick, grass or gravel: one kind of picture, unlike photographs of things."""
     name = ("brick", "grass", "gravel")[number % 3]
-    picture = Image.open(f"{data_dir}/{name}.png").convert("RGB")
+    picture = load_photograph(Photograph(name, "skimage", f"data/{name}.png", "right"))
     left, top = np.random.default_rng(number).integers(0, 380, 2).tolist()
     return picture.crop((left, top, left + 120, top + 120))
 
