@@ -17,6 +17,7 @@ RUN := PATH="$(BIN):$$PATH"
 help:
 	@echo "make demo     train a small iGPT on photographs and show what it completes (CPU)"
 	@echo "make test     format, lint, types, import direction, all tests"
+	@echo "              (SELECT='not once': those that may differ between versions of packages)"
 	@echo "make lint     the same without the tests"
 	@echo "make install  only the environment, in $(VENV)"
 	@echo "make clean    remove the environment and the caches"
@@ -44,9 +45,11 @@ lint: $(STAMP)
 # Several processes run at once: threads of each would fight for the cores. Unit tests are shared
 # out file by file, so that what a module sets up is set up once; the distributed ones start
 # processes of their own and come one by one.
+# A part of them: `make test SELECT="not once"` (markers: pyproject.toml).
+SELECT ?=
 test: lint
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit --numprocesses 2 --dist loadfile
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m "$(SELECT)" --numprocesses 2 --dist loadfile
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m "$(SELECT)"
 
 demo: $(STAMP)
 	$(RUN) bash launch/demo.sh

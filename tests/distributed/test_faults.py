@@ -22,6 +22,8 @@ from megavis.parallel.launch import Launch, free_port
 from megavis.training.metrics import read_metrics
 from megavis.training.watchdog import HUNG_EXIT_CODE
 
+pytestmark = pytest.mark.once
+
 
 def run_command(launch: Launch, words: list[str], log: Path) -> None:
     """Be one process of `megavis train`, as a launcher would start it."""

@@ -17,6 +17,8 @@ from megavis.checkpoint.manifest import read_manifest
 from megavis.data.files import sha256_of_file
 from megavis.parallel.launch import read_launch
 
+pytestmark = pytest.mark.once
+
 KILLS = 10
 
 

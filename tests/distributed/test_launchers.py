@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from run_jobs import deterministic_metrics
 
+pytestmark = pytest.mark.once
+
 BIN = Path(sys.executable).parent
 
 

@@ -9,6 +9,8 @@ import pytest
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 
+pytestmark = pytest.mark.once
+
 _LISTENING = "0A"  # of the kernel's table of sockets
 
 

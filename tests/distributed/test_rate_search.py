@@ -11,6 +11,8 @@ from megavis.parallel.launch import Launch
 from megavis.training.run import open_job
 from megavis.training.search import Outcome, search_rates
 
+pytestmark = pytest.mark.once
+
 
 def search(launch: Launch, path: str, overrides: list[str]) -> list[Outcome]:
     loaded = load_config(path, overrides, objectives=objective_configs())

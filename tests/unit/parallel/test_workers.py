@@ -7,6 +7,8 @@ import pytest
 
 from megavis.parallel.workers import WorkerError, WorkerPool
 
+pytestmark = pytest.mark.once
+
 
 def describe(launch, *words):
     return launch.rank, launch.world_size, launch.master_port, os.getpid(), words

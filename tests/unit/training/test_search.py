@@ -10,6 +10,8 @@ from PIL import Image
 from megavis.cli import main
 from megavis.training.search import is_lost
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def config(shard_folders, tmp_path):

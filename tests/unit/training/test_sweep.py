@@ -7,6 +7,8 @@ import pytest
 from megavis.cli import main
 from megavis.training.sweep import Axis, points_of
 
+pytestmark = pytest.mark.once
+
 CONFIG = """\
 name: tiny
 output: {folder}
