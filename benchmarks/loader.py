@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.timing import parser, report
-from benchmarks.twins import run_config
+from benchmarks.timing import report
+from benchmarks.twins import run_config, sized_parser, sizes
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 
@@ -73,31 +73,14 @@ def make_shards(folder: Path, image_size: int) -> Path:
 
 def main() -> None:
     """Measure and report."""
-    arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--width", type=int, default=256)
-    arguments.add_argument("--layers", type=int, default=6)
-    arguments.add_argument("--image-size", type=int, default=32)
-    arguments.add_argument("--batch-size", type=int, default=4)
+    arguments = sized_parser(__doc__.splitlines()[0], batch_size=4)
     arguments.add_argument("--shards", type=Path, help="palette shards of --image-size")
     options = arguments.parse_args()
-    config = run_config(
-        hidden_size=options.width,
-        num_layers=options.layers,
-        num_heads=8,
-        image_size=options.image_size,
-        batch_size=options.batch_size,
-    )
+    config = run_config(options)
     with tempfile.TemporaryDirectory() as folder:
         shards = options.shards or make_shards(Path(folder), options.image_size)
         rows = measure(config, shards, 2 * options.rounds)
-    report(
-        rows,
-        options.json,
-        width=options.width,
-        layers=options.layers,
-        tokens=options.image_size**2,
-        batch=options.batch_size,
-    )
+    report(rows, options.json, **sizes(config))
 
 
 def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, object]]:

@@ -4,6 +4,8 @@
 
 Both have the same weights and see the same images: forward, backward, fused AdamW, no dropout, no
 gradient clipping. megavis takes the way of `megavis train`: objective, layers, DeepSpeed's engine.
+The bound is what no way of writing it in torch can go below: its matrix products and attentions
+forward and backward, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +15,17 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from benchmarks.timing import need_transformers, parser, report, summary, take_turns
-from benchmarks.twins import NUM_COLORS, after_start, copy_weights, image_gpt, run_config
+from benchmarks.timing import need_transformers, report, summary, take_turns
+from benchmarks.twins import (
+    NUM_COLORS,
+    after_start,
+    copy_weights,
+    image_gpt,
+    matrix_shapes,
+    run_config,
+    sized_parser,
+    sizes,
+)
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 
@@ -55,23 +66,48 @@ def their_step(config: RunConfig, model: torch.nn.Module, ids: torch.Tensor) -> 
     return step
 
 
+def bare_step(config: RunConfig) -> Callable[[], None]:
+    """Return a function that runs the products and attentions of a step on random numbers.
+
+    All blocks share one set of tensors, which stay in the processor's cache as far as they can.
+    """
+    model, batch, tokens = config.model, config.training.batch_size, config.data.image_size**2
+    head_size = model.hidden_size // model.num_attention_heads
+    of_block = [_product(batch * tokens, *shape) for shape in matrix_shapes(config)]
+    of_head = _product(batch * tokens, model.hidden_size, NUM_COLORS)
+    shape = (batch, model.num_attention_heads, tokens, head_size)
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape)
+
+    def step() -> None:
+        for _ in range(model.num_layers):
+            for run in of_block:
+                run()
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(mixed, (query, key, value), gradient)
+        of_head()
+
+    return step
+
+
+def _product(rows: int, num_inputs: int, num_outputs: int) -> Callable[[], None]:
+    """Return a function that does what a linear layer does forward and backward."""
+    inputs, gradient = torch.randn(rows, num_inputs), torch.randn(rows, num_outputs)
+    weight = torch.randn(num_outputs, num_inputs)
+
+    def run() -> None:
+        inputs @ weight.t()
+        gradient @ weight
+        gradient.t() @ inputs
+
+    return run
+
+
 def main() -> None:
     """Measure and report."""
-    arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--width", type=int, default=256)
-    arguments.add_argument("--layers", type=int, default=6)
-    arguments.add_argument("--heads", type=int, default=8, help="default: 8, as transformers has")
-    arguments.add_argument("--image-size", type=int, default=32, help="tokens are its square")
-    arguments.add_argument("--batch-size", type=int, default=4)
-    options = arguments.parse_args()
+    options = sized_parser(__doc__.splitlines()[0], batch_size=4).parse_args()
     need_transformers()
-    config = run_config(
-        hidden_size=options.width,
-        num_layers=options.layers,
-        num_heads=options.heads,
-        image_size=options.image_size,
-        batch_size=options.batch_size,
-    )
+    config = run_config(options)
     ids = torch.randint(NUM_COLORS, (options.batch_size, options.image_size**2))
     theirs = image_gpt(config)
     steps = {
@@ -80,16 +116,8 @@ def main() -> None:
     }
     first = {name: step() for name, step in steps.items()}
     print("  ".join(f"loss of the first step, {name}: {loss:.6f}" for name, loss in first.items()))
-    taken = take_turns(steps, rounds=options.rounds)
-    report(
-        summary(taken, against="megavis"),
-        options.json,
-        width=options.width,
-        layers=options.layers,
-        heads=options.heads,
-        tokens=options.image_size**2,
-        batch=options.batch_size,
-    )
+    taken = take_turns({**steps, "bound": bare_step(config)}, rounds=options.rounds)
+    report(summary(taken, against="megavis"), options.json, **sizes(config))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.timing import parser
 from megavis.config.schema import (
     DataConfig,
     ModelConfig,
@@ -21,21 +23,49 @@ from megavis.objectives.imagegpt import from_imagegpt
 NUM_COLORS = 512
 
 
-def run_config(
-    *, hidden_size: int, num_layers: int, num_heads: int, image_size: int, batch_size: int
-) -> RunConfig:
-    """Return the config of a run of these sizes on one process, in float32."""
+def sized_parser(description: str, *, batch_size: int) -> argparse.ArgumentParser:
+    """Return a parser of a benchmark whose model has any size; `batch_size` is the default."""
+    made = parser(description)
+    made.add_argument("--width", type=int, default=256)
+    made.add_argument("--layers", type=int, default=6)
+    made.add_argument("--heads", type=int, default=8, help="default: 8, as transformers has")
+    made.add_argument("--image-size", type=int, default=32, help="tokens are its square")
+    made.add_argument("--batch-size", type=int, default=batch_size)
+    return made
+
+
+def sizes(config: RunConfig) -> dict[str, int]:
+    """Return what a report says of a model and its batch."""
+    return {
+        "width": config.model.hidden_size,
+        "layers": config.model.num_layers,
+        "heads": config.model.num_attention_heads,
+        "tokens": config.data.image_size**2,
+        "batch": config.training.batch_size,
+    }
+
+
+def run_config(options: argparse.Namespace) -> RunConfig:
+    """Return the config of a run of the sizes of `sized_parser` on one process, in float32."""
     return RunConfig(
         name="benchmark",
         objective=IGPTConfig(vocabulary_size=NUM_COLORS),
         model=ModelConfig(
-            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_heads
+            num_layers=options.layers,
+            hidden_size=options.width,
+            num_attention_heads=options.heads,
         ),
-        data=DataConfig(train="", image_size=image_size),
+        data=DataConfig(train="", image_size=options.image_size),
         parallel=ParallelConfig(zero_stage=0),
         optimizer=OptimizerConfig(learning_rate=1e-4),
-        training=TrainingConfig(steps=1000, batch_size=batch_size),
+        training=TrainingConfig(steps=1000, batch_size=options.batch_size),
     )
+
+
+def matrix_shapes(config: RunConfig) -> list[tuple[int, int]]:
+    """Return inputs and outputs of the matrices of a block: attention's, joined, and the MLP's."""
+    width, inner = config.model.hidden_size, config.model.mlp_size
+    return [(width, 3 * width), (width, width), (width, inner), (inner, width)]
 
 
 def image_gpt(config: RunConfig, *, dropout: float = 0.0) -> Any:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.model.init import Initialization
-from megavis.model.linear import RowParallelLinear
+from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.positions import rotate
 from megavis.model.relative import RelativeBias
 from megavis.model.tokens import all_tokens

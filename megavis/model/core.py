@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
@@ -20,7 +19,7 @@ from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
 from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
-from megavis.model.linear import RowParallelLinear
+from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.residual import add_to_residual, drop_path_of
 from megavis.model.stream import State, Stream
@@ -28,10 +27,12 @@ from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
 from megavis.parallel.random import uniform
 
+QUICK_GELU_FACTOR = 1.702
+
 
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses."""
-    return x * (1.702 * x).sigmoid()
+    return x * (QUICK_GELU_FACTOR * x).sigmoid()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

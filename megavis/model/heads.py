@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from megavis.model.core import Core
 from megavis.model.init import Fill
+from megavis.model.linear import ColumnParallelLinear
 from megavis.model.norms import Norm
 from megavis.model.stream import State, Stream
 

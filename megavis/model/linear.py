@@ -1,12 +1,28 @@
-"""Megatron's row-parallel linear layer, with the gradient of its bias made whole."""
+"""Megatron's linear layers, without detours outside of training, and with whole bias gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """A linear layer split by output features, which every process of the tensor group keeps."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias left over."""
+        if torch.is_grad_enabled() or self.sequence_parallel:
+            return super().forward(input_)
+        # What Megatron does around the product serves the gradient, and costs more than that of
+        # a single token.
+        output = input_ @ self.weight.t()
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):

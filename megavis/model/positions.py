@@ -147,15 +147,26 @@ def rotate(heads: Tensor, coordinates: Tensor, *, scale: float = 1.0) -> Tensor:
     Returns:
         The same shape and dtype; computed in float32.
     """
-    axes = coordinates.shape[-1]
-    angles = coordinates[..., None].float() * (
-        scale * _frequencies(heads.shape[-1] // axes, coordinates)
-    )
-    angles = angles.flatten(-2)[:, None]
+    turns = angles(coordinates, heads.shape[-1], scale=scale)[:, None]
     real, imaginary = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = turns.cos(), turns.sin()
     turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
     return turned.flatten(-2).to(heads.dtype)
+
+
+def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor:
+    """Return by how much `rotate` turns each pair of channels.
+
+    Args:
+        coordinates: `[..., axes]`.
+        head_size: d.
+        scale: see `rotate`.
+
+    Returns:
+        float32 `[..., d / 2]`, radians.
+    """
+    frequencies = scale * _frequencies(head_size // coordinates.shape[-1], coordinates)
+    return (coordinates[..., None].float() * frequencies).flatten(-2)
 
 
 def _frequencies(width: int, like: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ one forward pass.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.model.core import Block
+from megavis.model.decoding import Decoder
 from megavis.model.stack import LocalLayers, Predictions
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
@@ -51,6 +53,14 @@ class Runner:
         if cache is not None:
             cache.advance()
         return predictions
+
+    def cache(self, capacity: int) -> KeyValueCache:
+        """Return a cache for sequences of so many tokens, for `predictions`.
+
+        Where it can, it runs blocks by itself when a single token follows others.
+        """
+        blocks = [layer for layer in self.layers.modules if isinstance(layer, Block)]
+        return Decoder(blocks, capacity) if Decoder.suits(blocks) else KeyValueCache(capacity)
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -109,8 +119,13 @@ class Runner:
     ) -> Tensor | tuple[Tensor, ...]:
         layers = self.layers.modules
         finishes = finish is not None and self.context.is_last_stage
-        for layer in layers[:-1] if finishes else layers:
-            state = layer(state, cache) if isinstance(layer, Block) else layer(state)
+        called = layers[:-1] if finishes else layers
+        for are_blocks, group in itertools.groupby(called, lambda each: isinstance(each, Block)):
+            if are_blocks and isinstance(cache, Decoder) and cache.is_next(state):
+                state = cache.step(state)
+                continue
+            for layer in group:
+                state = layer(state, cache) if are_blocks else layer(state)
         return finish(layers[-1], state) if finish is not None and finishes else state
 
     def _from_stage(self, stage: int, state: Predictions | None) -> Predictions:

@@ -157,7 +157,7 @@ class KeyValueCache:
     capacity: int
     length: int = 0
     _new: int = 0
-    _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _stored: dict[int, Tensor] = field(default_factory=dict)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens of one layer and return all of that layer so far.
@@ -171,20 +171,24 @@ class KeyValueCache:
             Keys and values `[b, heads, length + new, head_size]`.
         """
         if layer not in self._stored:
-            shape = (*key.shape[:2], self.capacity, key.shape[3])
-            self._stored[layer] = (key.new_empty(shape), value.new_empty(shape))
-        keys, values = self._stored[layer]
+            self._stored[layer] = self._room(layer, key)
+        stored = self._stored[layer]
+        keys, values = stored[0], stored[1]
         self._new = key.shape[2]
         end = self.length + self._new
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
 
+    def _room(self, layer: int, like: Tensor) -> Tensor:
+        """Return room for all keys and values of a layer: `[2, b, heads, capacity, head_size]`."""
+        batch, heads, _, size = like.shape
+        return like.new_empty(2, batch, heads, self.capacity, size)
+
     def select(self, order: Tensor) -> None:
         """Go on with other sequences: int64 `[b]`, which of the old each new one goes on."""
-        self._stored = {
-            layer: (keys[order], values[order]) for layer, (keys, values) in self._stored.items()
-        }
+        for stored in self._stored.values():
+            stored.copy_(stored[:, order])
 
     def advance(self) -> None:
         """Count the new tokens, once all layers have stored them."""

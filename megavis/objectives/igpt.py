@@ -193,7 +193,9 @@ class IGPT(Objective):
             UserError: in BERT mode, which predicts from both sides.
         """
         self.check_generation()
-        previous = F.pad(ids, (1, 0), value=NOTHING)[:, start:stop]
+        previous = ids[:, max(start - 1, 0) : stop - 1]
+        if start == 0:
+            previous = F.pad(previous, (1, 0), value=NOTHING)
         return previous, self.order.on(ids.device)[None, start:stop]
 
     def inputs_from(

@@ -18,7 +18,6 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers
-from megavis.model.visibility import KeyValueCache
 from megavis.objectives.base import TokenByToken
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.random import uniform
@@ -66,7 +65,7 @@ def generate(
     num_given = _copy_prefix(prefix, ids)
     numbers = torch.arange(first_image, first_image + batch_size, device=device)
     draws = uniform(numbers, num_places, seed=seed, purpose="sample")
-    cache = KeyValueCache(capacity=num_places)
+    cache = runner.cache(num_places)
     with runner.evaluating(), without_sequence_parallelism(runner.layers):
         for place in range(num_given, num_places):
             # The first pass takes all that is given at once, every later one a single place.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megavis.model.runner import Runner
-from megavis.model.visibility import KeyValueCache
 from megavis.objectives.real_tokens import OneByOne
 from megavis.sampling.autoregressive import without_sequence_parallelism
 from megavis.sampling.densities import TokenChoice
@@ -58,7 +57,7 @@ def generate_tokens(
     given = 0 if prefix is None else prefix.shape[1]
     if prefix is not None:
         beams.tokens[:, :given] = prefix.repeat_interleave(choice.num_beams, dim=0)
-    cache = KeyValueCache(capacity=objective.num_tokens) if cached else None
+    cache = runner.cache(objective.num_tokens) if cached else None
     with without_sequence_parallelism(runner.layers):
         for place in range(given, objective.num_tokens):
             tokens = torch.cat([beams.tokens] * (2 if choice.guidance else 1))

@@ -16,7 +16,6 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.model.orders import take_places, to_raster
 from megavis.model.runner import Runner
-from megavis.model.visibility import KeyValueCache
 from megavis.objectives.base import PatchByPatch
 from megavis.parallel.random import normal
 from megavis.sampling.autoregressive import without_sequence_parallelism
@@ -113,7 +112,7 @@ def generate_patches(
     if prefix is not None:
         num_given = prefix.shape[1]
         patches[:, :num_given] = prefix
-    cache = KeyValueCache(capacity=count) if objective.keeps_keys else None
+    cache = runner.cache(count) if objective.keeps_keys else None
     with runner.evaluating(), without_sequence_parallelism(runner.layers):
         for place in range(num_given, count):
             finish = _Draw(objective, numbers, place, seed, num_steps, temperature)

@@ -1,0 +1,265 @@
+"""One token at a time through the blocks of a causal model, without their modules.
+
+A token of a small batch costs little arithmetic: calling modules, masks and views around it would
+take longer than the products. So the weights of the blocks are taken once, in the form that the
+products want, and keys and values lie in one tensor that is as long as the sequence will be. This
+follows Megatron's layer step by step; nothing is left out but what does nothing here.
+
+What can be multiplied beforehand is: a norm's gain and bias go into the projection after it, the
+1/√d of attention into the queries' projection, the 1.702 of iGPT's activation into the matrices
+around it.
+
+Legend: l blocks, b images, n heads of this process, d head size, h hidden size, s capacity, t
+tokens so far.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.model.attention import Attention
+from megavis.model.core import QUICK_GELU_FACTOR, Block, quick_gelu
+from megavis.model.norms import Norm
+from megavis.model.positions import angles
+from megavis.model.stream import State, Stream
+from megavis.model.visibility import KeyValueCache
+
+
+class Decoder(KeyValueCache):
+    """Keys and values of the tokens so far, and the blocks that go on from them.
+
+    The weights are those of the moment in which it is made: make one for each batch of sequences.
+    It holds a copy of the blocks' matrices.
+    """
+
+    def __init__(self, blocks: Sequence[Block], capacity: int) -> None:
+        super().__init__(capacity)
+        self._blocks = [_Block.of(block) for block in blocks]
+        self._first_layer, self._carries = blocks[0].layer_number, blocks[0].core.carries
+        self._all: Tensor | None = None
+
+    @staticmethod
+    def suits(blocks: Sequence[Block]) -> bool:
+        """True where tokens see those before them, and this process has the weights.
+
+        Under ZeRO-3 it has them only while a module runs.
+        """
+        return bool(blocks) and all(
+            block.core.visibility_kind == "causal" and all(p.numel() for p in block.parameters())
+            for block in blocks
+        )
+
+    def is_next(self, state: State) -> bool:
+        """True where a single token follows others: what `step` takes."""
+        hidden = state if isinstance(state, Tensor) else state[0]
+        return self.length > 0 and len(hidden) == 1
+
+    def step(self, state: State) -> State:
+        """Run all blocks on the next token: hidden states `[1, b, h]`, and what is carried."""
+        stream = Stream.unpack(state, self._carries)
+        hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
+        turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
+        for block, places in zip(self._blocks, self._places(), strict=True):
+            block.run_(hidden, *places, turn)
+        self._new = 1
+        return stream.with_hidden(hidden[None]).pack()
+
+    def _places(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield for each block where the new token's keys and values go, and all up to it.
+
+        Yields:
+            `[2, b, n, d]`, keys transposed `[b · n, d, t]` and values `[b · n, t, d]`.
+        """
+        assert self._all is not None
+        new = self._all.select(4, self.length).unbind()
+        seen = self._all.flatten(2, 3).narrow(3, 0, self.length + 1)
+        keys, values = seen[:, 0].transpose(2, 3).unbind(), seen[:, 1].unbind()
+        return zip(new, keys, values, strict=True)
+
+    def _room(self, layer: int, like: Tensor) -> Tensor:
+        if self._all is None:
+            batch, heads, _, size = like.shape
+            shape = (len(self._blocks), 2, batch, heads, self.capacity, size)
+            self._all = like.new_empty(shape)
+        return self._all[layer - self._first_layer]
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """x ↦ x · matrix + bias, with the matrix as `[in, out]`, which is read in rows."""
+
+    matrix: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def after_norm(
+        cls, norm: Norm, weight: Tensor, bias: Tensor | None, gain: float, factor: float = 1.0
+    ) -> _Projection:
+        """Take weights `[out, in]` and what the norm in front multiplies with and adds.
+
+        Args:
+            norm: see `_Block.normalise` for what is left of it.
+            weight: of the projection.
+            bias: likewise, `[out]`.
+            gain: multiplies the norm's own.
+            factor: multiplies what the projection gives.
+        """
+        wide = weight.float() * factor
+        bias = None if bias is None else bias.float() * factor
+        if norm.bias is not None:
+            shift = wide @ norm.bias.float()
+            bias = shift if bias is None else bias + shift
+        matrix = (wide * (norm.weight.float() * gain)).t().to(weight.dtype)
+        return cls(matrix.contiguous(), None if bias is None else bias.to(weight.dtype))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[b, in]` to `[b, out]`."""
+        return x @ self.matrix if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+
+    def add_to_(self, hidden: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+        """Add what `x` `[b, in]` gives to hidden states `[b, out]`, summed over the tensor group.
+
+        The bias is the same on all processes, and added once.
+        """
+        if group.size() == 1:
+            hidden.addmm_(x, self.matrix)
+        else:
+            part = x @ self.matrix
+            dist.all_reduce(part, group=group)
+            hidden.add_(part)
+        if self.bias is not None:
+            hidden.add_(self.bias)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block as four projections and what happens between them."""
+
+    query_key_value: _Projection
+    """Its outputs are ordered queries, keys, values, and within each by head."""
+    attention_output: _Projection
+    mlp_input: _Projection
+    mlp_output: _Projection
+    activation: Callable[[Tensor], Tensor]
+    normalise: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+    """Of attention and MLP: what their norms do to `[b, h]` but for gain and bias."""
+    group: dist.ProcessGroup
+    head_size: int
+    rotary_scale: float
+
+    @classmethod
+    def of(cls, block: Block) -> _Block:
+        """Take the weights of a block as they are now."""
+        with torch.no_grad():
+            attention, mlp = block.self_attention, block.mlp
+            assert isinstance(attention, Attention)
+            norms = (block.input_layernorm, block.pre_mlp_layernorm)
+            normalise, gains = zip(*(_normalisation(norm) for norm in norms), strict=True)
+            activation, factor = _activation(block.config.activation_func)
+            return cls(
+                _Projection.after_norm(norms[0], *_queries_keys_values(attention), gains[0]),
+                _plain(attention.linear_proj),
+                _Projection.after_norm(
+                    norms[1], mlp.linear_fc1.weight, mlp.linear_fc1.bias, gains[1], factor
+                ),
+                _plain(mlp.linear_fc2, 1.0 / factor),
+                activation,
+                normalise,
+                block.core.groups.tp,
+                attention.head_size,
+                attention.rotary_scale,
+            )
+
+    def run_(
+        self, hidden: Tensor, new: Tensor, keys: Tensor, values: Tensor, turn: Tensor | None
+    ) -> None:
+        """Add to hidden states `[b, h]` what the block adds; the rest as `_places` yields it.
+
+        Args:
+            hidden: of the new tokens.
+            new: takes their keys and values.
+            keys: with `new` as the last.
+            values: likewise.
+            turn: see `turn`; None where positions do not turn queries and keys.
+        """
+        projected = self.query_key_value(self.normalise[0](hidden))
+        heads = projected.view(len(hidden), 3, -1, self.head_size)
+        if turn is not None:
+            _rotate_(heads[:, :2], turn)
+        new.copy_(heads[:, 1:].transpose(0, 1))
+        query = heads[:, 0].reshape(len(keys), 1, self.head_size)
+        mixed = _mix(query, keys, values).view(len(hidden), -1)
+        self.attention_output.add_to_(hidden, mixed, self.group)
+        inner = self.activation(self.mlp_input(self.normalise[1](hidden)))
+        self.mlp_output.add_to_(hidden, inner, self.group)
+
+    def turn(self, coordinates: Tensor) -> Tensor:
+        """Return by what tokens at `[b or 1, axes]` are turned: complex `[b or 1, 1, 1, d / 2]`."""
+        turned = angles(coordinates, self.head_size, scale=self.rotary_scale)
+        return torch.polar(torch.ones_like(turned), turned)[:, None, None]
+
+
+def _queries_keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
+    """Return weight `[3 · n · d, h]` and bias of one projection in the place of two."""
+    size = attention.head_size
+
+    def joined(query: Tensor, key_value: Tensor) -> Tensor:
+        # Head by head, each head's keys before its values, as `Attention` orders them.
+        keys, values = key_value.unflatten(0, (-1, 2, size)).unbind(1)
+        return torch.cat([query * size**-0.5, keys.flatten(0, 1), values.flatten(0, 1)])
+
+    q, kv = attention.linear_q, attention.linear_kv
+    return joined(q.weight, kv.weight), None if q.bias is None else joined(q.bias, kv.bias)
+
+
+def _plain(linear: Any, factor: float = 1.0) -> _Projection:
+    """Return a projection whose matrix, but not its bias, is multiplied."""
+    return _Projection((linear.weight * factor).t().contiguous(), linear.bias)
+
+
+def _activation(function: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], float]:
+    """Return a function f and a factor a such that the activation of x is f(a · x) / a."""
+    if function is quick_gelu:
+        return functools.partial(F.silu, inplace=True), QUICK_GELU_FACTOR
+    return function, 1.0
+
+
+def _normalisation(norm: Norm) -> tuple[Callable[[Tensor], Tensor], float]:
+    """Return what a norm does but for gain and bias, and a factor that is left for the gain.
+
+    x / √(mean x² + ε) is √h · x / √(Σx² + h · ε).
+    """
+    width = len(norm.weight)
+    if norm.subtracts_mean:
+        return lambda x: F.layer_norm(x.float(), (width,), eps=norm.eps).to(x.dtype), 1.0
+    root = norm.weight.new_full((), math.sqrt(width * norm.eps), dtype=torch.float32)
+
+    def divide(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(length, root)).to(x.dtype)
+
+    return divide, math.sqrt(width)
+
+
+def _rotate_(heads: Tensor, turn: Tensor) -> None:
+    """Turn queries and keys `[b, 2, n, d]` as `positions.rotate` does."""
+    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+    heads.copy_(torch.view_as_real(pairs * turn).flatten(-2))
+
+
+def _mix(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Mix values for scaled queries `[b · n, 1, d]`; shapes as in `Decoder._places`."""
+    if query.dtype == torch.float32:
+        # For one query SDPA's kernel is slower than the two products that it is made of.
+        return torch.bmm(torch.bmm(query, keys).softmax(-1), values)
+    # Scores in half precision would be too coarse; SDPA has them in float32.
+    return F.scaled_dot_product_attention(query, keys.transpose(1, 2), values, scale=1.0)

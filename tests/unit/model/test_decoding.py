@@ -1,0 +1,81 @@
+"""Tokens one at a time without the blocks' modules, against whole passes through the modules."""
+
+import pytest
+import torch
+
+from megavis.model.core import Block
+from megavis.model.decoding import Decoder
+
+SHAPES = [
+    # words of the config, tokens given at once, images
+    ([], 1, 1),
+    (["model.num_attention_heads=4", "model.positions=rope_2d"], 3, 2),
+    (["model.normalization=layer_norm", "model.add_bias=true", "model.activation=gelu"], 1, 3),
+    (["model.normalization=layer_norm", "model.norm_bias=last", "model.positions=rope_1d"], 5, 2),
+]
+
+
+def logits_piece_by_piece(runner, objective, cache, ids, num_given):
+    """Return logits `[b, n, v]`: the first `num_given` places in one pass, then one at a time."""
+    parts, stops = [], [num_given, *range(num_given + 1, ids.shape[1] + 1)]
+    for stop in stops:
+        inputs = objective.inputs_at(ids, cache.length, stop)
+        parts.append(objective.outputs(runner.predictions(inputs, cache=cache)))
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
+def test_single_tokens_give_what_the_whole_sequence_gives(
+    build, tmp_path, words, num_given, num_images, monkeypatch
+):
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    ids = torch.randint(32, (num_images, 16), generator=torch.Generator().manual_seed(0))
+    whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
+    called = []
+    monkeypatch.setattr(Block, "attend", _counting(Block.attend, called))
+    cache = runner.cache(16)
+    assert isinstance(cache, Decoder)
+    pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+    assert len(called) == 2, "modules run for the given tokens alone, once for each block"
+
+
+def test_sequences_are_exchanged_in_the_cache(build, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml")
+    ids = torch.randint(32, (3, 16), generator=torch.Generator().manual_seed(0))
+    order = torch.tensor([2, 0, 0])
+    cache = runner.cache(16)
+    logits_piece_by_piece(runner, objective, cache, ids[:, :9], 1)
+    cache.select(order)
+    inputs = objective.inputs_at(ids[order], 9, 10)
+    logits = objective.outputs(runner.predictions(inputs, cache=cache))
+    whole = objective.outputs(runner.predictions(objective.inputs_from(ids[order])))
+    torch.testing.assert_close(logits[:, 0], whole[:, 9], rtol=1e-5, atol=1e-4)
+
+
+def test_half_precision_keeps_its_type(build, tmp_path):
+    objective, runner = build(tmp_path / "c.yaml", "model.positions=rope_2d")
+    for layer in runner.layers.modules:
+        layer.to(torch.bfloat16)
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
+    pieces = logits_piece_by_piece(runner, objective, runner.cache(16), ids, 1)
+    assert pieces.dtype == whole.dtype == torch.bfloat16
+    error = (pieces - whole).float().norm() / whole.float().norm()
+    assert error < 0.03
+
+
+def test_weights_that_are_elsewhere_leave_it_to_the_modules(build, tmp_path):
+    _, runner = build(tmp_path / "c.yaml")
+    block = runner.layers.modules[1]
+    # As ZeRO-3 leaves a weight while its module does not run.
+    block.mlp.linear_fc1.weight.data = torch.empty(0)
+    assert not isinstance(runner.cache(16), Decoder)
+
+
+def _counting(function, calls):
+    def counted(*arguments):
+        calls.append(function)
+        return function(*arguments)
+
+    return counted
