@@ -68,7 +68,9 @@ class Run:
         layers = LocalLayers(plans, list(Stack(plans, self.objective.loss).layers))
         self.step = 0
         if checkpoint is not None:
-            self.step = load_weights(checkpoint, layers, context).step
+            manifest = load_weights(checkpoint, layers, context)
+            self.step = manifest.step
+            self._check_tokenizer(manifest.tokenizer)
         for layer in layers.modules:
             layer.to(device=context.device, dtype=dtype)
         self._dtype = dtype
@@ -108,6 +110,17 @@ class Run:
         return cls(
             config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=dtype
         )
+
+    def _check_tokenizer(self, trained_with: str | None) -> None:
+        """Refuse tokens that mean something else than in training."""
+        if trained_with is None:
+            return
+        given = self.objective.tokenizer_identity
+        if given not in (None, trained_with):
+            raise UserError(
+                f"{self.folder} was trained with the tokenizer {trained_with[:12]}; that of"
+                f" objective.tokenizer is {str(given)[:12]} now"
+            )
 
     def untrained(self, seed: int | None = None) -> Run:
         """Return the same network with fresh weights.

@@ -150,6 +150,11 @@ class Classification(Trainable):
         return self.paper.num_tokens
 
     @property
+    def tokenizer_identity(self) -> str | None:
+        """As in pre-training."""
+        return self.paper.tokenizer_identity
+
+    @property
     def carries_gradient(self) -> bool:
         """As in pre-training."""
         return self.paper.carries_gradient

@@ -121,6 +121,11 @@ class LatentTokens(Objective):
                 f" {self.paper.tokenizer}, is {self._identity[:12]}"
             )
 
+    @property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of the VAE of images."""
+        return None if self.paper.tokenizer is None else self._identity
+
     @cached_property
     def _identity(self) -> str:
         return self._tokenizer.identity()

@@ -30,28 +30,24 @@ from megavis.model.orders import random_orders, take_places
 from megavis.model.positions import PositionKind, carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives import gvp_segmentation as segmentation
-from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.base import Sequence
+from megavis.objectives.gvp_condition import PooledFeatures
 from megavis.objectives.gvp_config import GVPConfig
+from megavis.objectives.gvp_filling import FillsPatches
 from megavis.objectives.gvp_layers import (
     TwoStreamEmbedding,
+    TwoStreams,
     content_alone,
     raster,
     two_streams,
 )
 from megavis.objectives.image_tokens import Ids, Patches, Tokens
-from megavis.tokenizers.patches import to_uint8, unpatchify
 
 
-class GVP(Objective):
+class GVP(FillsPatches):
     """Group after group, in any order."""
 
     config_type = GVPConfig
-
-    @property
-    def paper(self) -> GVPConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, GVPConfig)
-        return self.config.objective
 
     @property
     def visibility_kind(self) -> Kind:
@@ -95,6 +91,23 @@ class GVP(Objective):
             normalize=self.paper.normalize_targets,
         )
 
+    @functools.cached_property
+    def condition(self) -> PooledFeatures | None:
+        """What y_extra is, where it is no learned vector."""
+        paper = self.paper
+        if paper.condition_size is None:
+            return None
+        assert paper.tokenizer is not None
+        return PooledFeatures(
+            image_size=self.config.data.image_size,
+            size=paper.condition_size,
+            tokenizer=paper.tokenizer,
+        )
+
+    def _conditions(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Return what the first layer takes besides both streams."""
+        return () if self.condition is None else (self.condition.of(images),)
+
     def _ids(self) -> Ids:
         assert self.paper.vocabulary_size is not None
         return Ids(
@@ -108,21 +121,23 @@ class GVP(Objective):
         """Return both streams; keys and values are those of content alone."""
         first, last = self.paper.bounds(self.config)
         seen, read = self.paper.num_condition_tokens + last, self.num_tokens - first
+        if self.paper.streams == "one":
+            return Workload(seen, seen, float(seen), seen, self.num_outputs)
         return Workload(seen + read, seen, float(seen), read, self.num_outputs)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want photographs; d2d also takes the ids that they were made to."""
         if manifest.kind == "ids" and self.paper.variant == "d2d":
-            yield from self._ids().check(manifest)
+            assert isinstance(self.predicted, Ids)
+            yield from self.predicted.check(manifest)
         elif manifest.kind != "jpeg":
             wanted = "jpeg or ids" if self.paper.variant == "d2d" else "jpeg"
             yield f"holds {manifest.kind} shards; gvp wants {wanted} shards"
-        elif self.paper.variant != "p2p":
-            if self.paper.tokenizer is None:
-                yield "holds images; name what makes ids of them in objective.tokenizer"
-            else:
-                # Opened before any work starts: what does not fit is said now.
-                self._ids().tokenizer  # noqa: B018
+        elif self.paper.variant == "d2d" and self.paper.tokenizer is None:
+            yield "holds images; name what makes ids of them in objective.tokenizer"
+        else:
+            # Opened before any work starts: what does not fit is said now.
+            self.tokenizer_identity  # noqa: B018
 
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe section 5 follows."""
@@ -136,6 +151,7 @@ class GVP(Objective):
             side=self.config.data.image_size // self.paper.patch_size,
             condition=self.paper.num_condition_tokens,
             positions=self.position_kind,
+            condition_size=self.paper.condition_size,
         )
 
     def build_head(self) -> nn.Module:
@@ -148,10 +164,18 @@ class GVP(Objective):
         if self.predicted is not self.content:
             predicted = self.predicted.of(batch.inputs)
         order, groups = self.draw(batch.sample_index)
-        first, last = self.paper.bounds(self.config)
+        first, _ = self.paper.bounds(self.config)
         asked, asked_groups = order[:, first:], groups[:, first:]
-        inputs = two_streams(content, order[:, :last], groups[:, :last], asked, asked_groups)
+        inputs = (*self._streams(content, order, groups), *self._conditions(batch.inputs))
         return Sequence(inputs, (take_places(predicted, asked), asked_groups))
+
+    def _streams(self, content: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
+        """Return what the first layer takes, nothing that no loss reads among it."""
+        first, last = self.paper.bounds(self.config)
+        seen, seen_groups = order[:, :last], groups[:, :last]
+        if self.paper.streams == "one":
+            return content_alone(content, seen, seen_groups)
+        return two_streams(content, seen, seen_groups, order[:, first:], groups[:, first:])
 
     def draw(self, sample_index: Tensor) -> tuple[Tensor, Tensor]:
         """Return z and the group of each of its places, int64 `[b, T]` both."""
@@ -172,47 +196,6 @@ class GVP(Objective):
             )
         return order, segmentation.groups_of(boundaries, count)
 
-    def patches_of(self, images: Any) -> Tensor:
-        """Return standardised patches float32 `[b, T, d]` of images uint8 `[b, h, w, 3]`.
-
-        Raises:
-            UserError: they have another size or type.
-        """
-        return self._patches().of(images)
-
-    def images_of(self, patches: Tensor) -> Tensor:
-        """Undo `patches_of`: `[b, T, d]` to the nearest uint8 `[b, h, w, 3]`."""
-        return to_uint8(unpatchify(patches, self.paper.patch_size))
-
-    def check_filling(self) -> None:
-        """Want pixels as they are.
-
-        Raises:
-            UserError: ids are predicted, or each patch standardised by itself, so that what it was
-                is not known.
-        """
-        if self.paper.variant != "p2p":
-            raise UserError(
-                f"pictures are drawn of objective.variant p2p, not {self.paper.variant}"
-            )
-        if self.paper.normalize_targets:
-            raise UserError(
-                "a model with objective.normalize_targets does not know how bright its patches"
-                " are; pictures need one trained without"
-            )
-
-    def inputs_of_group(
-        self, patches: Tensor, order: Tensor, boundaries: tuple[int, ...]
-    ) -> tuple[Tensor, ...]:
-        """Return both streams, with queries for the last group alone."""
-        *_, first, last = boundaries
-        ends = torch.tensor(boundaries[:-1], device=order.device).expand(len(order), -1)
-        groups = segmentation.groups_of(ends, self.num_tokens)
-        asked = slice(first, last)
-        return two_streams(
-            patches, order[:, :first], groups[:, :first], order[:, asked], groups[:, asked]
-        )
-
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the content stream alone, in raster order, with the causal mask kept.
 
@@ -220,7 +203,8 @@ class GVP(Objective):
         (section 5); the groups are typical ones of training, without a draw.
         """
         order = raster(batch.sample_index, self.num_tokens)
-        return content_alone(self.content.of(batch.inputs), order, self._typical(order))
+        streams = content_alone(self.content.of(batch.inputs), order, self._typical(order))
+        return (*streams, *self._conditions(batch.inputs))
 
     def _typical(self, order: Tensor) -> Tensor:
         """Return groups int64 `[b, T]` for features."""
@@ -270,7 +254,11 @@ class GVP(Objective):
                 raise UserError(f"boundaries {fault}")
             ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)
             groups = segmentation.groups_of(ends, count)
-        return two_streams(content, order, groups, order, groups)
+        if self.paper.streams == "one":
+            streams = self._streams(content, order, groups)
+        else:
+            streams = two_streams(content, order, groups, order, groups)
+        return (*streams, *self._conditions(inputs))
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the error of a token, the mean over the predicted tokens of each image.
@@ -282,10 +270,23 @@ class GVP(Objective):
             targets: tokens `[b, q, ...]` and their groups `[b, q]`.
         """
         tokens, groups = targets
-        errors = self.predicted.errors(predictions, tokens, self.core)
+        errors = self.predicted.errors(self._asked(predictions), tokens, self.core)
         predicted = (groups > 0).float()
         return ((errors * predicted).sum(1) / predicted.sum(1)).mean()
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return patches `[b, q, d]` or logits `[b, q, v]`, in the order of z."""
-        return self.predicted.outputs(predictions, self.core)
+        return self.predicted.outputs(self._asked(predictions), self.core)
+
+    def _asked(self, predictions: Tensor) -> Tensor:
+        """Leave out what condition tokens before the last would predict in one stream."""
+        return predictions[:, -self.num_tokens :] if self.paper.streams == "one" else predictions
+
+    @functools.cached_property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of the tokenizer of images."""
+        if self.paper.tokenizer is None:
+            return None
+        source = self.condition or self.predicted
+        assert isinstance(source, Ids | PooledFeatures)
+        return source.tokenizer.identity()

@@ -25,7 +25,11 @@ class GVPConfig(ObjectiveConfig):
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
     """Ids of the tokenizer; p2d and d2d want it."""
     tokenizer: str | None = None
-    """Run folder of the tokenizer that makes ids of images; d2d on ids shards needs none."""
+    """Run folder of the tokenizer that makes ids or features of images; d2d on ids shards needs
+    none."""
+    streams: Literal["two", "one"] = "two"
+    """One stream predicts each patch from the token before it, which does not know where that patch
+    stands: the row "+Causal Masks" of table 10."""
     order: Literal["random", "raster"] = "random"
     """z: a permutation of its own for each image, or rows from top to bottom (table 3)."""
     segmentation: Literal["fixed", "random", "mixed", "given"] = "mixed"
@@ -36,6 +40,9 @@ class GVPConfig(ObjectiveConfig):
     """n_0 to n_{K-1} for `given`: how many tokens, in order, stand before the end of each group."""
     num_condition_tokens: NonNegative = 1
     """S, learned tokens that stand for y_extra; 1 is a class token."""
+    condition_size: Positive | None = None
+    """Numbers of the tokenizer's features, whose mean over an image is y_extra in place of a class
+    token (appendix E); absent for learned tokens."""
     normalize_targets: bool = False
     """Predict each patch standardised by its own mean and deviation, as MAE does."""
 
@@ -51,6 +58,8 @@ class GVPConfig(ObjectiveConfig):
         and T.
         """
         num_patches = self.num_patches(config)
+        if self.streams == "one":
+            return 0, num_patches - 1
         if self.boundaries is not None:
             return self.boundaries[0], self.boundaries[-1]
         if self.segmentation == "fixed":
@@ -72,6 +81,8 @@ class GVPConfig(ObjectiveConfig):
                 f"{config.model.hidden_size} does not divide by 4, as sin-cos positions want",
             )
         yield from self._check_ids(config)
+        yield from self._check_condition()
+        yield from self._check_streams(self.num_patches(config))
         faults = [*self._check_groups(self.num_patches(config))]
         yield from faults
         if config.parallel.sequence_parallel and not faults:
@@ -80,9 +91,12 @@ class GVPConfig(ObjectiveConfig):
     def _check_ids(self, config: RunConfig) -> Iterator[Complaint]:
         tensor = config.parallel.tensor_model_parallel_size
         if self.variant == "p2p":
-            for key in ("vocabulary_size", "tokenizer"):
-                if getattr(self, key) is not None:
-                    yield f"objective.{key}", "belongs to the variants p2d and d2d; leave it out"
+            unused = {
+                "vocabulary_size": self.vocabulary_size is not None,
+                "tokenizer": self.tokenizer is not None and self.condition_size is None,
+            }
+            for key in [name for name, given in unused.items() if given]:
+                yield f"objective.{key}", "belongs to the variants p2d and d2d; leave it out"
         elif self.vocabulary_size is None:
             yield "objective.vocabulary_size", f"must be given for {self.variant}: ids there are"
         elif self.vocabulary_size % tensor:
@@ -92,6 +106,29 @@ class GVPConfig(ObjectiveConfig):
             yield "objective.tokenizer", "must name the run folder of what makes the ids"
         if self.variant != "p2p" and self.normalize_targets:
             yield "objective.normalize_targets", f"is for pixels, which {self.variant} predicts not"
+
+    def _check_condition(self) -> Iterator[Complaint]:
+        if self.condition_size is None:
+            return
+        if self.tokenizer is None:
+            yield "objective.tokenizer", "must name the run folder whose features are the condition"
+        if self.num_condition_tokens != 1:
+            text = "must be 1 with condition_size: the mean of the features is one token"
+            yield "objective.num_condition_tokens", text
+        if self.variant != "p2p":
+            yield "objective.condition_size", "belongs to the variant p2p, as in appendix E"
+
+    def _check_streams(self, num_patches: int) -> Iterator[Complaint]:
+        if self.streams == "two":
+            return
+        if self.variant != "p2p":
+            yield "objective.streams", f"one is for variant p2p, not {self.variant}"
+        if not self.num_condition_tokens:
+            text = "must be at least 1 with streams one: something predicts the first patch"
+            yield "objective.num_condition_tokens", text
+        if (self.segmentation, self.num_groups) != ("fixed", num_patches):
+            text = f"must be fixed with num_groups {num_patches}: one stream predicts one by one"
+            yield "objective.segmentation", text
 
     def _check_groups(self, num_patches: int) -> Iterator[Complaint]:
         if (self.segmentation == "given") != (self.boundaries is not None):
@@ -116,7 +153,7 @@ class GVPConfig(ObjectiveConfig):
         """Sequence parallelism splits all tokens, and those that the head reads."""
         tensor = config.parallel.tensor_model_parallel_size
         first, last = self.bounds(config)
-        num_queries = self.num_patches(config) - first
+        num_queries = self.num_patches(config) - first if self.streams == "two" else 0
         num_tokens = self.num_condition_tokens + last + num_queries
         if num_tokens % tensor or num_queries % tensor:
             yield (

@@ -1,7 +1,7 @@
 """The first layer of GVP: content and query tokens, and who sees whom (section 4.1).
 
 Legend: b images, S condition tokens, c content tokens of the image, q query tokens, d numbers of a
-patch, h hidden size.
+patch, e numbers of a given condition, h hidden size.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from megavis.model.core import Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import normal
 from megavis.model.orders import take_places
+from megavis.model.patches import WholeLinear
 from megavis.model.positions import PositionKind, Positions
 from megavis.model.stream import State, Stream
 
-TwoStreams = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+TwoStreams = tuple[Tensor, ...]
 """What the first layer takes.
 
 Content `[b, c, d]`, its places int64 `[b, c]` in raster order, its groups int64 `[b, c]`; the
 places int64 `[b, q]` that are asked for, and their groups int64 `[b, q]`. No queries (q = 0) leave
-the content stream alone.
+the content stream alone. Where y_extra is no learned vector, it comes last: `[b, e]`.
 """
 
 
@@ -33,7 +34,14 @@ class TwoStreamEmbedding(nn.Module):
     """
 
     def __init__(
-        self, core: Core, content: nn.Module, *, side: int, condition: int, positions: PositionKind
+        self,
+        core: Core,
+        content: nn.Module,
+        *,
+        side: int,
+        condition: int,
+        positions: PositionKind,
+        condition_size: int | None = None,
     ) -> None:
         """Build.
 
@@ -43,6 +51,7 @@ class TwoStreamEmbedding(nn.Module):
             side: of the square grid of tokens.
             condition: S, learned vectors that stand for y_extra; the first is the class token.
             positions: E_pos; condition tokens have no place.
+            condition_size: e, where y_extra is given: one vector that is embedded by a linear map.
         """
         super().__init__()
         width = core.megatron.hidden_size
@@ -53,22 +62,26 @@ class TwoStreamEmbedding(nn.Module):
         self.query = nn.Parameter(torch.empty(width))
         nn.init.normal_(self.query, std=0.02)
         self.condition: nn.Parameter | None = None
-        if condition:
+        self.linear_condition: nn.Module | None = None
+        if condition_size is not None:
+            self.linear_condition = WholeLinear(condition_size, width)
+        elif condition:
             self.condition = nn.Parameter(torch.empty(condition, width))
             nn.init.normal_(self.condition, std=0.02)
 
     def forward(self, inputs: TwoStreams) -> State:
         """Embed; the state's tokens are condition, content, queries, and groups are carried."""
-        content, places, groups, query_places, query_groups = inputs
+        content, places, groups, query_places, query_groups, *given = inputs
         hidden = self.linear_content(content)
         parts = [self.positions(hidden, self._coordinates(places))]
         if query_places.shape[1]:
             query = self.query.to(hidden.dtype).expand(*query_places.shape, -1)
             parts.append(self.positions(query, self._coordinates(query_places)))
         extra = 0
-        if self.condition is not None:
-            extra = len(self.condition)
-            parts.insert(0, self.condition.to(hidden.dtype).expand(len(hidden), -1, -1))
+        condition = self._condition(hidden, given)
+        if condition is not None:
+            extra = condition.shape[1]
+            parts.insert(0, condition)
         carried = {
             # y_extra stands in G_0, which all tokens see.
             "content_groups": nn.functional.pad(groups, (extra, 0)).contiguous(),
@@ -76,6 +89,14 @@ class TwoStreamEmbedding(nn.Module):
             **self._carried_positions(torch.cat([places, query_places], dim=1), extra),
         }
         return Stream(to_stream(torch.cat(parts, dim=1), self.core), carried).pack()
+
+    def _condition(self, hidden: Tensor, given: list[Tensor]) -> Tensor | None:
+        """Return y `[b, S, h]`, like `hidden` in number and type; None where S is 0."""
+        if self.linear_condition is not None:
+            return self.linear_condition(given[0])[:, None].to(hidden.dtype)
+        if self.condition is None:
+            return None
+        return self.condition.to(hidden.dtype).expand(len(hidden), -1, -1)
 
     def _coordinates(self, places: Tensor) -> Tensor:
         return torch.stack([places // self.side, places % self.side], dim=-1)

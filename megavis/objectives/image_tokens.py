@@ -118,7 +118,7 @@ class Ids:
             return images.long()
         if self.run_folder is None:
             raise UserError("ids are wanted; name what makes them of images in objective.tokenizer")
-        _check_images(images, self.image_size)
+        check_images(images, self.image_size)
         return self.tokenizer.to(images.device).encode(images)
 
     @cached_property
@@ -128,12 +128,8 @@ class Ids:
         Raises:
             UserError: it gives no ids, or others than the config says.
         """
-        from megavis.tokenizers.base import IdTokenizer, open_tokenizer
-
         assert self.run_folder is not None
-        opened, where = open_tokenizer(self.run_folder), f"objective.tokenizer: {self.run_folder}"
-        if not isinstance(opened, IdTokenizer):
-            raise UserError(f"{where} gives latents, not ids")
+        opened, where = open_ids_tokenizer(self.run_folder), f"objective.tokenizer: {self.run_folder}"
         if opened.vocabulary_size != self.num_outputs:
             raise UserError(
                 f"{where} has {opened.vocabulary_size} ids; objective.vocabulary_size is"
@@ -193,11 +189,22 @@ def patches_of(images: Any, *, image_size: int, patch_size: int) -> Tensor:
     Raises:
         UserError: the images have another size or type.
     """
-    _check_images(images, image_size)
+    check_images(images, image_size)
     return patchify(standardize(images), patch_size)
 
 
-def _check_images(images: Any, side: int) -> None:
+def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
+    """Open what `objective.tokenizer` names; raises UserError where it gives no ids."""
+    from megavis.tokenizers.base import IdTokenizer, open_tokenizer
+
+    opened = open_tokenizer(run_folder)
+    if not isinstance(opened, IdTokenizer):
+        raise UserError(f"objective.tokenizer: {run_folder} gives latents, not ids")
+    return opened
+
+
+def check_images(images: Any, side: int) -> None:
+    """Want uint8 `[b, side, side, 3]`; raises UserError for anything else."""
     if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
         raise UserError(
             f"the images have shape {list(images.shape)} and type {images.dtype}; a run of"

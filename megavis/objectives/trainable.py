@@ -89,6 +89,15 @@ class Trainable(ABC):
         """Return `Sequence.inputs` for a user's own inputs in the paper's form."""
 
     @property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of the network that makes tokens of images as they are read; None for none.
+
+        Raises:
+            UserError: it cannot be opened, or does not fit the config.
+        """
+        return None
+
+    @property
     def carries_gradient(self) -> bool:
         """True where a tensor beside the hidden states has a gradient that travels back."""
         return False

@@ -93,6 +93,11 @@ class IdTokenizer(NetworkTokenizer):
     def vocabulary_size(self) -> int:
         """Entries of the codebook, at most 65,536; every id is below it."""
 
+    @property
+    @abstractmethod
+    def feature_size(self) -> int:
+        """Numbers d of what is looked up in the codebook."""
+
     @abstractmethod
     def num_tokens(self, image_size: int) -> int:
         """Return n, ids an image of this side.
@@ -100,6 +105,10 @@ class IdTokenizer(NetworkTokenizer):
         Raises:
             UserError: the network takes no images of this side.
         """
+
+    @abstractmethod
+    def features(self, images: Tensor) -> Tensor:
+        """Return what is looked up, float32 `[b, n, d]`, of images uint8 `[b, s, s, 3]`."""
 
     @abstractmethod
     def encode(self, images: Tensor) -> Tensor:

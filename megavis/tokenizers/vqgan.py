@@ -40,6 +40,11 @@ class VQGAN(IdTokenizer):
         """Entries of the codebook."""
         return self.shape.codebook_size
 
+    @property
+    def feature_size(self) -> int:
+        """Numbers of an entry."""
+        return self.shape.code_size
+
     def num_tokens(self, image_size: int) -> int:
         """Return ids an image; raises UserError where the side does not divide."""
         side, rest = divmod(image_size, self.shape.downsampling)
@@ -51,11 +56,20 @@ class VQGAN(IdTokenizer):
         return side * side
 
     @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """Return the encoder's vectors, float32 `[b, n, d]`, of images uint8 `[b, s, s, 3]`."""
+        return self._vectors(images).flatten(2).mT
+
+    @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Return ids int64 `[b, n]` in raster order, of images uint8 `[b, s, s, 3]`."""
+        return self.network.quantize(self._vectors(images)).ids.flatten(1)
+
+    def _vectors(self, images: Tensor) -> Tensor:
+        """Return what is to be quantized, `[b, d, h, w]`."""
         device = next(self.parameters()).device
         pixels = images.to(device).permute(0, 3, 1, 2).float() / 255.0
-        return self.network.quantize(self.network.vectors(pixels)).ids.flatten(1)
+        return self.network.vectors(pixels)
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:

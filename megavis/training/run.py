@@ -64,6 +64,11 @@ class TrainingRun:
     """Present in a fine-tuning run."""
 
     @property
+    def tokenizer(self) -> str | None:
+        """SHA-256 of what made the tokens of the shards, or makes them of images."""
+        return self.train_data.manifest.identity or self.objective.tokenizer_identity
+
+    @property
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.config.folder)
@@ -195,7 +200,7 @@ class TrainingRun:
             step=state.step,
             samples_seen=state.step * self.config.training.batch_size,
             seed=self.config.seed,
-            tokenizer=self.train_data.manifest.identity,
+            tokenizer=self.tokenizer,
             loss_scale=engine.loss_scale(),
         )
         states = ParameterStates(engine.deepspeed, self.config.parallel.zero_stage)
@@ -222,11 +227,10 @@ class TrainingRun:
 
     def _check_same_run(self, manifest: CheckpointManifest, checkpoint: Path) -> None:
         """Refuse to go on with what would make the run another one."""
-        identity = self.train_data.manifest.identity
-        if manifest.tokenizer != identity:
+        if manifest.tokenizer != self.tokenizer:
             raise UserError(
                 f"{self.train_data.directory}: its {self.train_data.manifest.tokenizer_kind}"
-                f" {str(identity)[:12]} is not the one of {checkpoint},"
+                f" {str(self.tokenizer)[:12]} is not the one of {checkpoint},"
                 f" {str(manifest.tokenizer)[:12]}; train on the shards that the run was begun"
                 " with, or choose another name"
             )

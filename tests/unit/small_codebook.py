@@ -31,10 +31,17 @@ class SmallCodebook(IdTokenizer):
     def vocabulary_size(self):
         return self.settings["entries"]
 
+    @property
+    def feature_size(self):
+        return 3 * PATCH**2
+
     def num_tokens(self, image_size):
         if image_size % PATCH:
             raise UserError(f"images of side {image_size} do not divide into patches of {PATCH}")
         return (image_size // PATCH) ** 2
+
+    def features(self, images):
+        return self.patches(images)
 
     def patches(self, images):
         pixels = images.permute(0, 3, 1, 2).float() / 255

@@ -1,0 +1,59 @@
+"""What GVP can be told about a whole image (appendix E of the paper).
+
+Legend: b images, e numbers of a tokenizer's feature.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.objectives.image_tokens import check_images, open_ids_tokenizer
+
+if TYPE_CHECKING:
+    from megavis.tokenizers.base import IdTokenizer
+
+
+class PooledFeatures:
+    """y_extra: the mean of a frozen tokenizer's features over an image (appendix E).
+
+    The paper leaves open which features: here what is looked up in the codebook, before it is.
+    """
+
+    def __init__(self, *, image_size: int, size: int, tokenizer: str) -> None:
+        """Build.
+
+        Args:
+            image_size: side of the images in pixels.
+            size: e, numbers of a feature.
+            tokenizer: run folder of what makes features of images.
+        """
+        self.image_size, self.size, self.run_folder = image_size, size, tokenizer
+
+    def of(self, images: Tensor) -> Tensor:
+        """Return float32 `[b, e]` of images uint8 `[b, h, w, 3]`.
+
+        Raises:
+            UserError: they have another size or type.
+        """
+        check_images(images, self.image_size)
+        return self.tokenizer.to(images.device).features(images).mean(1)
+
+    @cached_property
+    def tokenizer(self) -> IdTokenizer:
+        """The tokenizer, frozen.
+
+        Raises:
+            UserError: it gives no ids, takes no such images, or has features of another size.
+        """
+        opened, where = open_ids_tokenizer(self.run_folder), f"objective.tokenizer: {self.run_folder}"
+        opened.num_tokens(self.image_size)
+        if opened.feature_size != self.size:
+            raise UserError(
+                f"{where} has features of {opened.feature_size} numbers; objective.condition_size"
+                f" is {self.size}"
+            )
+        return opened

@@ -1,0 +1,95 @@
+"""What GVP's first token can be, and what becomes of it without a query stream."""
+
+import pytest
+import torch
+from small_vqgan import write_untrained_run
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.model.stream import Stream
+from megavis.tokenizers.base import open_tokenizer
+
+ONE_STREAM = ["objective.streams=one", "objective.segmentation=fixed", "objective.num_groups=9"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
+
+
+@pytest.fixture
+def with_features(build_gvp, run_folder):
+    words = ["data.image_size=16", f"objective.tokenizer={run_folder}"]
+    return lambda size=4, *more: build_gvp(*words, f"objective.condition_size={size}", *more)
+
+
+def batch_of(side, count=2):
+    images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8)
+    return Batch(images, torch.full((count,), -1), torch.arange(count))
+
+
+def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder):
+    objective, runner = with_features()
+    embedding, batch = runner.layers.modules[0], batch_of(16)
+    network = open_tokenizer(run_folder).network
+    pixels = batch.inputs.permute(0, 3, 1, 2).float() / 255.0
+    pooled = network.vectors(pixels).mean((2, 3))
+    linear = embedding.linear_condition
+    wanted = pooled @ linear.weight.t() + linear.bias
+    for inputs in (objective.sequence(batch).inputs, objective.feature_inputs(batch)):
+        stream = Stream.unpack(embedding(inputs), objective.carries)
+        torch.testing.assert_close(stream.hidden[0], wanted)
+        assert (stream.carried["content_groups"][:, 0] == 0).all(), "seen by all"
+    assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()
+
+
+def test_features_of_another_size_are_refused(with_features):
+    objective, _ = with_features(5)
+    with pytest.raises(UserError, match="features of 4 numbers; objective.condition_size is 5"):
+        objective.sequence(batch_of(16))
+
+
+def test_one_stream_predicts_the_patch_after_each(build_gvp):
+    """Patch t + 1 from patches up to t: it moves with these, and with no later one."""
+    objective, runner = build_gvp(*ONE_STREAM, "objective.num_condition_tokens=2")
+    batch = batch_of(12, count=1)
+    sequence = objective.sequence(batch)
+    content, *rest = sequence.inputs
+    order, _ = objective.draw(batch.sample_index)
+    patches = objective.patches_of(batch.inputs)[0, order[0]]
+    torch.testing.assert_close(sequence.targets[0][0], patches)
+    torch.testing.assert_close(content[0], patches[:-1])
+    outputs = objective.outputs(runner.predictions(sequence.inputs))
+    assert outputs.shape == (1, 9, 48)
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    torch.testing.assert_close(loss, (outputs[0] - patches).square().mean())
+    for place in range(8):
+        other = content.clone()
+        other[0, place] += 1.0
+        moved = objective.outputs(runner.predictions((other, *rest))) != outputs
+        assert moved.any(-1)[0].tolist() == [t > place for t in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.streams=one"], "objective.segmentation: must be fixed with num_groups 9"),
+        ([*ONE_STREAM, "objective.num_condition_tokens=0"], "must be at least 1 with streams one"),
+        (["objective.condition_size=4"], "objective.tokenizer: must name the run folder"),
+        (
+            ["objective.condition_size=4", "objective.num_condition_tokens=2"],
+            "must be 1 with condition_size",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(build_gvp, words, message):
+    with pytest.raises(UserError, match=message):
+        build_gvp(*words)
+
+
+@pytest.mark.parametrize("words", [ONE_STREAM, ["objective.condition_size=4"]])
+def test_no_pictures_of_what_cannot_be_asked_for(build_gvp, run_folder, words):
+    extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []
+    objective, _ = build_gvp(*words, *extra)
+    with pytest.raises(UserError, match="pictures need one trained without"):
+        objective.check_filling()
