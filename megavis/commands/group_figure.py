@@ -15,6 +15,7 @@ from megavis.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megavis.model.perceptual import PerceptualDistance
     from megavis.model.runner import Runner
     from megavis.notebook import Run
     from megavis.sampling.groupwise import GroupByGroup
@@ -42,7 +43,13 @@ def add_group_figure(figures: Any) -> None:
     parser.add_argument(
         "--perceptual-weights",
         metavar="FILE",
-        help="VGG-16 weights; the distance in its features is measured too",
+        help="VGG-16 or AlexNet weights; the distance in its features is measured too",
+    )
+    parser.add_argument(
+        "--lpips-weights",
+        metavar="FILE",
+        help="linear weights of the same network, as the package lpips has them; with"
+        " --perceptual-weights, LPIPS is measured",
     )
     parser.set_defaults(run=draw_groups)
 
@@ -66,6 +73,8 @@ def draw_groups(args: argparse.Namespace) -> int:
     """
     if args.num_images < 1:
         raise UserError("--num-images must be at least 1")
+    if args.lpips_weights and not args.perceptual_weights:
+        raise UserError("--lpips-weights needs the network's own in --perceptual-weights")
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         return _draw(opened, args)
@@ -82,6 +91,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
     if not isinstance(objective, GroupByGroup):
         name = opened.config.objective.name
         raise UserError(f"{name} does not predict several patches from any others")
+    perceptual = _perceptual(args)
     dataset = held_out_images(opened, args)
     indices = take_turns(dataset, args.num_images)
     originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
@@ -89,7 +99,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
     rows = [
         {
             "groups": count,
-            **_score(opened.runner, objective, originals, args, num_groups=count, **options),
+            **_score(opened.runner, objective, originals, perceptual, num_groups=count, **options),
         }
         for count in args.groups
     ]
@@ -105,21 +115,27 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
     return 0
 
 
+def _perceptual(args: argparse.Namespace) -> PerceptualDistance | None:
+    from megavis.model.perceptual import PerceptualDistance
+
+    if args.perceptual_weights is None:
+        return None
+    return PerceptualDistance.load(args.perceptual_weights, args.lpips_weights)
+
+
 def _score(
     runner: Runner,
     objective: GroupByGroup,
     originals: Tensor,
-    args: argparse.Namespace,
+    perceptual: PerceptualDistance | None,
     **options: Any,
 ) -> dict[str, float]:
     """Fill in all images and score them."""
     import torch
 
     from megavis.evaluation.filling import score_filling
-    from megavis.model.perceptual import PerceptualDistance
     from megavis.sampling.groupwise import fill, patches_to_pixels
 
-    weights = args.perceptual_weights
     seed = options.pop("seed")
     # What is hidden depends on seed and place in the batch; each batch has a seed of its own.
     parts = [
@@ -131,5 +147,5 @@ def _score(
         originals,
         torch.cat([part.images for part in parts]),
         ~patches_to_pixels(given, originals.shape[1], originals.shape[2]),
-        perceptual=PerceptualDistance.load(weights) if weights else None,
+        perceptual=perceptual,
     )

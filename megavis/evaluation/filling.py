@@ -24,7 +24,7 @@ def score_filling(
 
     Returns:
         `psnr`: dB, of the hidden pixels of all images together; `psnr_of_images`: of all pixels of
-        each image, the mean over the images; `perceptual`: the mean distance.
+        each image, the mean over the images; `lpips_alexnet` or as the distance is named: its mean.
     """
     scores = {
         "psnr": float(signal_to_noise(made[hidden][None], originals[hidden][None])),
@@ -33,7 +33,7 @@ def score_filling(
     if perceptual is not None:
         pairs = zip(made.split(_BATCH_SIZE), originals.split(_BATCH_SIZE), strict=True)
         distances = torch.cat([perceptual(_pixels(a), _pixels(b)) for a, b in pairs])
-        scores["perceptual"] = float(distances.mean())
+        scores[perceptual.name] = float(distances.mean())
     return scores
 
 

@@ -1,17 +1,20 @@
-"""Distance of two images in the features of VGG-16, for training tokenizers.
+"""Distance of two images in the features of VGG-16 or AlexNet.
 
 "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric" (Zhang et al., 2018),
-equation 1, with all weights w = 1: features after five ReLUs, normalised over channels, squared
-differences summed over channels and averaged over places.
+equation 1: features after five ReLUs, normalised over channels, squared differences weighted by w
+and summed over channels, averaged over places, summed over the five. With all w = 1 it trains
+tokenizers; with the published w of each level it is the metric LPIPS ("lin", version 0.1).
 
-The network's weights are a file that the user gives; none come with megavis. They are constants:
-no module of the trained network, no part of a checkpoint.
+All weights are files that the user gives; none come with megavis. They are constants: no module of
+the trained network, no part of a checkpoint.
 
 Legend: b images, H and W pixels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,64 +24,187 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 
-# Of VGG-16 ("Very Deep Convolutional Networks", configuration D): convolutions by their number in
-# torchvision's `features`, level by level; a 2×2 maximum pool stands between two levels, and the
-# features of a level are those after its last convolution.
-_LEVELS = ((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))
+
+@dataclass(frozen=True)
+class Backbone:
+    """A network of convolutions, each followed by a ReLU.
+
+    Attributes:
+        name: what to call it.
+        levels: convolutions by their number in torchvision's `features`, level by level; the
+            features of a level are those after its last convolution.
+        widths: channels at the end of each level.
+        kernel: side of its first convolution, by which its weights are known.
+        stride: of its first convolution; 1 for all others.
+        pool: side of the maximum pool, of stride 2, in front of the levels in `pooled`.
+        pooled: numbers of levels.
+        smallest: side of the smallest images of which any features are left.
+    """
+
+    name: str
+    levels: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...]
+    kernel: int
+    stride: int
+    pool: int
+    pooled: tuple[int, ...]
+    smallest: int
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its tensors."""
+        return [f"features.{n}.{part}" for level in self.levels for n in level for part in _PARTS]
+
+
+BACKBONES = (
+    # "Very Deep Convolutional Networks", configuration D.
+    Backbone(
+        name="VGG-16",
+        levels=((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28)),
+        widths=(64, 128, 256, 512, 512),
+        kernel=3,
+        stride=1,
+        pool=2,
+        pooled=(1, 2, 3, 4),
+        smallest=16,
+    ),
+    # "One weird trick for parallelizing convolutional neural networks".
+    Backbone(
+        name="AlexNet",
+        levels=((0,), (3,), (6,), (8,), (10,)),
+        widths=(64, 192, 384, 256, 256),
+        kernel=11,
+        stride=4,
+        pool=3,
+        pooled=(1, 2),
+        smallest=31,
+    ),
+)
+_PARTS = ("weight", "bias")
+_PADDING = {3: 1, 5: 2, 11: 2}  # by the side of a convolution
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class PerceptualDistance:
-    """VGG-16's first thirteen layers as a function of two images."""
+    """The first layers of a network as a function of two images."""
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        """Keep what is needed of a VGG-16 state dict (`features.0.weight`, ...).
+    def __init__(
+        self, weights: Mapping[str, Tensor], linear: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Keep what is needed.
+
+        Args:
+            weights: state dict of a VGG-16 or an AlexNet (`features.0.weight`, ...).
+            linear: w of each level, `lin0.model.1.weight` `[1, channels, 1, 1]` and so on, as the
+                package lpips has them; 1 where absent.
 
         Raises:
-            UserError: when a tensor is missing.
+            UserError: when a tensor is missing, or of another shape.
         """
-        names = [f"features.{n}.{part}" for level in _LEVELS for n in level for part in _PARTS]
-        for name in names:
-            if name not in weights:
-                raise UserError(
-                    f"the VGG-16 weights have no {name}; torchvision's names are wanted"
-                )
-        self._weights = {name: weights[name].float() for name in names}
+        self.backbone = _backbone_of(weights)
+        self._weights = {name: weights[name].float() for name in self.backbone.names}
+        self._linear: list[Tensor] | None = None
+        if linear is not None:
+            self._linear = [
+                _linear_of(linear, number, width).float()
+                for number, width in enumerate(self.backbone.widths)
+            ]
+
+    @property
+    def name(self) -> str:
+        """What is measured, `lpips_alexnet` or likewise: other networks give other numbers."""
+        kind = "perceptual" if self._linear is None else "lpips"
+        return f"{kind}_{self.backbone.name.lower().replace('-', '')}"
 
     @classmethod
-    def load(cls, path: str | Path) -> PerceptualDistance:
-        """Read a `.safetensors` file, or a `.pth` file of plain tensors.
+    def load(cls, path: str | Path, linear: str | Path | None = None) -> PerceptualDistance:
+        """Read `.safetensors` files, or `.pth` files of plain tensors.
 
         Raises:
-            UserError: the file is missing, or holds something else.
+            UserError: a file is missing, or holds something else.
         """
+        weights = _read(path)
+        given = None if linear is None else _read(linear)
         try:
-            if str(path).endswith(".safetensors"):
-                return cls(load_file(path))
-            # Tensors alone: torch refuses to unpickle anything else.
-            return cls(torch.load(path, map_location="cpu", weights_only=True))
+            return cls(weights, given)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-        except Exception as error:
-            raise UserError(f"{path} is no file of VGG-16 weights: {error}") from None
+            files = str(path) if linear is None else f"{path}, {linear}"
+            raise UserError(f"{files}: {error}") from None
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the distance of images `[b, 3, H, W]` in [0, 1]: float32 `[b]`."""
-        self._weights = {name: w.to(first.device) for name, w in self._weights.items()}
+        """Return the distance of images `[b, 3, H, W]` in [0, 1]: float32 `[b]`.
+
+        Raises:
+            UserError: they are too small for the network.
+        """
+        smallest = self.backbone.smallest
+        if min(first.shape[2:]) < smallest:
+            size = "×".join(map(str, first.shape[2:]))
+            raise UserError(
+                f"{self.backbone.name} sees nothing in images of {size} pixels; its perceptual"
+                f" distance wants at least {smallest} on each side"
+            )
+        self._move(first.device)
         distance = torch.zeros(len(first), device=first.device)
         x = torch.cat([_normalise(first.float()), _normalise(second.float())])
-        for number, level in enumerate(_LEVELS):
-            if number:
-                x = F.max_pool2d(x, 2)
-            for layer in level:
-                weight, bias = (self._weights[f"features.{layer}.{part}"] for part in _PARTS)
-                x = F.relu(F.conv2d(x, weight, bias, padding=1))
-            ours, theirs = F.normalize(x, dim=1, eps=1e-6).chunk(2)
-            distance = distance + (ours - theirs).square().sum(1).mean((1, 2))
+        for number in range(len(self.backbone.levels)):
+            x = self._level(number, x)
+            ours, theirs = F.normalize(x, dim=1, eps=1e-10).chunk(2)
+            squares = (ours - theirs).square()
+            if self._linear is not None:
+                squares = self._linear[number] * squares
+            distance = distance + squares.sum(1).mean((1, 2))
         return distance
 
+    def _level(self, number: int, x: Tensor) -> Tensor:
+        """Map the features of one level to those of the next."""
+        network = self.backbone
+        if number in network.pooled:
+            x = F.max_pool2d(x, network.pool, stride=2)
+        for layer in network.levels[number]:
+            weight, bias = (self._weights[f"features.{layer}.{part}"] for part in _PARTS)
+            stride = 1 if layer else network.stride
+            x = F.relu(F.conv2d(x, weight, bias, stride=stride, padding=_PADDING[weight.shape[-1]]))
+        return x
 
-_PARTS = ("weight", "bias")
+    def _move(self, device: torch.device) -> None:
+        if next(iter(self._weights.values())).device == device:
+            return
+        self._weights = {name: w.to(device) for name, w in self._weights.items()}
+        if self._linear is not None:
+            self._linear = [w.to(device) for w in self._linear]
+
+
+def _backbone_of(weights: Mapping[str, Tensor]) -> Backbone:
+    first = weights.get("features.0.weight")
+    kernel = 0 if first is None else first.shape[-1]
+    network = next((each for each in BACKBONES if each.kernel == kernel), BACKBONES[0])
+    for name in network.names:
+        if name not in weights:
+            raise UserError(
+                f"the {network.name} weights have no {name}; torchvision's names are wanted"
+            )
+    return network
+
+
+def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
+    name = f"lin{number}.model.1.weight"
+    given = None if name not in linear else list(linear[name].shape)
+    wanted = [1, width, 1, 1]
+    if given != wanted:
+        found = "missing" if given is None else f"of shape {given}"
+        raise UserError(f"{name} of the linear weights is {found}; the network wants {wanted}")
+    return linear[name]
+
+
+def _read(path: str | Path) -> dict[str, Tensor]:
+    try:
+        if str(path).endswith(".safetensors"):
+            return load_file(path)
+        # Tensors alone: torch refuses to unpickle anything else.
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise UserError(f"{path} is no file of network weights: {error}") from None
 
 
 def _normalise(pixels: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from skimage.metrics import peak_signal_noise_ratio
 
 from megavis.evaluation.filling import score_filling
 
@@ -23,9 +24,25 @@ def test_only_hidden_pixels_count():
     assert scores["psnr"] == pytest.approx(10 * math.log10(255**2 * count / square))
 
 
+def test_psnr_of_images_is_that_of_scikit_image():
+    torch.manual_seed(0)
+    originals, made = torch.randint(256, (2, 5, 8, 8, 3), dtype=torch.uint8)
+    scores = score_filling(originals, made, torch.ones(5, 8, 8, dtype=torch.bool))
+    theirs = [
+        peak_signal_noise_ratio(a.numpy(), b.numpy()) for a, b in zip(originals, made, strict=True)
+    ]
+    assert scores["psnr_of_images"] == pytest.approx(sum(theirs) / len(theirs), rel=1e-5)
+
+
 def test_the_perceptual_distance_is_averaged():
     images = torch.zeros(70, 2, 2, 3, dtype=torch.uint8)
     hidden = torch.ones(70, 2, 2, dtype=torch.bool)
-    brightness = lambda a, b: (a - b).abs().mean((1, 2, 3))  # noqa: E731
-    scores = score_filling(images, images + 51, hidden, perceptual=brightness)
-    assert scores["perceptual"] == pytest.approx(0.2)
+
+    class Brightness:
+        name = "brightness"
+
+        def __call__(self, one, other):
+            return (one - other).abs().mean((1, 2, 3))
+
+    scores = score_filling(images, images + 51, hidden, perceptual=Brightness())
+    assert scores["brightness"] == pytest.approx(0.2)

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from vae_config import write_config
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.batch import Batch
 from megavis.model.discriminator import Discriminator, squared_slope
-from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import Stack
 from megavis.objectives import OBJECTIVES, objective_configs
 
@@ -79,49 +77,6 @@ def test_squared_slope_is_that_of_finite_differences():
     torch.testing.assert_close(found.double()[0], slope.square().sum(), rtol=1e-4, atol=0)
     found.sum().backward()
     assert network.conv_in.weight.grad.abs().sum() > 0
-
-
-def vgg():
-    """VGG-16's features as torch's own modules, with random weights."""
-    torch.manual_seed(0)
-    layers, width = [], 3
-    for outputs, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(count):
-            layers += [nn.Conv2d(width, outputs, 3, padding=1), nn.ReLU()]
-            width = outputs
-        layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers)
-
-
-def test_perceptual_distance_is_that_of_plain_layers(tmp_path):
-    from safetensors.torch import save_file
-
-    features = vgg()
-    weights = {f"features.{n}": t for n, t in features.state_dict().items()}
-    save_file(weights, tmp_path / "vgg.safetensors")
-    torch.save(weights, tmp_path / "vgg.pth")
-    first, second = torch.rand(2, 2, 3, 32, 32).unbind(0)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    pair = [((x - mean[:, None, None]) / std[:, None, None]) for x in (first, second)]
-    expected = torch.zeros(2)
-    for number, layer in enumerate(features):
-        pair = [layer(x) for x in pair]
-        if number in (3, 8, 15, 22, 29):
-            one, two = (x / x.norm(dim=1, keepdim=True).clamp(min=1e-6) for x in pair)
-            expected += ((one - two) ** 2).sum(1).mean((1, 2))
-    for name in ("vgg.safetensors", "vgg.pth"):
-        found = PerceptualDistance.load(tmp_path / name)(first, second)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_files_without_vgg_are_refused(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match=r"no features\.0\.weight"):
-        PerceptualDistance.load(tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="no file of VGG-16 weights"):
-        PerceptualDistance.load(tmp_path / "missing.pth")
 
 
 @pytest.mark.parametrize(
