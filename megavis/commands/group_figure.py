@@ -39,6 +39,9 @@ def add_group_figure(figures: Any) -> None:
     parser.add_argument(
         "--groups", type=group_counts, default=(1, 4, 12), help="numbers; default: 1,4,12"
     )
+    parser.add_argument(
+        "--orders", type=int, default=1, help="of the hidden patches, averaged over; default: 1"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides what is hidden; default: 0")
     parser.add_argument(
         "--perceptual-weights",
@@ -71,8 +74,9 @@ def draw_groups(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run, its data or its objective does not allow it.
     """
-    if args.num_images < 1:
-        raise UserError("--num-images must be at least 1")
+    for name in ("num_images", "orders"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
     if args.lpips_weights and not args.perceptual_weights:
         raise UserError("--lpips-weights needs the network's own in --perceptual-weights")
     with job_closed():
@@ -95,7 +99,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
     dataset = held_out_images(opened, args)
     indices = take_turns(dataset, args.num_images)
     originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
-    options = {"share_given": args.share, "seed": args.seed}
+    options = {"share_given": args.share, "num_orders": args.orders, "seed": args.seed}
     rows = [
         {
             "groups": count,

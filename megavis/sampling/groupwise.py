@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.model.orders import random_orders
+from megavis.model.orders import random_orders, take_places
 from megavis.model.runner import Runner
+from megavis.parallel.random import derive_seed
 
 
 @runtime_checkable
@@ -84,9 +85,13 @@ def fill(
     *,
     share_given: float,
     num_groups: int,
+    num_orders: int = 1,
     seed: int = 0,
 ) -> Filled:
     """Give a random share of each image's patches and predict the others, group by group.
+
+    What a later group is predicted from has errors, which depend on the order; the mean over
+    several orders has less of them. All at once there is nothing that an order could change.
 
     Args:
         runner: the model.
@@ -94,6 +99,7 @@ def fill(
         images: uint8 `[b, h, w, 3]`.
         share_given: of the patches; the same ones whatever `num_groups` is.
         num_groups: into which the others are cut.
+        num_orders: the predictions are the mean over so many orders of the others.
         seed: decides what is given and the order of the rest.
 
     Raises:
@@ -109,14 +115,34 @@ def fill(
     given.scatter_(1, order[:, : ends[0]], True)
     # What is not given is not there: no prediction may depend on it.
     known = patches.masked_fill(~given[..., None], 0.0)
+    total = torch.zeros_like(known)
+    passes = num_orders if num_groups > 1 else 1
+    for number in range(passes):
+        total += _fill_in_order(runner, objective, known, order, ends)
+        order = _shuffle_rest(order, ends[0], seed=derive_seed(seed, "fill", number))
+    made = objective.patches_of(objective.images_of(total / passes))
+    shown = torch.where(given[..., None], patches, made)
+    return Filled(objective.images_of(shown), given)
+
+
+def _fill_in_order(
+    runner: Runner, objective: GroupByGroup, known: Tensor, order: Tensor, ends: tuple[int, ...]
+) -> Tensor:
+    """Return all patches `[b, T, d]`, those after the first `ends[0]` of the order predicted."""
     for number in range(1, len(ends)):
         inputs = objective.inputs_of_group(known, order, ends[: number + 1])
         predicted = runner.predictions(inputs).float()
         asked = order[:, ends[number - 1] : ends[number], None].expand_as(predicted)
         known = known.scatter(1, asked, predicted)
-    made = objective.patches_of(objective.images_of(known))
-    shown = torch.where(given[..., None], patches, made)
-    return Filled(objective.images_of(shown), given)
+    return known
+
+
+def _shuffle_rest(order: Tensor, num_given: int, *, seed: int) -> Tensor:
+    """Return another order `[b, T]` that begins with the same places."""
+    rest = order[:, num_given:]
+    index = torch.arange(len(order), device=order.device)
+    shuffled = take_places(rest, random_orders(index, rest.shape[1], seed=seed))
+    return torch.cat([order[:, :num_given], shuffled], dim=1)
 
 
 def patches_to_pixels(chosen: Tensor, height: int, width: int) -> Tensor:

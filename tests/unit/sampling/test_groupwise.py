@@ -5,6 +5,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
+from megavis.parallel.random import derive_seed
 from megavis.sampling.groupwise import GroupByGroup, evenly, fill, patches_to_pixels
 
 SHARE = 1 / 3
@@ -56,6 +57,31 @@ def test_each_group_sees_what_was_predicted_before(model):
         places = order[:, stop - 3 : stop, None].expand(-1, -1, 48)
         patches = patches.scatter(1, places, predicted[:, stop - 3 : stop])
     assert torch.equal(filled.images, objective.images_of(patches))
+
+
+def test_orders_are_averaged(model):
+    """Of one hidden patch a group, the second and later orders predict otherwise than the first."""
+    objective, runner = model
+    images = photographs()
+
+    def filled(num_groups, num_orders):
+        options = {"share_given": SHARE, "num_groups": num_groups, "num_orders": num_orders}
+        return fill(runner, objective, images, **options).images
+
+    assert torch.equal(filled(1, 3), filled(1, 1)), "all at once no order is left"
+    order, sums = random_orders(torch.arange(2), 9, seed=0), 0.0
+    for number in range(3):
+        patches = objective.patches_of(images)
+        for place in range(3, 9):
+            ends = tuple(range(3, place + 2))
+            predicted = runner.predictions(objective.inputs_of_group(patches, order, ends))
+            patches = patches.clone()
+            for image in range(2):
+                patches[image, order[image, place]] = predicted[image, 0]
+        sums = sums + patches
+        rest = random_orders(torch.arange(2), 6, seed=derive_seed(0, "fill", number))
+        order = torch.cat([order[:, :3], order[:, 3:].gather(1, rest)], dim=1)
+    assert torch.equal(filled(6, 3), objective.images_of(sums / 3))
 
 
 def test_standardised_patches_make_no_picture(build_gvp):
