@@ -27,12 +27,12 @@ def add_group_figure(figures: Any) -> None:
     """Add it to the figures of `megavis figure`."""
     parser = figures.add_parser(
         "groups",
-        help="hidden patches predicted group by group, and all at once (GVP, Figure 2)",
+        help="hidden patches predicted group by group, and all at once",
         description="Give a share of each held-out image's patches at random and predict the others"
         " in groups, each seeing those before it; one group is masked modelling's way. Prints the"
         " PSNR of what was hidden for each number of groups. The picture shows the first eight"
         " images: original, what was given, one column a number of groups.",
-        epilog="example: megavis figure groups runs/gvp_demo --groups 1,4,12",
+        epilog="example: megavis figure groups runs/patches --groups 1,4,12",
     )
     add_image_arguments(parser, num_images=256)
     parser.add_argument("--share", type=float, default=0.25, help="of patches given; default: 0.25")

@@ -1,4 +1,4 @@
-"""Pictures of GVP: hidden patches predicted group by group (Figure 2).
+"""Pictures of GVP: hidden patches predicted group by group (appendix F, Figure 2).
 
 Legend: b images, T patches of an image, d numbers of a patch.
 """

@@ -1,8 +1,7 @@
 """Images filled in group by group: what is predicted is seen when the next group is predicted.
 
-"Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning", Figure 2:
-some patches are given, the others are cut into groups. One group is masked modelling's way: all at
-once.
+Some patches are given, the others are cut into groups. One group is masked modelling's way: all at
+once. Which paper does so, the objective says that offers `GroupByGroup`.
 
 Legend: b images, T patches of an image, d numbers of a patch.
 """

@@ -71,6 +71,19 @@ def test_every_module_says_what_it_is():
     assert not silent
 
 
+def test_two_streams_need_no_special_case():
+    """GVP's attention is neither causal nor full; visibility as data has to be enough for it."""
+    own = ("megavis/objectives", "megavis/tokenizers")
+    paths = {path: path.relative_to(ROOT).as_posix() for path in SOURCES}
+    names = ("gvp", "bridging autoregressive")
+    knowing = [
+        name
+        for path, name in paths.items()
+        if not name.startswith(own) and any(n in path.read_text("utf-8").lower() for n in names)
+    ]
+    assert not knowing
+
+
 def test_only_one_file_touches_megatron_s_parallel_state():
     users = [
         path.relative_to(ROOT).as_posix()
