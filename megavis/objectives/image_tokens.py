@@ -129,7 +129,10 @@ class Ids:
             UserError: it gives no ids, or others than the config says.
         """
         assert self.run_folder is not None
-        opened, where = open_ids_tokenizer(self.run_folder), f"objective.tokenizer: {self.run_folder}"
+        opened, where = (
+            open_ids_tokenizer(self.run_folder),
+            f"objective.tokenizer: {self.run_folder}",
+        )
         if opened.vocabulary_size != self.num_outputs:
             raise UserError(
                 f"{where} has {opened.vocabulary_size} ids; objective.vocabulary_size is"
