@@ -239,9 +239,12 @@ class GVP(FillsPatches):
             sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
 
         Raises:
-            UserError: the order is no permutation, or the boundaries do not increase.
+            UserError: the order is no permutation, the boundaries do not increase, or an id is none
+                of the codebook's.
         """
         content, count = self.content.of(inputs), self.num_tokens
+        if isinstance(self.content, Ids):
+            self.content.check_ids(content)
         index = torch.arange(len(content)) if sample_index is None else sample_index
         drawn, groups = self.draw(index.to(content.device))
         if order is None:

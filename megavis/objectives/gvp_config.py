@@ -58,8 +58,6 @@ class GVPConfig(ObjectiveConfig):
         and T.
         """
         num_patches = self.num_patches(config)
-        if self.streams == "one":
-            return 0, num_patches - 1
         if self.boundaries is not None:
             return self.boundaries[0], self.boundaries[-1]
         if self.segmentation == "fixed":

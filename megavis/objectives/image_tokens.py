@@ -121,6 +121,19 @@ class Ids:
         check_images(images, self.image_size)
         return self.tokenizer.to(images.device).encode(images)
 
+    def check_ids(self, ids: Tensor) -> None:
+        """Want ids of the codebook; waits for the device, so that no step asks.
+
+        Raises:
+            UserError: one is negative, or not below the vocabulary size.
+        """
+        smallest, largest = int(ids.min()), int(ids.max())
+        if smallest < 0 or largest >= self.num_outputs:
+            raise UserError(
+                f"the ids reach from {smallest} to {largest}; objective.vocabulary_size"
+                f" {self.num_outputs} allows 0 to {self.num_outputs - 1}"
+            )
+
     @cached_property
     def tokenizer(self) -> IdTokenizer:
         """The tokenizer, frozen.

@@ -38,6 +38,12 @@ def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
     torch.testing.assert_close(loss, torch.stack(losses).mean())
 
 
+def test_ids_beyond_the_codebook_are_refused(build_gvp):
+    objective, _ = build_gvp("objective.variant=d2d", *IDS)
+    with pytest.raises(UserError, match="reach from 3 to 12; .* 12 allows 0 to 11"):
+        objective.inputs_from(torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 12]]))
+
+
 def test_patches_in_ids_out(build_gvp, run_folder):
     words = ["objective.variant=p2d", f"objective.tokenizer={run_folder}", "data.image_size=16"]
     objective, runner = build_gvp(*words, *IDS)
