@@ -213,7 +213,10 @@ def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
     """Open what `objective.tokenizer` names; raises UserError where it gives no ids."""
     from megavis.tokenizers.base import IdTokenizer, open_tokenizer
 
-    opened = open_tokenizer(run_folder)
+    try:
+        opened = open_tokenizer(run_folder)
+    except UserError as error:
+        raise UserError(f"objective.tokenizer: {error}") from None
     if not isinstance(opened, IdTokenizer):
         raise UserError(f"objective.tokenizer: {run_folder} gives latents, not ids")
     return opened
