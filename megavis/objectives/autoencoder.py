@@ -38,6 +38,7 @@ from megavis.model.discriminator import (
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import LayerPlan
 from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
+from megavis.tokenizers.grids import to_images
 
 Weight = Annotated[float, Field(ge=0)]
 State = tuple[Tensor, ...]
@@ -245,8 +246,7 @@ class AutoencoderObjective(Trainable):
 
     def reconstruction(self, predictions: State) -> Tensor:
         """Return the images that came out, uint8 `[b, H, W, 3]`."""
-        pixels = (predictions[1].float().clamp(0.0, 1.0) * 255.0).round()
-        return pixels.to(torch.uint8).permute(0, 2, 3, 1)
+        return to_images(predictions[1].float())
 
     def flops_per_image(self) -> float:
         """Return the operations of a training step for one image: three forward passes.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megavis.config.errors import UserError
 from megavis.tokenizers.base import LatentTokenizer
+from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
 from megavis.tokenizers.vae_network import VAENetwork, VAEShape
 
 _CONFIG_KEYS = {"groups": "norm_groups"}  # where the config has a longer name
@@ -34,31 +34,21 @@ class VAE(LatentTokenizer):
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> VAE:
         """Return the network of an `objective` section of name `vae`, with fresh weights."""
-        names = [field.name for field in fields(VAEShape)]
-        sizes = {name: section[_CONFIG_KEYS.get(name, name)] for name in names}
-        return cls(VAEShape(**{**sizes, "multipliers": tuple(sizes["multipliers"])}))
+        return cls(shape_of(VAEShape, section, _CONFIG_KEYS))
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
         """Return c, h, w; raises UserError where the side is no multiple of the downsampling."""
-        side, rest = divmod(image_size, self.shape.downsampling)
-        if rest or not side:
-            raise UserError(
-                f"this VAE takes images whose side is a multiple of {self.shape.downsampling}, "
-                f"not {image_size}"
-            )
+        side = grid_side(image_size, self.shape.downsampling, network="VAE")
         return self.shape.latent_channels, side, side
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Return mean then scale, float32 `[b, 2, c, h, w]`, of images uint8 `[b, s, s, 3]`."""
-        device = next(self.parameters()).device
-        pixels = images.to(device).permute(0, 3, 1, 2).float() / 255.0
-        posterior = self.network.posterior(pixels)
+        posterior = self.network.posterior(to_pixels(images, self))
         return torch.stack([posterior.mean, posterior.scale], dim=1)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return images uint8 `[b, s, s, 3]` of latents `[b, c, h, w]`, clipped."""
         device = next(self.parameters()).device
-        pixels = self.network.decoder(latents.to(device).float()).clamp(0.0, 1.0)
-        return (pixels * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1)
+        return to_images(self.network.decoder(latents.to(device).float()))

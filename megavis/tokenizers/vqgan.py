@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megavis.config.errors import UserError
 from megavis.tokenizers.base import IdTokenizer
+from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
 from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
 
 
@@ -32,8 +32,7 @@ class VQGAN(IdTokenizer):
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> VQGAN:
         """Return the network of an `objective` section of name `vqgan`, with fresh weights."""
-        sizes = {field.name: section[field.name] for field in fields(VQGANShape)}
-        return cls(VQGANShape(**{**sizes, "multipliers": tuple(sizes["multipliers"])}))
+        return cls(shape_of(VQGANShape, section))
 
     @property
     def vocabulary_size(self) -> int:
@@ -47,13 +46,7 @@ class VQGAN(IdTokenizer):
 
     def num_tokens(self, image_size: int) -> int:
         """Return ids an image; raises UserError where the side does not divide."""
-        side, rest = divmod(image_size, self.shape.downsampling)
-        if rest or not side:
-            raise UserError(
-                f"this VQGAN takes images whose side is a multiple of {self.shape.downsampling}, "
-                f"not {image_size}"
-            )
-        return side * side
+        return grid_side(image_size, self.shape.downsampling, network="VQGAN") ** 2
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
@@ -67,14 +60,11 @@ class VQGAN(IdTokenizer):
 
     def _vectors(self, images: Tensor) -> Tensor:
         """Return what is to be quantized, `[b, d, h, w]`."""
-        device = next(self.parameters()).device
-        pixels = images.to(device).permute(0, 3, 1, 2).float() / 255.0
-        return self.network.vectors(pixels)
+        return self.network.vectors(to_pixels(images, self))
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
         """Return images uint8 `[b, s, s, 3]` of ids int64 `[b, n]` of a square grid, clipped."""
         side = round(ids.shape[1] ** 0.5)
         grid = ids.to(next(self.parameters()).device).unflatten(1, (side, side))
-        pixels = self.network.decode(self.network.quantize.codes(grid)).clamp(0.0, 1.0)
-        return (pixels * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1)
+        return to_images(self.network.decode(self.network.quantize.codes(grid)))

@@ -231,8 +231,8 @@ class TrainingRun:
             raise UserError(
                 f"{self.train_data.directory}: its {self.train_data.manifest.tokenizer_kind}"
                 f" {str(self.tokenizer)[:12]} is not the one of {checkpoint},"
-                f" {str(manifest.tokenizer)[:12]}; train on the shards that the run was begun"
-                " with, or choose another name"
+                f" {str(manifest.tokenizer)[:12]}; train with what the run was begun with, or"
+                " choose another name"
             )
         path = self.folder / "config.yaml"
         before = load_config(path, objectives=objective_configs()).config
