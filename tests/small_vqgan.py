@@ -28,11 +28,11 @@ def write_config(folder, shards="nowhere"):
     return path
 
 
-def write_untrained_run(folder):
+def write_untrained_run(folder, seed=0):
     """Write what `megavis train` would leave after no step; returns the run folder."""
     config = load_config(write_config(folder), objectives=objective_configs()).config
     (folder / "config.yaml").write_text(dump_config(config))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     network = VQGANNetwork(config.objective.shape)
     weights = {f"vqgan.network.{name}": value for name, value in network.state_dict().items()}
     write_weights(folder, weights, seed=0, tokenizer=None)
