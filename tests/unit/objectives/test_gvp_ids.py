@@ -1,14 +1,10 @@
 """GVP on ids: what is scored, what the model reads, and tokenizers that do not fit."""
 
-import shutil
-
 import pytest
 import torch
 from small_vqgan import write_untrained_run
 from torch.nn import functional as F
 
-import megavis
-from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.tokenizers.base import open_tokenizer
@@ -73,36 +69,6 @@ def test_another_tokenizer_is_refused(build_gvp, run_folder, words, message):
     images = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
     with pytest.raises(UserError, match=message):
         objective.sequence(batch_of(images))
-
-
-def test_a_tokenizer_other_than_the_checkpoints_is_refused(image_shards, tmp_path, capsys):
-    folder = tmp_path / "vqgan"
-    folder.mkdir()
-    write_untrained_run(folder)
-    path = tmp_path / "p2d.yaml"
-    path.write_text(
-        f"""\
-name: p2d
-output: {tmp_path}/runs
-objective: {{name: gvp, variant: p2d, patch_size: 4, num_groups: 3, vocabulary_size: 12,
-  tokenizer: {folder}}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {image_shards}/train, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 4}}
-checkpoint: {{every: 1}}
-"""
-    )
-    assert main(["train", str(path), "--device", "cpu"]) == 0
-    shutil.rmtree(folder)
-    folder.mkdir()
-    write_untrained_run(folder, seed=1)
-    capsys.readouterr()
-    assert main(["train", str(path), "--device", "cpu"]) == 2
-    assert "its tokenizer" in capsys.readouterr().err
-    with pytest.raises(UserError, match="was trained with the tokenizer"):
-        megavis.load(tmp_path / "runs" / "p2d", device="cpu")
 
 
 @pytest.mark.parametrize(
