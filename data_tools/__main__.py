@@ -17,6 +17,8 @@ from data_tools import (
     palette_shards,
     photographs,
     reshard,
+    speech_shards,
+    spoken_words,
     verify,
 )
 from megavis.config.errors import UserError
@@ -101,6 +103,20 @@ VERBS = (
         "images/train --tokenizer runs/vqgan --out shards/ids --size 256",
         id_shards.add_arguments,
         id_shards.run,
+    ),
+    Verb(
+        "words",
+        "let a speech synthesiser say words, into a folder like Speech Commands",
+        "demo/words --voices 60 --held-out-voices 15",
+        spoken_words.add_arguments,
+        spoken_words.run,
+    ),
+    Verb(
+        "speech",
+        "write a Speech Commands folder as shards of cepstral coefficients",
+        "demo/words --out demo/speech",
+        speech_shards.add_arguments,
+        speech_shards.run,
     ),
     Verb(
         "filter",

@@ -20,6 +20,7 @@ _COMMANDS = {
     "probe": "probe",
     "figure": "figure",
     "finetune": "finetune",
+    "ensemble": "ensemble",
     "report": "report",
     "import": "import_",
     "export": "export",

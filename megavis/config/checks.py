@@ -26,6 +26,8 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
     yield from _check_finetuning(config)
+    if config.schedule.halve_every and config.schedule.decay != "constant":
+        yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
     if config.schedule.warmup_steps > config.training.steps:
         yield (
             "schedule.warmup_steps",

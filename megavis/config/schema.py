@@ -242,6 +242,9 @@ class ScheduleConfig(Section):
     """Shape after the warm-up; `cosine` ends at 0 on the last step."""
     warmup_steps: NonNegative = 0
     """Steps of linear rise from 0."""
+    halve_every: NonNegative = 0
+    """With `constant`: steps after the warm-up at which the rate is halved, again and again; 0:
+    never."""
 
 
 class TrainingConfig(Section):

@@ -114,8 +114,8 @@ class MP3(Objective):
             yield f"holds frames {list(manifest.frame_shape or ())}; data.frames is {frames}"
 
     def initialization(self) -> Initialization:
-        """Return N(0, 0.02²) for every matrix, as DeiT, whose settings section 4.2 follows."""
-        fill = normal(0.02)
+        """Return one normal distribution for every matrix, as DeiT (section 4.2)."""
+        fill = normal(self.paper.initial_deviation)
         return Initialization(fill, fill, fill, fill, fill)
 
     def build_embedding(self) -> nn.Module:

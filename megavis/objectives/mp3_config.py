@@ -26,6 +26,9 @@ class MP3Config(ObjectiveConfig):
     0.05 for speech); `model.positions` says how."""
     patch_size: Annotated[int, Field(gt=0)] = 16
     """Side of a patch in pixels (table 1); a frame of a spectrogram is a patch of its own."""
+    initial_deviation: Annotated[float, Field(gt=0)] = 0.02
+    """Deviation of the blocks' matrices at the start; DeiT's (section 4.2) suits widths from 384,
+    narrow networks want about 0.7 / √hidden_size."""
     class_token: bool = True
     """A learned token in front of the patches, which all of them see (section 3.1)."""
 

@@ -111,13 +111,14 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleConfig) -> float:
-    """Return the rate of a step, counted from 0: linear warm-up, then cosine to 0 or constant.
+    """Return the rate of a step, counted from 0: linear warm-up, then as `decay` says.
 
     The rate of the first step is peak / warmup_steps and that of step `warmup_steps` is the peak.
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.decay == "constant":
-        return peak
+        halvings = (step - config.warmup_steps) // config.halve_every if config.halve_every else 0
+        return peak * 0.5**halvings
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     return peak * 0.5 * (1.0 + math.cos(math.pi * done))

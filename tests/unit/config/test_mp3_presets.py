@@ -30,3 +30,22 @@ def test_a_preset_trains_as_the_paper_says(name):
     assert (config.optimizer.weight_decay, model.drop_path) == (0.05, 0.1)
     assert config.optimizer.learning_rate == pytest.approx(5e-4 * batch / 512)
     assert config.schedule.warmup_steps == round(5 * images / batch)
+
+
+def test_speech_is_trained_as_the_paper_says(build_paper):
+    path = PRESETS / "speech_commands.yaml"
+    objective, runner = build_paper(path.read_text())
+    config = objective.config
+    model, training = config.model, config.training
+    assert (model.num_layers, model.hidden_size, model.mlp_size) == (8, 32, 64)
+    assert (model.hidden_dropout, model.positions) == (0.1, "sincos")
+    assert (config.data.frames, objective.num_told, objective.mask_ratio) == ((100, 40), 5, 0.0)
+    assert (training.batch_size, config.optimizer.learning_rate) == (256, 1e-3)
+    assert (config.schedule.warmup_steps, config.schedule.halve_every) == (500, 10_000)
+    # "Around 70K parameters", of which a head of 100 places goes and one of 12 classes comes.
+    count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
+    assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
+    tuning = load_config(
+        PRESETS / "speech_commands_finetune.yaml", objectives=objective_configs()
+    ).config
+    assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)

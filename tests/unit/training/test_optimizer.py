@@ -28,6 +28,12 @@ def test_schedule_warms_up_and_ends_at_zero():
     assert rates[110] == pytest.approx(0.0)
 
 
+def test_a_rate_is_halved_after_so_many_steps_of_the_peak():
+    schedule = ScheduleConfig(decay="constant", warmup_steps=2, halve_every=3)
+    rates = [learning_rate(s, peak=8.0, total_steps=11, config=schedule) for s in range(11)]
+    assert rates == [4.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0]
+
+
 def test_constant_schedule_stays_at_the_peak():
     schedule = ScheduleConfig(decay="constant")
     assert {learning_rate(s, peak=0.1, total_steps=9, config=schedule) for s in range(9)} == {0.1}

@@ -1,0 +1,89 @@
+"""One second of sound as 100 frames of 40 mel-frequency cepstral coefficients.
+
+"Position Prediction as an Effective Pretraining Strategy", section 3.1: windows of 30 ms, one every
+10 ms. Mel bands and logarithm are those of TC-ResNet's released code (Choi et al., 2019), whose
+preprocessing the paper takes over: 64 bands from 80 to 7600 Hz on HTK's scale, ln(power + 1e-6).
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from importlib.metadata import version
+
+import numpy as np
+
+from data_tools.decode import RefusedImageError
+from megavis.config.errors import UserError
+
+SAMPLE_RATE = 16_000
+NUM_FRAMES, NUM_COEFFICIENTS = 100, 40
+_HOP, _WINDOW, _TRANSFORM = 160, 480, 512
+# The middle of each window is the middle of its 10 ms.
+_BORDER = (_TRANSFORM - _HOP) // 2
+_BANDS, _LOWEST, _HIGHEST, _OFFSET = 64, 80.0, 7600.0, 1e-6
+DESCRIPTION = f"{NUM_COEFFICIENTS} MFCCs of {_BANDS} mel bands, 30 ms every 10 ms"
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each package that turns bytes into coefficients."""
+    return {package: version(package) for package in ("librosa", "scipy")}
+
+
+def need_librosa() -> None:
+    """Raise UserError where librosa is not installed."""
+    try:
+        version("librosa")
+    except ModuleNotFoundError:
+        raise UserError(
+            "cepstral coefficients want librosa: pip install 'megavis[speech]'"
+        ) from None
+
+
+def read_wav(content: bytes) -> np.ndarray:
+    """Return the samples of a WAV file of one channel, float32 in [-1, 1].
+
+    Raises:
+        RefusedImageError: it is no such file, or has another rate than 16 kHz.
+    """
+    from scipy.io import wavfile
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that was cut
+            rate, samples = wavfile.read(io.BytesIO(content))
+    except Exception:
+        # The reader raises almost anything on damaged bytes: struct.error, ValueError, ...
+        raise RefusedImageError("no WAV file, or a damaged one") from None
+    if rate != SAMPLE_RATE:
+        raise RefusedImageError(f"{rate} Hz, not {SAMPLE_RATE}")
+    if samples.ndim != 1 or samples.dtype != np.int16:
+        raise RefusedImageError("not one channel of 16 bits")
+    return samples.astype(np.float32) / 32768.0
+
+
+def one_second(samples: np.ndarray, start: int = 0) -> np.ndarray:
+    """Return a second from `start` on, float32 `[16000]`; silence where there are no samples."""
+    piece = samples[start : start + SAMPLE_RATE]
+    return np.pad(piece, (0, SAMPLE_RATE - len(piece)))
+
+
+def cepstra(samples: np.ndarray) -> np.ndarray:
+    """Return the coefficients of one second: float32 `[16000]` to float32 `[100, 40]`."""
+    import librosa
+
+    power = librosa.feature.melspectrogram(
+        y=np.pad(samples, _BORDER),
+        sr=SAMPLE_RATE,
+        n_fft=_TRANSFORM,
+        win_length=_WINDOW,
+        hop_length=_HOP,
+        center=False,
+        n_mels=_BANDS,
+        fmin=_LOWEST,
+        fmax=_HIGHEST,
+        htk=True,
+        norm=None,
+    )
+    coefficients = librosa.feature.mfcc(S=np.log(power + _OFFSET), n_mfcc=NUM_COEFFICIENTS)
+    return np.ascontiguousarray(coefficients.T, dtype=np.float32)

@@ -1,0 +1,204 @@
+"""`words`: a speech synthesiser says words, and they lie in a folder as Speech Commands does.
+
+espeak-ng has about a hundred voices. Some of them are held out: `validation_list.txt` and
+`testing_list.txt` name their recordings, so that a model is judged by voices that it never heard.
+Every recording has an accent, a speed, a pitch, a place in its second and a level of noise of its
+own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_tools.cepstra import SAMPLE_RATE
+from data_tools.report import Progress, say
+from data_tools.speech_shards import LISTS
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+
+RECORD_NAME = "words.json"
+WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
+ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-029", "en-gb-x-rp", "en-gb-x-gbcwmd")
+_RATE, _PITCH = 1, 3  # numbers of espeak's parameters
+_SYNCHRONOUS, _UTF8 = 2, 1
+_SPEEDS, _PITCHES, _DECIBELS = (120, 220), (30, 71), (5.0, 30.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `words` to its parser."""
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--words", default=",".join(WORDS), help="commas between them")
+    parser.add_argument("--voices", type=int, default=60, help="voices to train on")
+    parser.add_argument(
+        "--held-out-voices", type=int, default=15, help="others, for validation and for testing"
+    )
+    parser.add_argument("--takes", type=int, default=4, help="recordings of a word by a voice")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the recordings; a folder that already holds these very ones is kept.
+
+    Raises:
+        UserError: a wrong option, or the synthesiser is not installed.
+    """
+    counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
+    if min(*counts.values(), arguments.takes) < 1 or arguments.seed < 0:
+        raise UserError("--voices, --held-out-voices, --takes must be at least 1, --seed 0")
+    words = tuple(filter(None, arguments.words.split(",")))
+    record = {"words": words, "voices": counts, "takes": arguments.takes, "seed": arguments.seed}
+    content = json.dumps(record, indent=2).encode() + b"\n"
+    out: Path = arguments.out
+    if out.exists() and any(out.iterdir()):
+        if _read(out / RECORD_NAME) != content:
+            raise UserError(f"{out} is not empty and holds other files: choose another folder")
+        say(f"{out}: the words are there already")
+        return 0
+    synthesizer = Synthesizer()
+    voices = drawn_voices(synthesizer.voices(), counts, seed=arguments.seed)
+    takes = arguments.takes
+    total = sum(counts.values()) * len(words) * takes
+    with Progress("speaking", total=total, unit="words") as progress:
+        for part, names in voices.items():
+            files = []
+            for voice in names:
+                files += speak(synthesizer, voice, words, takes=takes, out=out, seed=arguments.seed)
+                progress.advance(len(words) * takes)
+            if part in LISTS:
+                write_atomically(out / LISTS[part], ("\n".join(files) + "\n").encode())
+    write_atomically(out / RECORD_NAME, content)
+    say(f"{out}: {total} recordings of {len(words)} words by {sum(counts.values())} voices")
+    return 0
+
+
+def drawn_voices(
+    voices: Sequence[str], counts: dict[str, int], *, seed: int
+) -> dict[str, list[str]]:
+    """Share voices out at random, each to one part. Raises UserError where there are too few."""
+    if sum(counts.values()) > len(voices):
+        raise UserError(
+            f"espeak-ng has {len(voices)} voices; --voices and twice --held-out-voices are"
+            f" {sum(counts.values())}"
+        )
+    order = iter(np.random.default_rng(seed).permutation(sorted(voices)).tolist())
+    return {part: [next(order) for _ in range(count)] for part, count in counts.items()}
+
+
+def speak(
+    synthesizer: Synthesizer,
+    voice: str,
+    words: Sequence[str],
+    *,
+    takes: int,
+    out: Path,
+    seed: int,
+) -> list[str]:
+    """Write recordings of one voice and return their names below `out`, in Speech Commands' form.
+
+    What differs between takes is drawn from the seed and the recording's name alone.
+    """
+    from scipy.io import wavfile
+
+    speaker = "".join(letter for letter in voice if letter.isalnum())
+    names = []
+    for word in words:
+        (out / word).mkdir(parents=True, exist_ok=True)
+        for take in range(takes):
+            name = f"{word}/{speaker}_nohash_{take}.wav"
+            random = np.random.default_rng([seed, *name.encode()])
+            accent = ACCENTS[int(random.integers(len(ACCENTS)))]
+            speed, pitch = int(random.integers(*_SPEEDS)), int(random.integers(*_PITCHES))
+            spoken = synthesizer.say(word, f"{accent}+{voice}", speed=speed, pitch=pitch)
+            wavfile.write(out / name, SAMPLE_RATE, recorded(spoken, random))
+            names.append(name)
+    return names
+
+
+def recorded(spoken: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Put speech float `[t]` somewhere into a second of white noise: int16 `[16000]`.
+
+    The speech is 5 to 30 decibels louder than the noise.
+    """
+    spoken = spoken[:SAMPLE_RATE]
+    start = int(random.integers(0, SAMPLE_RATE - len(spoken) + 1))
+    loudness = np.sqrt(np.mean(spoken**2))
+    noise = loudness * 10.0 ** (-random.uniform(*_DECIBELS) / 20.0)
+    second = noise * random.standard_normal(SAMPLE_RATE)
+    second[start : start + len(spoken)] += spoken
+    # Half the range: what lies beyond is cut off, and noise has no largest value.
+    level = 0.5 * 32767.0 / np.abs(spoken).max()
+    return (level * second).round().clip(-32768, 32767).astype(np.int16)
+
+
+class Synthesizer:
+    """espeak-ng, from the library and voices that `espeakng-loader` ships.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import espeakng_loader
+        except ImportError:
+            raise UserError(
+                "words are spoken by espeak-ng: pip install 'megavis[speech]'"
+            ) from None
+        self._data = Path(espeakng_loader.get_data_path())
+        self._library: Any = ctypes.CDLL(espeakng_loader.get_library_path())
+        self._rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, bytes(self._data), 0)
+        self._pieces: list[np.ndarray] = []
+        types = (ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+        # Kept: the library calls it after this function has returned.
+        self._callback = ctypes.CFUNCTYPE(*types)(self._keep)
+        self._library.espeak_SetSynthCallback(self._callback)
+
+    def voices(self) -> list[str]:
+        """Return the names of the voices, each of which speaks with any accent."""
+        return sorted(path.name for path in (self._data / "voices" / "!v").iterdir())
+
+    def say(self, text: str, voice: str, *, speed: int, pitch: int) -> np.ndarray:
+        """Return speech as float64 `[t]` at 16 kHz, without the silence around it.
+
+        Args:
+            text: a word.
+            voice: accent and voice, for example `en-us+f3`.
+            speed: words a minute.
+            pitch: 0 to 99.
+
+        Raises:
+            UserError: the synthesiser gives no sound.
+        """
+        from scipy.signal import resample_poly
+
+        self._pieces.clear()
+        self._library.espeak_SetVoiceByName(voice.encode())
+        self._library.espeak_SetParameter(_RATE, speed, 0)
+        self._library.espeak_SetParameter(_PITCH, pitch, 0)
+        content = text.encode()
+        self._library.espeak_Synth(content, len(content) + 1, 0, 0, 0, _UTF8, None, None)
+        self._library.espeak_Synchronize()
+        spoken = np.concatenate([*self._pieces, np.zeros(0)])
+        loud = np.flatnonzero(np.abs(spoken) > 0.01 * np.abs(spoken).max(initial=1.0))
+        if not len(loud):
+            raise UserError(f"espeak-ng gives no sound for {text!r} with the voice {voice}")
+        return resample_poly(spoken[loud[0] : loud[-1] + 1], SAMPLE_RATE, self._rate)
+
+    def _keep(self, samples: Any, count: int, _: object) -> int:
+        if count > 0:
+            self._pieces.append(np.ctypeslib.as_array(samples, (count,)).astype(np.float64))
+        return 0
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,65 @@
+"""Several fine-tuned networks as one: the mean of their class probabilities.
+
+"Position Prediction as an Effective Pretraining Strategy", section 4.2.3: networks that were
+pre-trained in different ways err on different images.
+
+Legend: m networks, b images, c classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megavis.data.loader import Readable, evaluation_batches
+from megavis.model.runner import Runner
+from megavis.objectives.classification import Classification, is_among_likeliest
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a network, or several, makes of labelled images.
+
+    Attributes:
+        probabilities: float64 `[b, c]`.
+        labels: int64 `[b]`.
+    """
+
+    probabilities: Tensor
+    labels: Tensor
+
+    def share_right(self, count: int) -> float:
+        """Return the share of images whose class is among so many likeliest, in [0, 1]."""
+        return float(is_among_likeliest(self.probabilities, self.labels, count).double().mean())
+
+
+@torch.no_grad()
+def answer(
+    runner: Runner, objective: Classification, dataset: Readable, *, batch_size: int = 64
+) -> Answers:
+    """Let one network say how likely each class is, for every image; on one process."""
+    probabilities, labels = [], []
+    for batch in evaluation_batches(
+        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1
+    ):
+        labels.append(batch.labels)
+        batch = batch.to(runner.context.device)
+        logits = objective.outputs(runner.predictions(objective.sequence(batch).inputs))
+        probabilities.append(logits.double().softmax(-1).cpu())
+    return Answers(torch.cat(probabilities), torch.cat(labels))
+
+
+def together(members: Sequence[Answers]) -> Answers:
+    """Return the mean of the probabilities of m networks.
+
+    Raises:
+        ValueError: their images have not the same labels.
+    """
+    first = members[0]
+    if any(not torch.equal(first.labels, member.labels) for member in members):
+        raise ValueError("the networks were asked about different images")
+    stacked = torch.stack([member.probabilities for member in members])
+    return Answers(stacked.mean(0), first.labels)

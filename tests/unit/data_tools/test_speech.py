@@ -1,0 +1,127 @@
+"""Speech: coefficients against their formulas, a synthesiser's words, and the parts of a folder."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.io import wavfile
+
+from data_tools.__main__ import main
+from data_tools.cepstra import cepstra, one_second, read_wav
+from data_tools.decode import RefusedImageError
+from megavis.data.dataset import ShardDataset
+
+RANDOM = np.random.default_rng(0)
+
+
+def to_mel(hertz):
+    return 2595.0 * math.log10(1.0 + hertz / 700.0)
+
+
+def to_hertz(mel):
+    return 700.0 * (10.0 ** (mel / 2595.0) - 1.0)
+
+
+def coefficients_by_the_formulas(samples, frame):
+    """Hann window, Fourier transform, triangles on the mel scale, logarithm, cosine transform."""
+    middle = 160 * frame + 80
+    window = np.zeros(512)
+    for i in range(480):
+        place = middle - 240 + i
+        value = samples[place] if 0 <= place < len(samples) else 0.0
+        window[16 + i] = value * (0.5 - 0.5 * math.cos(2.0 * math.pi * i / 480))
+    power = np.abs(np.fft.rfft(window)) ** 2
+    low, high = to_mel(80.0), to_mel(7600.0)
+    edges = [to_hertz(low + (high - low) * i / 65) for i in range(66)]
+    logarithms = []
+    for left, peak, right in zip(edges, edges[1:], edges[2:], strict=False):
+        energy = 0.0
+        for number, value in enumerate(power):
+            hertz = number * 16_000 / 512
+            rise, fall = (hertz - left) / (peak - left), (right - hertz) / (right - peak)
+            energy += max(0.0, min(rise, fall)) * value
+        logarithms.append(math.log(energy + 1e-6))
+    return [
+        math.sqrt((1.0 if k == 0 else 2.0) / 64)
+        * sum(x * math.cos(math.pi * k * (i + 0.5) / 64) for i, x in enumerate(logarithms))
+        for k in range(40)
+    ]
+
+
+def test_coefficients_are_those_of_the_formulas():
+    samples = (0.1 * RANDOM.standard_normal(16_000)).astype(np.float32)
+    found = cepstra(samples)
+    assert found.shape == (100, 40)
+    for frame in (0, 1, 50, 99):
+        expected = coefficients_by_the_formulas(samples, frame)
+        np.testing.assert_allclose(found[frame], expected, rtol=1e-3, atol=1e-3)
+
+
+def wav(samples, rate=16_000):
+    file = io.BytesIO()
+    wavfile.write(file, rate, samples)
+    return file.getvalue()
+
+
+def test_only_whole_files_of_one_channel_at_16_khz_are_read():
+    samples = RANDOM.integers(-32768, 32767, 20_000).astype(np.int16)
+    read = read_wav(wav(samples))
+    assert np.array_equal(read, samples / np.float32(32768))
+    assert np.array_equal(one_second(read), read[:16_000])
+    assert one_second(read[:10]).tolist() == [*read[:10].tolist(), *[0.0] * 15_990]
+    for content, reason in (
+        (b"", "no WAV file"),
+        (wav(samples)[:300], "no WAV file"),
+        (wav(samples, 8_000), "8000 Hz, not 16000"),
+        (wav(samples.reshape(-1, 2)), "not one channel of 16 bits"),
+    ):
+        with pytest.raises(RefusedImageError, match=reason):
+            read_wav(content)
+
+
+def test_held_out_voices_are_never_trained_on(tmp_path):
+    words, out = tmp_path / "words", tmp_path / "shards"
+    options = ["--words", "yes,stop", "--voices", "2", "--held-out-voices", "1", "--takes", "2"]
+    assert main(["words", str(words), *options]) == 0
+    assert main(["words", str(words), *options]) == 0  # there already
+    assert main(["words", str(words), *options, "--seed", "1"]) == 2
+    assert main(["speech", str(words), "--out", str(out)]) == 0
+    voices = {}
+    for part, voice_count in (("train", 2), ("validation", 1), ("test", 1)):
+        dataset = ShardDataset(out / part)
+        assert dataset.class_names == ("stop", "yes")
+        assert len(dataset) == 4 * voice_count
+        assert np.bincount(dataset.labels).tolist() == [2 * voice_count] * 2
+        frames, _ = dataset.read(np.arange(len(dataset)))
+        assert frames.shape == (len(dataset), 100, 40)
+        # Speech is somewhere in its second, and recordings differ.
+        assert frames.astype(np.float32).std(1).min() > 0
+        names = json.loads((out / part / "shard-000000.index.json").read_text())["sources"]
+        voices[part] = {name.split("/")[1].split("_")[0] for name in names}
+    assert sum(map(len, voices.values())) == len(set.union(*voices.values())) == 4
+
+
+def test_other_words_and_noise_are_classes_of_their_own(tmp_path):
+    folder = tmp_path / "commands"
+    for word, count in (("yes", 15), ("no", 15), ("cat", 9), ("dog", 9)):
+        (folder / word).mkdir(parents=True)
+        for number in range(count):
+            samples = RANDOM.integers(-900, 900, 16_000).astype(np.int16)
+            (folder / word / f"{number}.wav").write_bytes(wav(samples))
+    (folder / "_background_noise_").mkdir()
+    hum = RANDOM.integers(-90, 90, 40_000).astype(np.int16)
+    (folder / "_background_noise_" / "hum.wav").write_bytes(wav(hum))
+    command = ["speech", str(folder), "--out", str(tmp_path / "out"), "--words", "yes,no"]
+    assert main(command) == 2  # without its lists
+    (folder / "validation_list.txt").write_text("yes/0.wav\nno/3.wav\ncat/1.wav\n")
+    (folder / "testing_list.txt").write_text("\n".join(f"yes/{n}.wav" for n in range(1, 11)))
+    assert main([*command[:-1], "yes,maybe"]) == 2
+    assert main(command) == 0
+    counts = {}
+    for part in ("train", "validation", "test"):
+        dataset = ShardDataset(tmp_path / "out" / part)
+        assert dataset.class_names == ("yes", "no", "_unknown_", "_silence_")
+        counts[part] = np.bincount(dataset.labels, minlength=4).tolist()
+    assert counts == {"train": [4, 14, 1, 1], "validation": [1, 1, 0, 0], "test": [10, 0, 0, 1]}

@@ -1,0 +1,61 @@
+"""Several runs together: the mean of probabilities against numpy, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.cli import main
+from megavis.evaluation.ensemble import Answers, together
+
+
+def test_probabilities_are_averaged_not_logits():
+    random = np.random.default_rng(0)
+    labels = torch.from_numpy(random.integers(7, size=40))
+    members = [
+        Answers(torch.from_numpy(random.dirichlet(np.full(7, 0.3), size=40)), labels)
+        for _ in range(3)
+    ]
+    both = together(members)
+    mean = np.mean([member.probabilities.numpy() for member in members], axis=0)
+    np.testing.assert_allclose(both.probabilities.numpy(), mean)
+    order = mean.argsort(1)[:, ::-1]
+    for count in (1, 5):
+        hits = [label in row[:count] for label, row in zip(labels.tolist(), order, strict=True)]
+        assert both.share_right(count) == pytest.approx(np.mean(hits))
+    with pytest.raises(ValueError, match="different images"):
+        together([members[0], Answers(members[1].probabilities, labels.flip(0))])
+
+
+def test_the_command_names_each_run_and_all_together(shard_folders, tmp_path, capsys):
+    path = tmp_path / "tuned.yaml"
+    path.write_text(
+        f"""\
+name: first
+output: {tmp_path}
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 4, batch_size: 8, validate_every: 2}}
+finetune: {{num_classes: 3}}
+"""
+    )
+    for words in ([], ["name=second", "seed=1"]):
+        assert main(["finetune", str(path), "--device", "cpu", *words]) == 0
+    runs = [str(tmp_path / name) for name in ("first", "second")]
+    capsys.readouterr()
+    assert main(["ensemble", *runs, "--device", "cpu", "--json", str(tmp_path / "e.json")]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "e.json").read_text())
+    assert [row["run"] for row in result["rows"]] == [*runs, "together"]
+    assert result["num_images"] == 18
+    for name, row in zip(runs, result["rows"], strict=False):
+        told = json.loads((tmp_path / name / "evaluation" / "finetune_test.json").read_text())
+        assert row["top1"] == pytest.approx(told["top1"])
+        assert f"top-1 {row['top1']:.1%}" in printed
+    (tmp_path / "second" / "evaluation" / "finetune_test.json").unlink()
+    assert main(["ensemble", *runs, "--device", "cpu"]) == 2
+    assert "is not a finished fine-tuning run" in capsys.readouterr().err
+    assert main(["ensemble", runs[0]]) == 2
