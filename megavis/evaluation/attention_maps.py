@@ -9,12 +9,12 @@ Legend: b images, n heads, s tokens, the last r² of them a square grid of cells
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
@@ -23,6 +23,7 @@ from megavis.evaluation.figures import Row
 from megavis.model.core import Block
 from megavis.model.runner import Runner
 from megavis.objectives.base import Objective
+from megavis.objectives.classification import Classification
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,9 +52,10 @@ def measure_attention(
     Raises:
         UserError: the paper's tokens do not all see all, or know where they stand by turning keys.
     """
-    if not isinstance(objective, Objective) or objective.visibility_kind not in ("full", "context"):
+    paper = objective.paper if isinstance(objective, Classification) else objective
+    if not isinstance(paper, Objective) or paper.core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps are drawn of models whose tokens can all see all")
-    if "coordinates" in objective.carries:
+    if "coordinates" in paper.carries and paper.relative_grid is None:
         raise UserError("attention maps are not drawn of models with rotary positions")
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
@@ -71,15 +73,19 @@ def measure_attention(
 
 
 def attention_weights(runner: Runner, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return softmax(q · k / √d) of each block: `[b, n, s, keys]`, keys in their own order."""
-    projected: list[Tensor] = []
+    """Return softmax(q · k / √d) of each block: `[b, n, s, keys]`, keys in their own order.
+
+    Biases for relative positions are part of the logits.
+    """
+    parts: list[dict[str, Any]] = []
     blocks = [layer for layer in runner.layers.modules if isinstance(layer, Block)]
     hooks = []
     for block in blocks:
-        attention = block.self_attention
-        for linear in (attention.linear_q, attention.linear_kv):
-            hook = linear.register_forward_hook(lambda _, __, out: projected.append(out[0]))
-            hooks.append(hook)
+        parts.append({})
+        for name in ("linear_q", "linear_kv", "relative_bias"):
+            module = getattr(block.self_attention, name)
+            if module is not None:
+                hooks.append(module.register_forward_hook(_keeper(parts[-1], name)))
     try:
         runner.predictions(inputs)
     finally:
@@ -87,11 +93,19 @@ def attention_weights(runner: Runner, inputs: tuple[Tensor, ...]) -> list[Tensor
             hook.remove()
     size = blocks[0].self_attention.head_size
     weights = []
-    for queries, pairs in zip(projected[::2], projected[1::2], strict=True):
-        query = queries.unflatten(2, (-1, size)).permute(1, 2, 0, 3)
-        key = pairs.unflatten(2, (-1, 2, size))[..., 0, :].permute(1, 2, 0, 3)
-        weights.append((query.float() @ key.float().transpose(2, 3) / math.sqrt(size)).softmax(-1))
+    for part in parts:
+        query = part["linear_q"][0].unflatten(2, (-1, size)).permute(1, 2, 0, 3)
+        key = part["linear_kv"][0].unflatten(2, (-1, 2, size))[..., 0, :].permute(1, 2, 0, 3)
+        logits = query.float() @ key.float().transpose(2, 3) / math.sqrt(size)
+        weights.append((logits + part.get("relative_bias", 0.0)).softmax(-1))
     return weights
+
+
+def _keeper(kept: dict[str, Any], name: str) -> Callable[..., None]:
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        kept[name] = output
+
+    return keep
 
 
 def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:

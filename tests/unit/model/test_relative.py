@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
+from megavis.evaluation.attention_maps import attention_weights
 from megavis.model.positions import grid_coordinates
 from megavis.model.relative import RelativeBias
 
@@ -57,7 +58,7 @@ def test_attention_adds_it_to_its_logits(build_paper, visibility):
         )
     attention.linear_proj.register_forward_hook(lambda _, given, __: seen.update(mixed=given[0]))
     images = torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8)
-    runner.predictions(objective.inputs_from(images))
+    drawn = attention_weights(runner, objective.inputs_from(images))[0]
     query = seen["linear_q"].unflatten(2, (2, 8))
     key, value = seen["linear_kv"].unflatten(2, (2, 2, 8)).unbind(3)
     cells = [(-1, -1), *((row, column) for row in range(3) for column in range(3))]
@@ -71,6 +72,7 @@ def test_attention_adds_it_to_its_logits(build_paper, visibility):
                     for j in range(10)
                 ]
                 shares = torch.tensor(logits).softmax(0)
+                torch.testing.assert_close(drawn[image, head, i], shares, rtol=1e-4, atol=1e-5)
                 expected = shares @ value[:, image, head]
                 mixed = seen["mixed"].unflatten(2, (2, 8))[i, image, head]
                 torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
