@@ -241,3 +241,20 @@ def test_attention_read_from_projections_is_what_the_block_mixes_with(make):
     value = seen["kv"].unflatten(2, (-1, 2, 8))[..., 1, :].permute(1, 2, 0, 3)
     mixed = (weights @ value).permute(2, 0, 1, 3).flatten(2)
     torch.testing.assert_close(mixed, seen["mixed"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_never_waits_for_the_device(make):
+    """Tensors without numbers go through a whole step: whoever asks for a number is refused."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    objective, runner = make("objective.mask_ratio=0.75")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        images = torch.empty(3, 16, 16, 3, dtype=torch.uint8)
+        state = objective.sequence(batch_of(images)).inputs
+        targets = objective.sequence(batch_of(images)).targets
+        for layer in runner.layers.modules:
+            state = layer(state)
+        loss = objective.loss(state, targets)
+        loss.backward()
+        with pytest.raises(DataDependentOutputException):
+            loss.item()
