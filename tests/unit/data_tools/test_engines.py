@@ -1,8 +1,9 @@
-"""More than one machine: the slices of a job together give the bytes of one process."""
+"""More than one machine: slices of a job, and a real local Ray, give the bytes of one process."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 
 import pytest
 from image_files import tree
@@ -36,3 +37,19 @@ def test_the_slices_together_are_the_whole(order, command, tmp_path, capsys):
 def test_what_is_no_slice(text):
     with pytest.raises(argparse.ArgumentTypeError, match="i/n"):
         Slice.parse(text)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install 'megavis[ray]' (240 MB, so not among the tests' own)",
+)
+def test_a_local_ray(command, tmp_path):
+    import ray
+
+    words, whole = command
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        assert main([*words, "--out", str(tmp_path / "out"), "--engine", "ray"]) == 0
+    finally:
+        ray.shutdown()
+    assert tree(tmp_path / "out") == whole
