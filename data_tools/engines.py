@@ -126,7 +126,7 @@ def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:
         ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)  # RAY_ADDRESS names a running cluster
-    remote = ray.remote(max_retries=_RAY_RETRIES)(do_unit)
+    remote = ray.remote(max_retries=_RAY_RETRIES)(_done_or_why_not)
     in_flight = max(int(ray.cluster_resources().get("CPU", 1)), 1) * _IN_FLIGHT_PER_WORKER
     rest = iter(units)
     flying: dict[Any, Unit] = {}
@@ -142,20 +142,26 @@ def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:
             return
 
 
+def _done_or_why_not(unit: Unit) -> UnitResult | Failure | UserError:
+    """Do a unit. Errors are results: of what Ray sees raised and nobody asks for, it shows more."""
+    try:
+        return do_unit(unit)
+    except UserError as error:
+        return error
+    except OSError as error:
+        return Failure((unit.shard,), describe_os_error(error))
+
+
 def _ray_result(reference: Any, unit: Unit) -> UnitResult | Failure:
     import ray
 
     try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, OSError):
-            return Failure((unit.shard,), describe_os_error(cause))
-        raise
+        result: UnitResult | Failure | UserError = ray.get(reference)
     except ray.exceptions.WorkerCrashedError:
         return Failure((unit.shard,), f"a Ray worker was killed {_RAY_RETRIES + 1} times")
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 def describe_os_error(error: OSError) -> str:

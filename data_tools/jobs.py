@@ -204,8 +204,9 @@ def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) ->
     if there:
         say(f"{there} of {len(units)} shards were there already")
     if there < len(units):
-        memory = outcome.peak_memory / 2**20
-        say(f"{progress.done} images at {progress.rate:.0f} images/s, {memory:.0f} MiB a process")
+        made = progress.done - sum(each.num_files for each in outcome.results if each.was_there)
+        rate, memory = made / max(progress.seconds, 1e-9), outcome.peak_memory / 2**20
+        say(f"{made} images at {rate:.0f} images/s, {memory:.0f} MiB a process")
     return outcome
 
 

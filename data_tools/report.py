@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -115,6 +116,18 @@ class Outcome:
         """The most bytes that one of the processes held."""
         return max([peak_memory(), *(result.peak_memory for result in self.results)])
 
+    def memory_course(self, *, points: int = 100) -> list[tuple[int, int]]:
+        """Return how memory grew: images done, and the most bytes that a process had held by then.
+
+        One entry a shard that was made, evenly thinned to about so many; the last one stays.
+        """
+        made = [result for result in self.results if not result.was_there]
+        images = itertools.accumulate(result.num_files for result in made)
+        peaks = itertools.accumulate((result.peak_memory for result in made), max)
+        course = list(zip(images, peaks, strict=True))
+        step = -(-len(course) // points) or 1
+        return course[::-1][::step][::-1]
+
 
 def write_report(
     path: Path, outcome: Outcome, *, finished: Sequence[str] = ()
@@ -147,6 +160,7 @@ def write_report(
         "measured": {
             "seconds": round(outcome.seconds, 3),
             "peak_memory_bytes": outcome.peak_memory,
+            "peak_memory_bytes_by_images": outcome.memory_course(),
         },
     }
     if outcome.failure is not None:

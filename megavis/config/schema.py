@@ -174,10 +174,11 @@ class DataConfig(Section):
     have none."""
     frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
     """Frames of a sample and numbers of a frame, where shards hold no images but frames."""
-    crop: Literal["random_resized", "shifted", "center", "none"] = "none"
+    crop: Literal["random_resized", "window", "shifted", "center", "none"] = "none"
     """What is cut out of images when they are read: `random_resized` a random part for training
-    and the middle for validation, `center` the middle, both of JPEG shards alone; `shifted` moves
-    training images by up to 4 pixels, of palette shards too; `none` nothing."""
+    and the middle for validation, `center` the middle, both resized, of JPEG shards alone; of
+    palette shards too `window` a random square out of larger stored images, in validation the
+    middle one, and `shifted` moves training images by up to 4 pixels; `none` nothing."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
     """Smallest and largest share of an image's area that a `random_resized` crop takes."""
     short_side: Positive | None = None

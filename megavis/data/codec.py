@@ -60,12 +60,13 @@ class Codec(ABC):
 class PaletteCodec(Codec):
     """Palette tokens, nine bits each (`bits.py`): uint16 `[b, n]` in raster order.
 
-    A colour is moved as its pixel is: shifting and mirroring give the same before the palette.
+    A colour is moved as its pixel is: cutting, shifting and mirroring give the same before the
+    palette. Where squares are cut, n is that of the squares.
 
     Args:
-        num_tokens: n.
+        num_tokens: of a stored image.
         vocabulary_size: every id is below it; at most 512.
-        transform: how images are moved; None for as they are.
+        transform: how images are cut and moved; None for as they are.
     """
 
     suffix = "tok"
@@ -99,7 +100,7 @@ class PaletteCodec(Codec):
         draws = move.draws(positions)
         images = tokens.reshape(-1, side, side)
         moved = [move(image, draw) for image, draw in zip(images, draws, strict=True)]
-        return np.array(moved, tokens.dtype).reshape(tokens.shape)
+        return np.array(moved, tokens.dtype).reshape(len(tokens), -1)
 
 
 class IdsCodec(Codec):

@@ -32,8 +32,8 @@ def suffix_of(manifest: Manifest) -> str:
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
-    if transform is None or transform.crop != "shifted":
-        _want_stored(manifest, transform, may_flip=True)
+    if transform is not None:
+        _want_pixels(manifest, transform)
     return PaletteCodec(
         manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
     )
@@ -60,12 +60,23 @@ def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
     stored = manifest.image_size
     if transform is None and stored is not None:
         transform = Transform(image_size=stored)
-    as_stored = transform is not None and transform.crop in ("none", "shifted")
+    as_stored = transform is not None and transform.crop in _WHOLE
     if transform is None or (as_stored and transform.image_size != stored):
         sizes = f"images of {stored}x{stored} pixels" if stored else "images of many sizes"
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
-        raise UserError(f"holds {sizes}{wanted}; set data.crop to random_resized or center")
+        raise UserError(f"holds {sizes}{wanted}; set data.crop to random_resized, window or center")
     return JpegCodec(transform)
+
+
+def _want_pixels(manifest: Manifest, transform: Transform) -> None:
+    side, size = manifest.image_size or 0, transform.image_size
+    if transform.crop in ("random_resized", "center"):
+        raise UserError(
+            "holds palette shards, which cannot be resized: set data.crop to none, shifted or"
+            " window, or crop when they are made"
+        )
+    if transform.crop not in _WHOLE and side < size:
+        raise UserError(f"holds images of {side}x{side} pixels: too small for data.image_size {size}")
 
 
 def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:
@@ -82,6 +93,8 @@ def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: b
         )
 
 
+_WHOLE = ("none", "shifted")
+"""Crops that keep the size of what is stored."""
 _CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
     "palette": _palette,
     "jpeg": _jpeg,

@@ -15,7 +15,7 @@ import numpy as np
 
 from megavis.config.schema import DataConfig
 
-CropKind = Literal["random_resized", "shifted", "center", "none"]
+CropKind = Literal["random_resized", "window", "shifted", "center", "middle", "none"]
 
 _ATTEMPTS = 10
 _DRAWS_AN_ATTEMPT = 4
@@ -43,9 +43,11 @@ class Transform:
 
     Attributes:
         image_size: side of the square in pixels.
-        crop: `random_resized`: a random part, resized; `shifted`: the image as it is stored, moved
-            by up to 4 pixels either way; `center`: the middle, resized; `none`: the image as it
-            is stored. Where nothing is resized it must have the size.
+        crop: `random_resized`: a random part, resized; `window`: a random square of the size, as
+            it is stored; `shifted`: the image as it is stored, moved by up to 4 pixels either way;
+            `center`: the middle, resized; `middle`: the square of the size in the middle, as it is
+            stored; `none`: the image as it is stored. `shifted` and `none` want images of the
+            size, `window` and `middle` none that are smaller.
         scale: smallest and largest share of the image's area that a random crop takes.
         ratio: smallest and largest width / height of a random crop.
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
@@ -74,7 +76,7 @@ class Transform:
         The first column is 1 for an image to mirror, else 0.
         """
         flips = self.flips(positions)[:, None]
-        counts = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "shifted": 2}
+        counts = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "window": 2, "shifted": 2}
         count = counts.get(self.crop)
         if count is None:
             return flips.astype(np.float64)
@@ -92,7 +94,8 @@ class Transform:
             uint8 `[image_size, image_size, 3]`, or as the image.
 
         Raises:
-            WrongSizeError: nothing is resized and the image has another size.
+            WrongSizeError: nothing is resized and the image has not the size, or is too small to
+                cut a square out of it.
         """
         height, width = image.shape[:2]
         size = self.image_size
@@ -102,6 +105,8 @@ class Transform:
             image = resize(cut(image, window), height=size, width=size)
         elif self.crop == "center":
             image = cut_center(image, short_side=self.short_side or size, size=size)
+        elif self.crop in ("window", "middle"):
+            image = cut(image, square_window(height, width, draws[1:], size=size))
         elif (height, width) != (size, size):
             raise WrongSizeError(f"not {size}x{size} pixels")
         elif self.crop == "shifted":
@@ -162,6 +167,31 @@ def random_window(
     return Window(*top_left, window_height, window_width)
 
 
+def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> Window:
+    """Return a square of an image.
+
+    Args:
+        height: of the image.
+        width: of the image.
+        draws: `[2]` in [0, 1): from the top and from the left; or `[0]`, for the middle.
+        size: side of the square.
+
+    Raises:
+        WrongSizeError: the image is smaller.
+    """
+    spaces = (height - size, width - size)
+    if min(spaces) < 0:
+        raise WrongSizeError(f"smaller than {size}x{size} pixels")
+    if draws.size:
+        top, left = (
+            math.floor(draw * (space + 1))
+            for draw, space in zip(draws.tolist(), spaces, strict=True)
+        )
+    else:
+        top, left = (space // 2 for space in spaces)
+    return Window(top, left, size, size)
+
+
 def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:
     """Resize the shorter side to `short_side` and cut the middle: uint8 `[size, size, 3]`.
 
@@ -212,7 +242,8 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
 
 def evaluation_transform(config: DataConfig) -> Transform:
     """Return the transform of held-out images: the middle where training crops at random."""
-    crop: CropKind = "none" if config.crop in ("none", "shifted") else "center"
+    middles: dict[CropKind, CropKind] = {"none": "none", "shifted": "none", "window": "middle"}
+    crop = middles.get(config.crop, "center")
     return Transform(image_size=config.image_size, crop=crop, short_side=config.short_side)
 
 

@@ -120,11 +120,9 @@ class IGPT(Objective):
         """Want palette shards of the config's size, with no more colours than logits."""
         if manifest.kind != "palette":
             yield f"holds {manifest.kind} shards; igpt wants palette shards"
-        if manifest.image_size != self.config.data.image_size:
-            yield (
-                f"holds images of {manifest.image_size}² pixels; data.image_size is"
-                f" {self.config.data.image_size}"
-            )
+        size = self.config.data.image_size
+        if manifest.image_size != size and self.config.data.crop != "window":
+            yield f"holds images of {manifest.image_size}² pixels; data.image_size is {size}"
         if manifest.vocabulary_size > self.paper.vocabulary_size:
             yield (
                 f"has a palette of {manifest.vocabulary_size} colours;"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
-from shard_folder import identity, write_payloads
+from shard_folder import identity, write_folder, write_payloads
 
 from megavis.config.errors import UserError
 from megavis.data.codec import IdsCodec
@@ -240,6 +240,8 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
             Transform(image_size=0, crop="center"),
             "frames shards, which cannot be cropped",
         ),
+        ("palette", Transform(image_size=2, crop="center"), "which cannot be resized"),
+        ("palette", Transform(image_size=4, crop="window"), "3x3 pixels: too small for .* 4"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
@@ -249,6 +251,8 @@ def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
         write_ids(tmp_path, [bytes(12)])
     elif kind == "frames":
         write_frames(tmp_path, [bytes(24)])
+    elif kind == "palette":
+        write_folder(tmp_path, tokens=np.zeros((1, 9), int), labels=[0], class_names=["a"])
     else:
         write_latents(tmp_path, [LatentsCodec(SHAPE).encode(np.ones((2, *SHAPE)))])
     with pytest.raises(UserError, match=message):

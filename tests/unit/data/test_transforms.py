@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megavis.config.schema import DataConfig
 from megavis.data.codec import PaletteCodec
-from megavis.data.transforms import Transform, WrongSizeError, random_window
+from megavis.data.transforms import (
+    Transform,
+    WrongSizeError,
+    evaluation_transform,
+    random_window,
+)
 
 RANDOM = np.random.default_rng(0)
 SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)
@@ -151,3 +157,37 @@ def test_pixels_are_shifted_as_ids_are():
         ).all()
     with pytest.raises(WrongSizeError):
         transform(ids[1:], draws)
+
+
+def test_windows_of_a_larger_palette_image_lie_everywhere_equally_often():
+    ids = np.arange(99, 0, -1, dtype=np.uint16)[:81].reshape(9, 9)
+    outcomes = {}
+    for top in range(4):
+        for left in range(4):
+            square = ids[top : top + 6, left : left + 6]
+            outcomes[square.tobytes()] = outcomes[square[:, ::-1].tobytes()] = 0
+    codec = PaletteCodec(81, transform=Transform(image_size=6, crop="window", flip=True, seed=3))
+    payload = np.frombuffer(codec.encode(ids), np.uint8)
+    squares, refused = codec.decode([payload] * 1600, np.arange(1600))
+    assert squares.shape == (1600, 36)
+    assert not refused
+    for square in squares:
+        outcomes[square.tobytes()] += 1
+    # 1,600 draws of 32 outcomes: chi-squared with 31 degrees of freedom, 31 ± 7.9.
+    assert sum((count - 50) ** 2 / 50 for count in outcomes.values()) < 31 + 5 * 7.9
+    again, _ = codec.decode([payload] * 3, np.arange(70, 73))
+    assert (again == squares[70:73]).all()
+
+
+def test_windows_of_pixels_and_the_middle():
+    image = picture(7, 10)
+    for draws in Transform(5, crop="window", seed=1).draws(np.arange(20)):
+        top, left = int(draws[1] * 3), int(draws[2] * 6)
+        expected = image[top : top + 5, left : left + 5]
+        assert (Transform(5, crop="window")(image, draws) == expected).all()
+    config = DataConfig(train="a", validation="b", image_size=5, crop="window")
+    validation = evaluation_transform(config)
+    (draws,) = validation.draws(np.arange(1))
+    assert (validation(image, draws) == image[1:6, 2:7]).all()
+    with pytest.raises(WrongSizeError, match="smaller than 5x5"):
+        validation(image[:4], draws)
