@@ -46,7 +46,7 @@ def photographs() -> Iterator[Image.Image]:
                     yield image
 
 
-def write_crops(folder: Path, *, count: int) -> list[Path]:
+def write_crops(folder: Path, *, count: int, quality: int = QUALITY) -> list[Path]:
     """Write `count` random crops of 500x375 as JPEG; return the files."""
     random = np.random.default_rng(0)
     images = list(photographs())
@@ -54,7 +54,7 @@ def write_crops(folder: Path, *, count: int) -> list[Path]:
     for path, image in zip(paths, itertools.cycle(images)):
         left = int(random.integers(0, image.width - WIDTH, endpoint=True))
         top = int(random.integers(0, image.height - HEIGHT, endpoint=True))
-        image.crop((left, top, left + WIDTH, top + HEIGHT)).save(path, quality=QUALITY)
+        image.crop((left, top, left + WIDTH, top + HEIGHT)).save(path, quality=quality)
     return paths
 
 

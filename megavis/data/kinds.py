@@ -76,7 +76,9 @@ def _want_pixels(manifest: Manifest, transform: Transform) -> None:
             " window, or crop when they are made"
         )
     if transform.crop not in _WHOLE and side < size:
-        raise UserError(f"holds images of {side}x{side} pixels: too small for data.image_size {size}")
+        raise UserError(
+            f"holds images of {side}x{side} pixels: too small for data.image_size {size}"
+        )
 
 
 def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:

@@ -70,9 +70,13 @@ class SmallCodebook(IdTokenizer):
 
     def save_run(self, folder):
         """Write what `megavis train` would leave of it."""
-        folder.mkdir(parents=True)
-        section = {"name": "small_codebook", **self.settings}
-        (folder / "config.yaml").write_text(yaml.safe_dump({"objective": section}))
-        weights = {f"{self.prefix}{name}": value for name, value in self.state_dict().items()}
-        write_weights(folder, weights, seed=0, tokenizer=None)
-        return folder
+        return write_run(folder, self, {"name": "small_codebook", **self.settings})
+
+
+def write_run(folder, tokenizer, section):
+    """Write what `megavis train` would leave of a tokenizer; returns the folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"objective": section}))
+    weights = {f"{tokenizer.prefix}{name}": value for name, value in tokenizer.state_dict().items()}
+    write_weights(folder, weights, seed=0, tokenizer=None)
+    return folder

@@ -25,6 +25,7 @@ from image_sources import (
     write_tar,
 )
 from PIL import Image
+from small_codebook import SmallCodebook, write_run
 
 from data_tools.__main__ import main
 from data_tools.tars import CUT, DAMAGED, EMPTY
@@ -32,7 +33,10 @@ from megavis.data.dataset import ShardDataset
 from megavis.data.files import sha256_of_file
 from megavis.data.manifest import Manifest
 from megavis.data.shards import open_shard, write_index
+from megavis.tokenizers import base
 from megavis.tokenizers.palette import Palette
+from megavis.tokenizers.vae import VAE
+from megavis.tokenizers.vae_network import VAEShape
 
 CLASS = "n02000000"
 LATIN_1 = b"caf\xe9.JPEG".decode("utf-8", "surrogateescape")
@@ -157,15 +161,40 @@ def palette_file(tmp_path_factory):
     return path
 
 
-def verb_words(verb, place, out, palette_file):
-    palette = ["--palette", str(palette_file), "--size", "16"]
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Verb -> the run folder of a network with fresh weights: latents and ids."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    vae = VAE(
+        VAEShape(latent_channels=2, filters=8, multipliers=(1, 1), blocks_per_level=1, groups=4)
+    )
+    section = {"name": "vae", **vae.settings, "norm_groups": vae.settings["groups"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(base.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook")
+        runs = {
+            "latents": write_run(folder / "latents", vae, section),
+            "ids": SmallCodebook(30).save_run(folder / "ids"),
+        }
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def verb_words(palette_file, tokenizers):
+    """Return a function that gives the words of a verb."""
+    network = ["--size", "16", "--batch-size", "4", "--tokenizer"]
     options = {
-        "palette shards": palette,
+        "palette shards": ["--palette", str(palette_file), "--size", "16"],
         "jpeg": [],
         "jpeg --size": ["--size", "16"],
+        "latents": [*network, str(tokenizers["latents"])],
+        "ids": [*network, str(tokenizers["ids"])],
         "filter": ["--min-side", "1", "--keep-duplicates"],
-    }[verb]
-    return [*verb.split(" --")[0].split(), str(place), "--out", str(out), *options]
+    }
+
+    def words(verb, place, out):
+        return [*verb.split(" --")[0].split(), str(place), "--out", str(out), *options[verb]]
+
+    return words
 
 
 def reported(out):
@@ -174,25 +203,28 @@ def reported(out):
     return sorted((name, reason) for reason, names in skipped.items() for name in names)
 
 
-@pytest.mark.parametrize("verb", ["palette shards", "jpeg", "jpeg --size"])
-def test_what_is_wrong_is_named_and_what_is_good_is_there(verb, odd_set, palette_file, tmp_path):
+@pytest.mark.parametrize("verb", ["palette shards", "jpeg", "jpeg --size", "latents", "ids"])
+def test_what_is_wrong_is_named_and_what_is_good_is_there(
+    verb, odd_set, verb_words, tokenizers, tmp_path
+):
     place, refused, num_good = odd_set
     out, copy = tmp_path / "out", tmp_path / "copy"
-    assert main(verb_words(verb, place, out, palette_file)) == 0
+    assert main(verb_words(verb, place, out)) == 0
     assert reported(out) == sorted(refused)
     manifest = Manifest.read(out)
     assert manifest.num_samples == num_good
     assert sum(manifest.skipped.values()) == len(reported(out))
     assert manifest.source.num_files == num_good + len(reported(out))
     assert main(["verify", str(out)]) == 0
-    assert main(["inspect", str(out), "--out", str(tmp_path / "sheet.png")]) == 0
+    show = ["--tokenizer", str(tokenizers[verb])] if verb in tokenizers else []
+    assert main(["inspect", str(out), "--out", str(tmp_path / "sheet.png"), *show]) == 0
     assert main(["reshard", str(out), "--out", str(copy), "--samples-per-shard", "5"]) == 0
 
 
-def test_filter_and_fit_read_them_too(odd_set, palette_file, tmp_path):
+def test_filter_and_fit_read_them_too(odd_set, verb_words, tmp_path):
     place, refused, num_good = odd_set
     out = tmp_path / "out"
-    assert main(verb_words("filter", place, out, palette_file)) == 0
+    assert main(verb_words("filter", place, out)) == 0
     report = json.loads((out / "report.json").read_text())
     assert report["num_kept"] == num_good
     lines = (out / "dropped-000000.jsonl").read_text().splitlines()
@@ -255,7 +287,7 @@ def broken_tars():
 
 @pytest.mark.parametrize("case", sorted(broken_tars()))
 @pytest.mark.parametrize("layout", ["tar of tars", "webdataset"])
-def test_a_broken_tar_gives_what_stands_before_the_damage(layout, case, palette_file, tmp_path):
+def test_a_broken_tar_gives_what_stands_before_the_damage(layout, case, verb_words, tmp_path):
     broken, why, left = broken_tars()[case]
     good = training_files(2)
     if layout == "tar of tars":
@@ -269,9 +301,9 @@ def test_a_broken_tar_gives_what_stands_before_the_damage(layout, case, palette_
             write_tar(place / f"{number:05d}.tar", web_members(range(number, number + 2)))
         (place / "00001.tar").write_bytes(broken)
         named = "00001.tar"
-    for verb in ("palette shards", "jpeg", "filter"):
+    for verb in ("palette shards", "jpeg", "latents", "ids", "filter"):
         out = tmp_path / verb
-        assert main(verb_words(verb, place, out, palette_file)) == 0
+        assert main(verb_words(verb, place, out)) == 0
         if verb == "filter":
             lines = "".join(path.read_text() for path in sorted(out.glob("dropped-*")))
             assert json.loads((out / "report.json").read_text())["num_kept"] == 4 + left

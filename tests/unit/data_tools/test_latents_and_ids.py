@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import webdataset
 from image_files import bad_files, encoded, real_jpegs, tree
 from PIL import Image
 from small_codebook import SmallCodebook
@@ -65,12 +66,22 @@ def squares(out, images, size=16):
     return np.stack([resize_and_crop(picture, size=size) for picture in pictures])
 
 
+def members(out, suffix):
+    """What plain webdataset reads, in order."""
+    tars = [str(path) for path in sorted(out.glob("*.tar"))]
+    return [sample[suffix] for sample in webdataset.WebDataset(tars, shardshuffle=False)]
+
+
 def test_latents_are_those_of_the_run(vae_run, context, images, tmp_path):
     """Against the run's own forward pass, which knows nothing of tokenizers."""
     out = tmp_path / "out"
     assert latents(images, vae_run, out) == 0
     pixels = squares(out, images)
-    assert len(pixels) == len(ShardDataset(out)) == 11
+    stored = ShardDataset(out).read(np.arange(11))[0]
+    assert len(pixels) == len(stored) == 11
+    for content, first in zip(members(out, "lat"), stored, strict=True):
+        both = np.frombuffer(content, "<f2").reshape(2, *first.shape)  # and the mirror image
+        assert np.array_equal(both[0], first)
     run = Run.open(vae_run, device="cpu")
     for flip, shown in ((False, pixels), (True, pixels[:, :, ::-1].copy())):
         mean, log_variance = run.outputs(torch.from_numpy(shown)).detach().chunk(2, dim=1)
@@ -197,6 +208,8 @@ def test_ids(codebook_run, vae_run, images, tmp_path, capsys):
     pixels[1::2] = pixels[1::2, :, ::-1]
     expected = tokenizer.encode(torch.from_numpy(pixels))
     assert np.array_equal(dataset.read(np.arange(22))[0], expected.numpy())
+    plainly = [np.frombuffer(content, "<u2") for content in members(out, "ids")]
+    assert np.array_equal(plainly, expected.numpy())
     assert dataset.manifest.identity == tokenizer.identity()
     assert (dataset.manifest.num_tokens, dataset.manifest.vocabulary_size) == (16, 300)
     sheet = tmp_path / "sheet.png"
