@@ -143,7 +143,7 @@ def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:
 
 
 def _done_or_why_not(unit: Unit) -> UnitResult | Failure | UserError:
-    """Do a unit. Errors are results: of what Ray sees raised and nobody asks for, it shows more."""
+    """Do a unit; an error is returned, since Ray prints whatever is raised and not asked for."""
     try:
         return do_unit(unit)
     except UserError as error:

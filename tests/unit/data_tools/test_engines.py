@@ -43,13 +43,17 @@ def test_what_is_no_slice(text):
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'megavis[ray]' (240 MB, so not among the tests' own)",
 )
-def test_a_local_ray(command, tmp_path):
+def test_a_local_ray(command, tmp_path, capsys):
     import ray
 
     words, whole = command
+    on_ray = [*words, "--out", str(tmp_path / "out"), "--engine", "ray"]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        assert main([*words, "--out", str(tmp_path / "out"), "--engine", "ray"]) == 0
+        assert main(on_ray) == 0
+        assert tree(tmp_path / "out") == whole
+        assert main([*on_ray, "--seed", "1"]) == 2
     finally:
         ray.shutdown()
+    assert "error: " in capsys.readouterr().err
     assert tree(tmp_path / "out") == whole
