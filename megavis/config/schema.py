@@ -272,6 +272,9 @@ class TrainingConfig(Section):
     hang_timeout: Annotated[float, Field(ge=0)] = 180.0
     """Seconds that a step of several processes may take before the job is ended as hung; what comes
     between two steps may take ten times as long. 0: any time."""
+    max_skipped_steps: NonNegative = 10
+    """Steps in a row that change nothing, their gradients not being finite, before training ends.
+    0: any number. Not with fp16, whose loss scale is found by skipping."""
     max_restarts: NonNegative = 3
     """Automatic restarts (of SLURM, of torchrun) without a new checkpoint between them."""
 

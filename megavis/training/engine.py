@@ -54,6 +54,8 @@ class Engine:
             objective.group_options,
             stages=context.pipeline.group if self._pipelined else None,
         )
+        self._norms_of_zero_0: list[tuple[int, Tensor]] = []
+        self._skipped: list[int] = []
         self._norm_of_zero_0: GradientNorm | None = None
         if config.parallel.zero_stage == 0:
             self._norm_of_zero_0 = GradientNorm(
@@ -99,6 +101,14 @@ class Engine:
             group["lr"] = rate * group["learning_rate_scale"]
         self.deepspeed.train()
         self._seed_dropout(step)
+        loss = self._step(batches)
+        if self._norm_of_zero_0 is not None:
+            self._norms_of_zero_0.append((step + 1, self._norm_of_zero_0.value))
+        elif self.deepspeed.optimizer.overflow:
+            self._skipped.append(step + 1)
+        return loss
+
+    def _step(self, batches: Iterator[Batch]) -> Tensor:
         if self._pipelined:
             return self.deepspeed.train_batch(self._pairs(batches)).detach()
         total = torch.zeros((), device=self.context.device)
@@ -146,6 +156,19 @@ class Engine:
         if self._norm_of_zero_0 is not None:
             return float(self._norm_of_zero_0.value)
         return float(self.deepspeed.get_global_grad_norm())
+
+    def take_skipped_steps(self) -> list[int]:
+        """Return the steps since the last call whose gradients were not finite, counted from 1.
+
+        They have changed nothing. Under ZeRO-0 this waits for the device.
+        """
+        norms, self._norms_of_zero_0 = self._norms_of_zero_0, []
+        skipped, self._skipped = self._skipped, []
+        if norms:
+            steps, values = zip(*norms, strict=True)
+            finite = torch.stack(values).isfinite().tolist()
+            skipped = [step for step, good in zip(steps, finite, strict=True) if not good]
+        return skipped
 
     def loss_scale(self) -> LossScale | None:
         """Return the state of fp16's dynamic loss scale; None in other precisions."""

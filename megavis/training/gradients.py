@@ -1,4 +1,4 @@
-"""The global gradient norm where DeepSpeed computes none: ZeRO-0."""
+"""What DeepSpeed does for every ZeRO stage but 0: the gradient norm, and no step without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ class GradientNorm:
     """Measures, and clips to, the global norm just before each optimizer step.
 
     A parameter that is split over the tensor group counts with all its parts; one that every
-    process of the group holds counts once.
+    process of the group holds counts once. Where the norm is not finite, torch's fused optimizers
+    leave weights and moments as they are, without anybody waiting for the device.
+
+    Attributes:
+        value: the norm of the last step, before clipping, on the device.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class GradientNorm:
             total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
         dist.all_reduce(total, group=self._group)
         self.value = total.sqrt()
+        optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
         if self._clip:
             scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)
             for parameter in parameters:

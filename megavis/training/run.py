@@ -38,6 +38,7 @@ from megavis.training.hooks import (
     LogMetrics,
     ShowProgress,
     StepState,
+    TellSkippedSteps,
     Validate,
 )
 from megavis.training.interruption import StopOnSignal
@@ -167,6 +168,8 @@ class TrainingRun:
             tokens_per_image=paper.num_tokens,
         )
         hooks: list[Hook] = [log, save.record_stall]
+        if settings.precision != "fp16":
+            hooks.append(TellSkippedSteps(settings.log_every, settings.max_skipped_steps))
         if self.validation_data is not None and settings.validate_every:
             hooks.append(
                 Validate(

@@ -16,9 +16,12 @@ import torch
 from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint import save
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.manifest import read_manifest
 from megavis.cli import main
 from megavis.parallel.launch import Launch, free_port
+from megavis.parallel.workers import WorkerError
+from megavis.training.engine import Engine
 from megavis.training.metrics import read_metrics
 from megavis.training.watchdog import HUNG_EXIT_CODE
 
@@ -133,6 +136,52 @@ def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
     # Once it goes on it finds the others gone and ends by itself.
     job.send(1, signal.SIGCONT)
     assert job.wait(1, seconds=60) not in (None, 0)
+
+
+def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple) -> None:
+    """Train; what the second process sees at some steps has no finite loss."""
+    step = Engine.train_step
+
+    def with_bad_loss(engine: Engine, batches: Any, number: int) -> torch.Tensor:
+        spoils = launch.rank == 1 and number + 1 in bad
+        real = engine.objective.loss
+        loss = (lambda *words: real(*words) * float("nan")) if spoils else real
+        engine.deepspeed.module.loss = loss
+        return step(engine, batches, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "train_step", with_bad_loss)
+        train_run(launch, path, words)
+
+
+@pytest.mark.parametrize("layout", [("zero_stage=0",), ("zero_stage=1", "bf16"), ("zero_stage=3",)])
+def test_a_step_without_finite_gradients_changes_nothing(
+    run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    words = [
+        f"output={tmp_path}",
+        f"parallel.{layout[0]}",
+        "training.steps=5",
+        "schedule.warmup_steps=1",
+    ]
+    words += ["checkpoint.every=1", "training.log_every=5"]
+    words += [f"training.precision={precision}" for precision in layout[1:]]
+    run_job(train_with_bad_steps, 2, str(tiny_config), words, (3, 4))
+
+    folder = tmp_path / "tiny"
+    manifests = [read_manifest(step_folder(folder, step)) for step in range(1, 6)]
+    contents = [
+        {name: stored.sha256 for name, stored in manifest.files.items()} for manifest in manifests
+    ]
+    assert contents[1] == contents[2] == contents[3]
+    assert contents[0] != contents[1]
+    assert contents[3] != contents[4]
+    (line,) = deterministic_metrics(folder)
+    assert line["steps_skipped"] == 2
+
+    words += ["name=given_up", "training.max_skipped_steps=2"]
+    with pytest.raises(WorkerError, match="2 steps in a row, up to step 4, had no finite grad"):
+        run_job(train_with_bad_steps, 2, str(tiny_config), words, (3, 4))
 
 
 def train_on_a_full_disk(launch: Launch, path: str, words: list[str], full: tuple) -> None:
