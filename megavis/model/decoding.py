@@ -123,7 +123,9 @@ class _Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[b, in]` to `[b, out]`."""
-        return x @ self.matrix if self.bias is None else torch.addmm(self.bias, x, self.matrix)
+        if self.bias is None:
+            return torch.mm(x, self.matrix)
+        return torch.addmm(self.bias, x, self.matrix)
 
     def add_to_(self, hidden: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
         """Add what `x` `[b, in]` gives to hidden states `[b, out]`, summed over the tensor group.
@@ -133,7 +135,7 @@ class _Projection:
         if group.size() == 1:
             hidden.addmm_(x, self.matrix)
         else:
-            part = x @ self.matrix
+            part = torch.mm(x, self.matrix)
             dist.all_reduce(part, group=group)
             hidden.add_(part)
         if self.bias is not None:
@@ -191,13 +193,13 @@ class _Block:
             values: likewise.
             turn: see `turn`; None where positions do not turn queries and keys.
         """
-        projected = self.query_key_value(self.normalise[0](hidden))
-        heads = projected.view(len(hidden), 3, -1, self.head_size)
+        batch, size = hidden.shape[0], self.head_size
+        heads = self.query_key_value(self.normalise[0](hidden)).view(batch, 3, -1, size)
         if turn is not None:
             _rotate_(heads[:, :2], turn)
-        new.copy_(heads[:, 1:].transpose(0, 1))
-        query = heads[:, 0].reshape(len(keys), 1, self.head_size)
-        mixed = _mix(query, keys, values).view(len(hidden), -1)
+        new.copy_(heads.narrow(1, 1, 2).transpose(0, 1))
+        query = heads.select(1, 0).reshape(-1, 1, size)
+        mixed = _mix(query, keys, values).view(batch, -1)
         self.attention_output.add_to_(hidden, mixed, self.group)
         inner = self.activation(self.mlp_input(self.normalise[1](hidden)))
         self.mlp_output.add_to_(hidden, inner, self.group)
