@@ -124,13 +124,14 @@ def cost(work: Path, choice: Choice, *, rounds: int) -> tuple[float, float]:
 
 def line(choice: Choice, seconds: float, num_bytes: float) -> str:
     """Return a line of the table for what an image costs."""
-    hours = seconds * (TRAINING + VALIDATION) / 3600 / CORES
+    hours = seconds * (TRAINING + VALIDATION) / 3600
     cells = [
         choice.text,
         f"{1 / seconds:,.0f}" if seconds < 0.1 else f"{1 / seconds:.2f}",
-        f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.0f} h",
+        f"{hours:,.1f} h" if hours < 100 else f"{hours:,.0f} h",
+        f"{60 * hours / CORES:.1f} min" if hours < CORES else f"{hours / CORES:,.0f} h",
         f"{num_bytes:,.0f}",
-        *(f"{num_bytes * count / 1e9:,.1f} GB" for count in (TRAINING, VALIDATION)),
+        *(f"{num_bytes * count / 1e9:,.2f} GB" for count in (TRAINING, VALIDATION)),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -102,6 +102,8 @@ def run_job(
     outcome = _run(mine, arguments, label=label)
     if outcome.failure is not None:
         return _tell_failure(outcome, mine, _report_path(arguments, alone=alone))
+    # Once more: a worker whose parent was killed may have begun a file when this run had begun.
+    _remove_partials(mine, alone=alone)
     if not alone:
         write_report(_report_path(arguments, alone=False), outcome)
         if len(_finished(units)) < len(units):
@@ -180,7 +182,7 @@ def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
         for partial in directory.iterdir():
             match = _PARTIAL.match(partial.name)
             if match and (alone or match[1] in names):
-                partial.unlink()
+                partial.unlink(missing_ok=True)
 
 
 def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) -> Outcome:

@@ -157,7 +157,9 @@ def long_sweep(kills: int, count: int) -> None:
                 longest=0.5,
                 victim=lambda child: choice.choice([child, *children(child)]),
             )
-            assert tree(broken) == tree(whole), f"round {rounds} differs"
+            one, other = tree(broken), tree(whole)
+            differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+            assert not differ, f"round {rounds} differs in {sorted(differ)}"
             total, rounds, again = total + killed, rounds + 1, again + progress
         print(f"{total} kills in {rounds} rounds of {finished(whole)} shards; after {again} of")
         print("them a shard more was finished; every round ended byte-identical")
