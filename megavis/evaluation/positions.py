@@ -72,7 +72,10 @@ def position_accuracy(
     num_images: int,
     batch_size: int = 64,
 ) -> PositionAccuracy:
-    """Measure at one η; the context is drawn for each image from the run's seed."""
+    """Measure at one η; the context is drawn for each image from the run's seed.
+
+    Patches that are told where they stand do not count.
+    """
     right = torch.zeros(2, dtype=torch.float64)
     count = torch.zeros(2, dtype=torch.float64)
     places = objective.num_places
@@ -87,7 +90,8 @@ def position_accuracy(
         hits = (found == torch.arange(places)).double()
         seen = torch.zeros(len(hits), places, dtype=torch.float64)
         seen.scatter_(1, context.cpu(), 1.0)
-        for part, weights in enumerate((seen, 1.0 - seen)):
+        counted = torch.ones_like(seen).scatter_(1, context[:, : objective.num_told].cpu(), 0.0)
+        for part, weights in enumerate((counted * seen, 1.0 - seen)):
             right[part] += (hits * weights).sum()
             count[part] += weights.sum()
     of_context, of_masked = (right / count).tolist()

@@ -207,6 +207,10 @@ class NamesPlaces(Protocol):
         """Patches n of an image."""
 
     @property
+    def num_told(self) -> int:
+        """How many, the first of the context, are told where they stand."""
+
+    @property
     def mask_ratio(self) -> float:
         """Share of the patches that training does not let others see."""
 

@@ -37,6 +37,7 @@ class Names:
     """Puts every patch where its first number says, and sees half of them."""
 
     num_places = 4
+    num_told = 0
     mask_ratio = 0.5
 
     def patches_of(self, images):
@@ -71,6 +72,11 @@ def test_accuracy_is_told_of_context_and_masked_patches(monkeypatch):
     score = positions.position_accuracy(Runs(), Names(), [0] * 3, mask_ratio=0.5, num_images=3)
     assert (score.accuracy, score.of_context, score.of_masked) == (0.75, 1.0, 0.5)
     assert score.chance == 0.25
+    # Told where they stand, one more or less of the context is no merit.
+    names = Names()
+    names.num_told = 1
+    score = positions.position_accuracy(Runs(), names, [0] * 3, mask_ratio=0.5, num_images=3)
+    assert (score.accuracy, score.of_context, score.of_masked) == (2 / 3, 1.0, 0.5)
 
 
 def test_a_jigsaw_and_a_mixture_show_what_they_say():
