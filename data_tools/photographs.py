@@ -91,6 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--selection-crops", type=int, default=500, help="by which probes choose their layer"
     )
     parser.add_argument("--validation-crops", type=int, default=500)
+    parser.add_argument(
+        "--sides",
+        type=int,
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        help="close-ups: pixels of the photograph on a crop's side; absent: from a quarter of its"
+        " height on",
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -100,6 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
     record = {key: getattr(arguments, key) for key in keys}
     if any(record[key] < (key != "seed") for key in keys):
         raise UserError("--size and the numbers of crops must be at least 1, --seed at least 0")
+    sides = tuple(arguments.sides or ()) or None
+    if sides:
+        if not 1 <= sides[0] <= sides[1]:
+            raise UserError("--sides must be at least 1, the smaller one first")
+        record["sides"] = list(sides)
     out: Path = arguments.out
     record["photographs"] = [photograph.name for photograph in photographs()]
     if out.exists() and any(out.iterdir()):
@@ -117,7 +130,13 @@ def run(arguments: argparse.Namespace) -> int:
                 count = share(total, number=number, parts=len(photographs()))
                 seed = [arguments.seed, number, _STREAMS[split]]
                 crops = cut_crops(
-                    image, photograph, split=split, count=count, size=arguments.size, seed=seed
+                    image,
+                    photograph,
+                    split=split,
+                    count=count,
+                    size=arguments.size,
+                    seed=seed,
+                    sides=sides,
                 )
                 _save(crops, partial / split / photograph.name)
                 progress.advance(count)
@@ -182,23 +201,34 @@ def cut_crops(
     count: int,
     size: int,
     seed: list[int],
+    sides: tuple[int, int] | None = None,
 ) -> Iterator[Image.Image]:
     """Yield random square crops of one split, resized to `size`.
 
     The side is log-uniform from a quarter of the photograph's height to the region's shorter
-    side; half of the training crops are mirrored.
+    side, or between `sides`; half of the training crops are mirrored.
     """
     random = np.random.default_rng(seed)
     inside = region(image, edge=photograph.held_out, split=split)
     largest = min(inside.width, inside.height)
     smallest = min(image.height // 4, largest)
+    if sides is not None:
+        smallest, largest = (min(side, largest) for side in sides)
+    right, bottom = inside.left + inside.width, inside.top + inside.height
+    whole = image.crop((inside.left, inside.top, right, bottom))
     for _ in range(count):
         side = round(math.exp(random.uniform(math.log(smallest), math.log(largest))))
         left = inside.left + int(random.integers(0, inside.width - side + 1))
         top = inside.top + int(random.integers(0, inside.height - side + 1))
-        # Crop first: a resize with a box would filter across the region's border.
-        crop = image.crop((left, top, left + side, top + side))
-        crop = crop.resize((size, size), Image.Resampling.BICUBIC)
+        if sides is None:
+            crop = image.crop((left, top, left + side, top + side))
+            crop = crop.resize((size, size), Image.Resampling.BICUBIC)
+        else:
+            # What is enlarged by itself is flat at its border, which tells a patch where it
+            # stands: the filter sees what lies around the crop, but only inside its region.
+            x, y = left - inside.left, top - inside.top
+            box = (x, y, x + side, y + side)
+            crop = whole.resize((size, size), Image.Resampling.BICUBIC, box=box)
         if split == "train" and random.random() < 0.5:
             crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         yield crop

@@ -27,8 +27,9 @@ def test_regions_are_disjoint():
         assert 0.17 < (owner == 3).mean() < 0.22
 
 
+@pytest.mark.parametrize("sides", [None, (4, 12)])
 @pytest.mark.parametrize("edge", ["left", "right", "bottom"])
-def test_no_pixel_of_one_split_reaches_the_other(edge):
+def test_no_pixel_of_one_split_reaches_the_other(edge, sides):
     """Paint all but a region red: none of its crops may show any of it."""
     photograph = next(p for p in photographs() if p.held_out == edge)
     for split in ("train", "selection", "validation"):
@@ -36,7 +37,7 @@ def test_no_pixel_of_one_split_reaches_the_other(edge):
         inside = region(image, edge=edge, split=split)
         right, bottom = inside.left + inside.width, inside.top + inside.height
         image.paste((0, 0, 0), (inside.left, inside.top, right, bottom))
-        crops = cut_crops(image, photograph, split=split, count=40, size=16, seed=[1])
+        crops = cut_crops(image, photograph, split=split, count=40, size=16, seed=[1], sides=sides)
         assert all(not np.asarray(crop).any() for crop in crops)
 
 
@@ -70,3 +71,20 @@ def test_the_command(tmp_path, capsys):
     assert main(["photographs", str(tmp_path / "a"), *options, "--seed", "1"]) == 2
     assert "choose another folder" in capsys.readouterr().err
     assert read(tmp_path / "a") == files
+
+
+def test_close_ups_go_on_at_their_border():
+    """Of a slope every enlarged crop is a slope, up to its last pixel."""
+    slope = np.arange(500, dtype=np.float64)[None, :, None] * np.ones((400, 1, 3)) / 2
+    image = Image.fromarray(slope.round().astype(np.uint8))
+    photograph = photographs()[0]
+    for split in ("train", "validation"):
+        crops = cut_crops(
+            image, photograph, split=split, count=20, size=32, seed=[0], sides=(16, 16)
+        )
+        for crop in crops:
+            rows = np.asarray(crop, np.float64)[:, :, 1]
+            rise = (rows[:, -1] - rows[:, 0]) / 31
+            assert np.abs(np.abs(rise) - 0.25).max() < 0.05
+            straight = rows[:, :1] + rise[:, None] * np.arange(32)
+            assert np.abs(rows - straight).max() <= 1.5
