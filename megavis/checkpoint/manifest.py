@@ -6,14 +6,24 @@ one dimension, each written by one process of the layout that saved it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from megavis.config.errors import UserError
 
 MANIFEST = "manifest.json"
+_CHECKSUM = "checksum"
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
@@ -80,6 +90,27 @@ class Manifest(_Part):
     files: dict[str, StoredFile]
     tensors: dict[str, LogicalTensor]
     """By `<kind>/<parameter name>`."""
+
+    @model_serializer(mode="wrap")
+    def _seal(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write a checksum of all else, so that a changed manifest does not pass for another."""
+        tree = plain(self)
+        return {**tree, _CHECKSUM: _checksum(tree)}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_seal(cls, tree: Any) -> Any:
+        """Compare it; manifests from before it was written have none."""
+        if not isinstance(tree, dict) or _CHECKSUM not in tree:
+            return tree
+        content = {key: value for key, value in tree.items() if key != _CHECKSUM}
+        if tree[_CHECKSUM] != _checksum(content):
+            raise ValueError("its content has changed since it was written")
+        return content
+
+
+def _checksum(tree: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

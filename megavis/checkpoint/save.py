@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,8 +177,14 @@ def _join(shares: list[dict[str, LogicalTensor]]) -> dict[str, LogicalTensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
-    """Write a safetensors file, flush it, and return its size and hash."""
-    save_file(tensors, path)
+    """Write a safetensors file, flush it, and return its size and hash.
+
+    Its header keeps a CRC-32 of each tensor: should the file be damaged, that tells which was hit.
+    """
+    checksums = {
+        key: str(zlib.crc32(tensor.detach().numpy().data)) for key, tensor in tensors.items()
+    }
+    save_file(tensors, path, metadata=checksums)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     flush_folder(path.parent)

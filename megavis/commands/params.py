@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
-    from megavis.model.memory import StateMemory
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter, and how many layers have one of the same name and shape."""
-
-    name: str
-    """With `*` for the number of the block: `blocks.*.mlp.linear_fc1.weight`."""
-    shape: tuple[int, ...]
-    """Of the whole logical tensor, whatever the tensor-parallel size."""
-    copies: int
-
-    @property
-    def part(self) -> str:
-        """`embedding`, `blocks` or `head`."""
-        return self.name.partition(".")[0]
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in all copies together."""
-        return math.prod(self.shape) * self.copies
+    from megavis.planning.memory import StateMemory
+    from megavis.planning.parameters import Matrix
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
 
     with quietly():
         from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
+        from megavis.objectives import build_objective, objective_configs
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
+        from megavis.planning.parameters import count_parameters
 
     loaded = load_config(args.config, args.overrides, objectives=objective_configs())
     if args.processes is not None:
@@ -76,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     config = loaded.config
     with quietly():
         context = open_context(read_launch({}), device="cpu")
-        matrices = count_parameters(config, context)
+        matrices = count_parameters(build_objective(config, context))
         close_context()
     memory = None if args.processes is None else count_memory(config, matrices, args.processes)
     write = _as_json if args.json else _as_table
@@ -84,59 +61,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def count_parameters(config: RunConfig, context: Any) -> list[Matrix]:
-    """Build the model's layers on the meta device, one at a time, and list what they hold.
-
-    Args:
-        config: a checked config.
-        context: of a job with tensor size 1, so that shapes are those of whole tensors.
-    """
-    import torch
-
-    from megavis.objectives import build_objective
-
-    objective = build_objective(config, context)
-    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for plan in objective.layer_plans():
-        # Megatron draws its initial weights on the CPU; on the meta device that does nothing.
-        with torch.device("meta"):
-            layer = plan.build()
-        for name, parameter in layer.named_parameters():
-            general = re.sub(r"\.\d+\.", ".*.", f"{plan.name}.{name}", count=1)
-            found[general, tuple(parameter.shape)] += 1
-    return [Matrix(name, shape, copies) for (name, shape), copies in found.items()]
-
-
-def by_part(matrices: list[Matrix]) -> dict[str, int]:
-    """Return the parameters of each part of the model, in the model's order."""
-    parts: Counter[str] = Counter()
-    for matrix in matrices:
-        parts[matrix.part] += matrix.parameters
-    return dict(parts)
-
-
 def count_memory(config: RunConfig, matrices: list[Matrix], num_processes: int) -> StateMemory:
-    """Return what each process of the config's layout holds before it has seen an image."""
-    from megavis.model.memory import state_memory
+    """Return what the fullest process of the config's layout holds before it has seen an image."""
+    from megavis.planning.layouts import Layout
+    from megavis.planning.memory import fullest_states
+    from megavis.planning.parameters import Layers
 
-    return state_memory(
-        sum(matrix.parameters for matrix in matrices),
-        max(_parameters_of_layers(matrices)),
-        parallel=config.parallel,
-        precision=config.training.precision,
-        num_processes=num_processes,
-    )
-
-
-def _parameters_of_layers(matrices: list[Matrix]) -> Iterable[int]:
-    """Return the parameters of embedding, one block and head."""
-    layers: Counter[str] = Counter()
-    for matrix in matrices:
-        layers[matrix.part] += matrix.parameters // matrix.copies
-    return layers.values()
+    layers = Layers.of(matrices, config.model.num_layers)
+    layout = Layout.of(config, num_processes)
+    return fullest_states(layers, layout, config.training.precision)
 
 
 def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:
+    from megavis.planning.parameters import by_part
+
     parts = by_part(matrices)
     tree = {
         "name": config.name,
@@ -158,6 +96,8 @@ def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | No
 
 
 def _as_table(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:
+    from megavis.planning.parameters import by_part
+
     parts = by_part(matrices)
     total = sum(parts.values())
     width = max(len(matrix.name) for matrix in matrices) + 2

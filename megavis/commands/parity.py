@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(words: str, config: Any, num_processes: int) -> list[ParallelConfig]:
-    from megavis.training.parity import layout_name, legal_layouts
+    from megavis.planning.layouts import layout_name, legal_layouts
 
     legal = {layout_name(parallel): parallel for parallel in legal_layouts(config, num_processes)}
     if words == "everything":

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.config.load import LoadedConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,11 +26,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="look at config, layout, data, disk and checkpoint as a job of --processes would, and"
+        " train nothing; exit code 2 where it could not start",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="of the dry run (default: 1)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train."""
+    """Train, or look whether one could; returns 2 where one could not."""
     from megavis.commands.quiet import quietly
 
     with quietly():
@@ -33,6 +46,24 @@ def run(args: argparse.Namespace) -> int:
         from megavis.parallel.launch import read_launch
         from megavis.training.run import run_training
 
+    if args.processes is not None and (args.processes < 1 or not args.dry_run):
+        raise UserError(
+            "--processes: 1 or more, and belongs to --dry-run; a job's launcher sets it"
+        )
     loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    if args.dry_run:
+        return _dry_run(loaded, args.processes or 1)
     run_training(loaded, read_launch(os.environ), device=args.device)
     return 0
+
+
+def _dry_run(loaded: LoadedConfig, num_processes: int) -> int:
+    """Print a line for each finding; returns 0 where all are right."""
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.training.dry_run import dry_run
+
+        findings = list(dry_run(loaded, num_processes))
+    sys.stdout.writelines(f"{finding}\n" for finding in findings)
+    return 0 if all(finding.is_right for finding in findings) else 2

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from megavis.config.schema import RunConfig
@@ -95,6 +96,18 @@ class Objective(Trainable):
         Every token of this sequence counts in a mean over tokens.
         """
         return self.sequence(batch).inputs
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return a batch of nothing in the form of the shards: images, unless a paper says else."""
+        side = self.config.data.image_size
+        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
+
+    def blank_sequence(self, num_images: int, device: torch.device) -> Sequence:
+        """Return the sequence of such a batch: `megavis plan` counts what it takes, without data.
+
+        On the meta device, too, where tensors have shapes and no numbers.
+        """
+        return self.sequence(self.blank_batch(num_images, device))
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, blocks, head."""
@@ -228,6 +241,14 @@ class NamesPlaces(Protocol):
 
     def outputs(self, predictions: Any) -> Tensor:
         """Return a logit for each place of each patch: `[b, n, n]`."""
+
+
+def blank_batch(
+    num_images: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Batch:
+    """Return a batch of zeros: inputs `[num_images, *shape]`, all of class 0."""
+    zeros = torch.zeros(num_images, dtype=torch.int64, device=device)
+    return Batch(torch.zeros(num_images, *shape, dtype=dtype, device=device), zeros, zeros)
 
 
 def _block_factory(core: Core, index: int) -> Any:

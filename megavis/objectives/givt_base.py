@@ -21,7 +21,7 @@ from megavis.data.manifest import Manifest
 from megavis.model.init import Initialization, truncated_normal, xavier_uniform
 from megavis.model.mixture import Distribution, FullGaussian, Mixture
 from megavis.model.positions import PositionKind, carried_names
-from megavis.objectives.base import Objective
+from megavis.objectives.base import Objective, blank_batch
 from megavis.objectives.givt_config import LatentTokensConfig
 from megavis.objectives.givt_layers import TOKENS, LatentEmbedding
 from megavis.parallel.random import normal, uniform
@@ -168,6 +168,10 @@ class LatentTokens(Objective):
 
     def _rows(self, labels: Tensor) -> Tensor:
         return torch.where(labels < 0, self.null_row, labels)
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return latents with means and scales of 0."""
+        return blank_batch(num_images, (2, *self.latent_shape), torch.float16, device)
 
     def training_rows(self, batch: Batch) -> Tensor:
         """Return the rows `[b]` of a batch's labels, some of them dropped."""

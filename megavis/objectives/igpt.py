@@ -32,7 +32,7 @@ from megavis.model.orders import SharedOrder
 from megavis.model.positions import PositionKind, Positions, carried_names
 from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
-from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.igpt_config import IGPTConfig
 from megavis.parallel.random import uniform
 
@@ -157,6 +157,10 @@ class IGPT(Objective):
     def order(self) -> SharedOrder:
         """The order π of section 2.1: the pixel at each place."""
         return SharedOrder(self.paper.permutation(self.config))
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return ids of the first colour."""
+        return blank_batch(num_images, (self.num_tokens,), torch.int64, device)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Order the pixels and draw BERT's mask."""

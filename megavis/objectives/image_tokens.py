@@ -116,6 +116,9 @@ class Ids:
         """
         if images.ndim == 2:
             return images.long()
+        if images.is_meta:
+            # There are shapes alone: nothing to encode, and no tokenizer is asked for.
+            return images.new_zeros(len(images), self.num_tokens, dtype=torch.int64)
         if self.run_folder is None:
             raise UserError("ids are wanted; name what makes them of images in objective.tokenizer")
         check_images(images, self.image_size)

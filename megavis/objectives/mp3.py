@@ -30,7 +30,7 @@ from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal
 from megavis.model.patches import TokenHead
 from megavis.model.visibility import Kind
-from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.mp3_config import MP3Config
 from megavis.objectives.mp3_layers import Frames, Patches, Pieces, SetEmbedding, carried_by
 from megavis.parallel.random import uniform
@@ -166,6 +166,13 @@ class MP3(Objective):
         if self.paper.class_token:
             context = F.pad(context + 1, (1, 0))
         return patches, context.contiguous(), told.contiguous()
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return black images, or frames of silence."""
+        frames = self.config.data.frames
+        if frames is None:
+            return super().blank_batch(num_images, device)
+        return blank_batch(num_images, frames, torch.float32, device)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw the context; the targets are the patches' places."""

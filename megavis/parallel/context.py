@@ -139,6 +139,29 @@ def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | N
     )
 
 
+def open_virtual_context(
+    rank: int,
+    world_size: int,
+    *,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+) -> ParallelContext:
+    """Take one process's place in a job of any size, alone, to look at what it would build.
+
+    The groups have their sizes; collectives return at once and move nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _answer_cpu_to_megatron()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    return _context_on(torch.device("cpu"))
+
+
 def current_context() -> ParallelContext | None:
     """Return the context that this process has open; None where it has none."""
     if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):

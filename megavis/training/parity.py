@@ -6,13 +6,11 @@ and gradient norm of every step are compared with those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 from megavis.checkpoint.state import ParameterStates
-from megavis.config.checks import check_config, check_world
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.config.yaml_tree import Source
@@ -20,6 +18,7 @@ from megavis.data.loader import BatchLoader
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError, WorkerPool
+from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
 from megavis.training.run import TrainingRun
 
@@ -49,38 +48,6 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Return the comparison for machines."""
         return {**asdict(self), "passed": self.passed}
-
-
-def layout_name(parallel: ParallelConfig) -> str:
-    """Return a short name, for example `tp2-pp1-zero3-sp-full`."""
-    name = (
-        f"tp{parallel.tensor_model_parallel_size}"
-        f"-pp{parallel.pipeline_model_parallel_size}-zero{parallel.zero_stage}"
-    )
-    if parallel.sequence_parallel:
-        name += "-sp"
-    if parallel.activation_checkpointing != "none":
-        name += f"-{parallel.activation_checkpointing}"
-    if parallel.offload_optimizer != "none":
-        name += "-offload"
-    return name
-
-
-def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
-    """Yield every layout of so many processes that the config's own checks accept."""
-    sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
-    choices = product(sizes, sizes, (0, 1, 2, 3), (False, True), ("none", "selective", "full"))
-    for tensor, pipeline, zero, sequence, recompute in choices:
-        parallel = ParallelConfig(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            zero_stage=zero,  # type: ignore[arg-type]
-            sequence_parallel=sequence,
-            activation_checkpointing=recompute,  # type: ignore[arg-type]
-        )
-        candidate = config.model_copy(update={"parallel": parallel})
-        if not [*check_config(candidate), *check_world(candidate, num_processes)]:
-            yield parallel
 
 
 def parity_config(config: RunConfig) -> RunConfig:

@@ -101,7 +101,7 @@ class TrainingRun:
             UnfinishedError: a signal asked this or another process to stop; the run is saved.
         """
         config, context = self.config, self.context
-        checkpoint = self._checkpoint_to_resume()
+        checkpoint = self.checkpoint_to_resume()
         first_step = read_manifest(checkpoint).step if checkpoint else 0
         if self.finetuning is not None:
             self.finetuning.resume(first_step, context)
@@ -222,7 +222,12 @@ class TrainingRun:
                 keep_step=best,
             )
 
-    def _checkpoint_to_resume(self) -> Path | None:
+    def checkpoint_to_resume(self) -> Path | None:
+        """Return the newest checkpoint; None where there is none.
+
+        Raises:
+            UserError: what the run was begun with is not what it would go on with.
+        """
         checkpoint = latest_checkpoint(self.folder)
         if checkpoint is not None:
             self._check_same_run(read_manifest(checkpoint), checkpoint)

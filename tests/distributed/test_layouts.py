@@ -8,7 +8,8 @@ import pytest
 from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.objectives import objective_configs
-from megavis.training.parity import legal_layouts, parity_config, train_briefly
+from megavis.planning.layouts import legal_layouts
+from megavis.training.parity import parity_config, train_briefly
 
 STEPS = 10
 TOLERANCE = 1e-5

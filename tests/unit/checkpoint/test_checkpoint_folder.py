@@ -136,6 +136,11 @@ def test_a_cut_or_missing_file_is_named(tmp_path, context):
 def test_a_damaged_manifest_says_where(tmp_path):
     folder = write_checkpoint(tmp_path, 1)
     content = json.loads((folder / "manifest.json").read_text())
+    content["step"] = 2
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="its content has changed since it was written"):
+        read_manifest(folder)
+    del content["checksum"]  # as in checkpoints from before there was one
     content["step"] = "three"
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="damaged at step"):

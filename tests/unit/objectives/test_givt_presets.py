@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megavis.commands.params import by_part, count_parameters
 from megavis.config.load import load_config
-from megavis.objectives import objective_configs
+from megavis.objectives import build_objective, objective_configs
+from megavis.planning.parameters import by_part, count_parameters
 
 FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
 
@@ -26,5 +26,5 @@ FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
 def test_presets_have_the_published_parameters(context, name, words, millions):
     path = FOLDER / f"{name}.yaml"
     config = load_config(path, words, objectives=objective_configs()).config
-    total = sum(by_part(count_parameters(config, context)).values())
+    total = sum(by_part(count_parameters(build_objective(config, context))).values())
     assert f"{total / 1e6:.3f}" == millions

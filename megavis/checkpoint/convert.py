@@ -1,0 +1,106 @@
+"""Writing a checkpoint anew in the slices of another layout, without a model or a job.
+
+Reading needs no conversion, since any layout reads any checkpoint; another layout's slices let each
+of its processes read whole files, which is faster on network disks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megavis.checkpoint.folder import partial_folder, publish
+from megavis.checkpoint.manifest import MANIFEST, LogicalTensor, Slice, read_manifest
+from megavis.checkpoint.reader import CheckpointReader
+from megavis.checkpoint.save import write_tensors
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+
+
+def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int) -> Path:
+    """Write a checkpoint into another run folder, one file of it in memory at a time.
+
+    Args:
+        source: the checkpoint of one step.
+        run_folder: where it appears under `checkpoints/`; must have none of that step.
+        tensor_size: processes that share each matrix.
+        data_size: data-parallel processes, each of which writes some of the tensors.
+
+    Raises:
+        UserError: the target is there already, or a tensor does not divide.
+    """
+    manifest = read_manifest(source)
+    target, partial = (
+        run_folder / "checkpoints" / f"step-{manifest.step:08d}",
+        partial_folder(run_folder, manifest.step),
+    )
+    if target.exists():
+        raise UserError(f"{target}: exists; choose another folder")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    entries = _cut(manifest.tensors, tensor_size, data_size)
+    names = sorted({piece.file for entry in entries.values() for piece in entry.slices})
+    with CheckpointReader(source) as reader:
+        files = {
+            name: write_tensors(partial / name, dict(_of_file(reader, entries, name)))
+            for name in names
+        }
+    layout = {
+        "tensor_model_parallel_size": tensor_size,
+        "pipeline_model_parallel_size": 1,
+        "data_parallel_size": data_size,
+    }
+    changed = manifest.model_copy(update={"layout": layout, "files": files, "tensors": entries})
+    write_atomically(partial / MANIFEST, changed.model_dump_json().encode())
+    return publish(run_folder, manifest.step)
+
+
+def _cut(
+    tensors: dict[str, LogicalTensor], tensor_size: int, data_size: int
+) -> dict[str, LogicalTensor]:
+    """Return each tensor with the slices of the other layout."""
+    load = [0] * data_size
+    entries = {}
+    for key, entry in tensors.items():
+        owner = load.index(min(load))
+        load[owner] += _numbers(entry)
+        parts = 1 if entry.dimension is None else tensor_size
+        length = entry.shape[entry.dimension or 0] if entry.shape else 1
+        if length % parts:
+            raise UserError(f"{key}: {length} rows do not divide by tensor size {parts}")
+        slices = tuple(
+            Slice(
+                file=f"rank-{owner * tensor_size + part:05d}.safetensors",
+                key=key,
+                start=part * (length // parts),
+                length=length // parts,
+            )
+            for part in range(parts)
+        )
+        entries[key] = entry.model_copy(update={"slices": slices})
+    return entries
+
+
+def _numbers(entry: LogicalTensor) -> int:
+    count = 1
+    for length in entry.shape:
+        count *= length
+    return count
+
+
+def _of_file(
+    reader: CheckpointReader, entries: dict[str, LogicalTensor], name: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the slices that lie in one file."""
+    for key, entry in entries.items():
+        for piece in entry.slices:
+            if piece.file != name:
+                continue
+            if len(entry.slices) == 1:
+                yield key, reader.read(key)
+            else:
+                part = reader.read(key, piece.start, piece.length, dimension=entry.dimension)
+                yield key, part.contiguous()

@@ -1,0 +1,278 @@
+"""`megavis plan`: memory, traffic and time of a run before it has begun, and which layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.config.load import LoadedConfig
+    from megavis.planning.hardware import Cluster
+    from megavis.planning.plan import Plan, Recommendation
+    from megavis.planning.shape import ModelShape
+
+_SHOWN = 10
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="estimate memory, traffic and time, and recommend a layout",
+        description="Say whether a config fits on so many GPUs, what it takes and how long, rank"
+        " all legal layouts and recommend one. Nothing is allocated and no GPU is needed. Exit"
+        " code 2 where no layout fits.",
+        epilog="example: megavis plan yaml_configs/igpt/xl_64.yaml --gpus 64 --gpu a100",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    parser.add_argument(
+        "--gpu", default="h100", help="a100, h100, h200 or a YAML file (default: h100)"
+    )
+    parser.add_argument("--gpu-memory", metavar="80GB", help="default: the GPU's own")
+    parser.add_argument(
+        "--interconnect", help="between nodes: 100ge, hdr, ndr, or GB/s for each GPU"
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, write a table or JSON, and the recommended config; returns 2 where nothing fits.
+
+    Raises:
+        UserError: the config or an option is wrong.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.config.load import load_config
+        from megavis.objectives import objective_configs
+        from megavis.planning.plan import recommend
+        from megavis.planning.shape import require_blocks
+
+    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    require_blocks(loaded.config)
+    cluster = _cluster(args)
+    with quietly():
+        shape = measure(loaded)
+    found = recommend(loaded.config, shape, cluster)
+    asked = _asked(loaded, shape, cluster)
+    if args.json:
+        tree = as_json(loaded, shape, asked, found)
+        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+    else:
+        sys.stdout.write(_as_table(loaded, shape, cluster, asked, found))
+    if args.write is not None and found.best is not None:
+        text = written(args.write, loaded, found.best, cluster, _command(args))
+        args.write.write_text(text, encoding="utf-8")
+    return 0 if found.best is not None else 2
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from megavis.planning.hardware import Cluster, open_device
+
+    for option, value in (("--gpus", args.gpus), ("--gpus-per-node", args.gpus_per_node)):
+        if value < 1:
+            raise UserError(f"{option}: {value} is too few; give 1 or more")
+    device = open_device(args.gpu, memory=args.gpu_memory, interconnect=args.interconnect)
+    return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node))
+
+
+def measure(loaded: LoadedConfig) -> ModelShape:
+    """Return the model's sizes, in a context of one process that is opened and closed."""
+    from megavis.objectives import build_objective
+    from megavis.objectives.base import Objective
+    from megavis.parallel.context import close_context, open_context
+    from megavis.parallel.launch import read_launch
+    from megavis.planning.shape import shape_of
+
+    context = open_context(read_launch({}), device="cpu")
+    try:
+        objective = build_objective(loaded.config, context)
+        assert isinstance(objective, Objective), "the config's objective has blocks"
+        return shape_of(objective)
+    finally:
+        close_context()
+
+
+def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | str:
+    """Return the plan of the config's own layout, or why it is not legal."""
+    from megavis.planning.layouts import Layout
+    from megavis.planning.plan import plan_layout
+
+    try:
+        loaded.require_world(cluster.num_devices)
+    except UserError as error:
+        return str(error)
+    layout = Layout.of(loaded.config, cluster.num_devices)
+    return plan_layout(shape, layout, cluster, steps=loaded.config.training.steps)
+
+
+def as_json(
+    loaded: LoadedConfig, shape: ModelShape, asked: Plan | str, found: Recommendation
+) -> dict[str, Any]:
+    """Return all figures, in bytes, seconds and operations."""
+    illegal = asked if isinstance(asked, str) else None
+    return {
+        "name": loaded.config.name,
+        "parameters": shape.layers.total,
+        "flops_per_image": shape.flops,
+        "asked": {"illegal": illegal} if isinstance(asked, str) else _plan_json(asked),
+        "recommended": None if found.best is None else _plan_json(found.best),
+        "reasons": list(found.reasons),
+        "legal": len(found.plans),
+        "fitting": len(found.fitting),
+        "ranking": [_row(plan) for plan in found.plans[:_SHOWN]],
+    }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    memory = asdict(plan.memory)
+    memory["states"]["total"] = plan.memory.states.total
+    memory["activations"]["total"] = plan.memory.activations.total
+    return {
+        **_row(plan),
+        "memory": {**memory, "total": plan.memory.total},
+        "traffic": [asdict(transfer) for transfer in plan.traffic],
+        "time": {**asdict(plan.time), "total": plan.time.total},
+    }
+
+
+def _row(plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": plan.layout.name,
+        "fits": plan.fits,
+        "bytes": plan.memory.total,
+        "seconds_a_step": plan.time.total,
+        "mfu": plan.time.mfu,
+        "days": plan.days,
+    }
+
+
+def _as_table(
+    loaded: LoadedConfig,
+    shape: ModelShape,
+    cluster: Cluster,
+    asked: Plan | str,
+    found: Recommendation,
+) -> str:
+    device = cluster.device
+    lines = [
+        f"{loaded.config.name}: {shape.layers.total:,} parameters,"
+        f" {shape.flops / 1e12:.3f} TFLOP an image in training",
+        f"{cluster.num_devices} {device.name} of {device.memory_gb:g} GB, of which"
+        f" {cluster.usable_memory / 1e9:.1f} are used; {cluster.devices_per_node} to a node,"
+        f" {device.network_gb_per_s:g} GB/s for each between nodes",
+        "",
+        "As the config has it:",
+        *([f"  not legal: {asked}"] if isinstance(asked, str) else _details(asked, cluster)),
+        "",
+        f"{len(found.fitting)} of {len(found.plans)} legal settings fit."
+        + (" The fastest:" if found.fitting else " The smallest:"),
+        f"  {'layout':36}{'GB':>8}{'s a step':>10}{'MFU':>7}{'days':>9}",
+        *(
+            f"  {plan.layout.name:36}{plan.memory.total / 1e9:8.1f}{plan.time.total:10.3f}"
+            f"{plan.time.mfu:7.1%}{plan.days:9.1f}"
+            for plan in found.plans[:_SHOWN]
+        ),
+        "",
+    ]
+    if found.best is not None:
+        lines += [f"Recommended: {found.best.layout.name}", *_details(found.best, cluster)]
+    return "\n".join([*lines, *(f"  {reason}" for reason in found.reasons)]) + "\n"
+
+
+def _details(plan: Plan, cluster: Cluster) -> list[str]:
+    memory, time = plan.memory, plan.time
+    states, kept = memory.states, memory.activations
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines = [
+        f"  {plan.layout.name}: {memory.total / 1e9:.2f} GB on the fullest GPU, {verdict}",
+        f"  states       weights {states.weights / 1e9:.2f}, gradients"
+        f" {states.gradients / 1e9:.2f}, optimizer {states.optimizer / 1e9:.2f}, gathered layer"
+        f" {states.gathered / 1e9:.2f} GB",
+        f"  activations  {kept.in_flight} under way: embedding {kept.embedding / 1e9:.2f}, each of"
+        f" {kept.num_blocks} blocks {kept.block / 1e9:.3f}, head {kept.head / 1e9:.2f};"
+        f" recomputed {kept.recomputed / 1e9:.2f}, backward {kept.backward / 1e9:.2f} GB",
+        f"  buffers      {memory.buffers / 1e9:.2f} GB",
+        f"  step         {time.total:.3f} s: products {time.products:.3f}, element-wise"
+        f" {time.elementwise:.3f}, bubble {time.bubble:.3f}, communication"
+        f" {time.communication:.3f}, optimizer {time.optimizer:.3f}",
+        f"  run          MFU {time.mfu:.1%}; {plan.steps:,} steps in {plan.days:.1f} days",
+    ]
+    for transfer in plan.traffic:
+        beside = ", beside the arithmetic" if transfer.is_hidden else ""
+        lines.append(
+            f"  sends        {transfer.kind}: {transfer.inside / 1e9:.2f} GB inside a node,"
+            f" {transfer.between / 1e9:.2f} between nodes{beside}"
+        )
+    return lines
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the options that decide, as one would type them."""
+    words = ["megavis", "plan", args.config, *args.overrides, "--gpus", str(args.gpus)]
+    words += ["--gpu", args.gpu]
+    if args.gpus_per_node != 8:
+        words += ["--gpus-per-node", str(args.gpus_per_node)]
+    for option, value in (("--gpu-memory", args.gpu_memory), ("--interconnect", args.interconnect)):
+        if value is not None:
+            words += [option, value]
+    return shlex.join(words)
+
+
+def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, command: str) -> str:
+    """Return the recommended layout as a YAML file that is based on the asked one.
+
+    Args:
+        path: where it will stand; its folder and name become the run's name.
+        loaded: the asked config.
+        plan: the layout.
+        cluster: what it is for.
+        command: what chose it.
+    """
+    import os
+
+    from megavis.config.schema import ParallelConfig
+    from megavis.config.yaml_tree import BASED_ON, dump_tree
+
+    base = Path(loaded.source.path)
+    own, asked = plan.layout.parallel.model_dump(), loaded.config.parallel.model_dump()
+    plain = ParallelConfig().model_dump()
+    told = ("zero_stage", "activation_checkpointing")
+    chosen = {
+        key: own[key]
+        for key in own
+        if key in told or own[key] != asked[key] or own[key] != plain[key]
+    }
+    tree = {
+        BASED_ON: os.path.relpath(base, path.parent),
+        "name": f"{path.resolve().parent.name}_{path.stem}",
+        "parallel": chosen,
+        "training": {"micro_batch_size": plan.layout.micro_batch_size},
+    }
+    head = [
+        f"# {loaded.config.name} on {cluster.num_devices} {cluster.device.name} GPUs,"
+        f" {cluster.devices_per_node} to a node. Made by",
+        f"#   {command} --write {path}",
+        "# which estimates, without having run it:",
+        f"#   {plan.memory.total / 1e9:.1f} GB on the fullest GPU, {plan.time.total:.3f} s a step"
+        f" (MFU {plan.time.mfu:.0%}),",
+        f"#   {plan.days:.1f} days for {plan.steps:,} steps.",
+    ]
+    return "\n".join([*head, "", dump_tree(tree)])

@@ -1,0 +1,139 @@
+"""The devices and links of a cluster, by name or from a YAML file of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from megavis.config.errors import UserError
+from megavis.config.schema import Section
+from megavis.config.yaml_tree import Source, read_tree
+
+Amount = Annotated[float, Field(gt=0, strict=False)]
+
+NETWORKS: Mapping[str, float] = {"100ge": 12.5, "hdr": 25.0, "ndr": 50.0}
+"""GB/s of one port each way: 100 Gbit/s Ethernet, InfiniBand HDR and NDR."""
+
+
+class Device(Section):
+    """What one GPU and its links can do; rates are peaks, in one direction."""
+
+    name: str
+    memory_gb: Amount
+    """10⁹ bytes."""
+    bf16_tflops: Amount
+    """Dense, without sparsity; fp16 is the same."""
+    float32_tflops: Amount
+    """Without TF32, which torch does not use unless told to."""
+    memory_gb_per_s: Amount
+    """To and from the device's own memory."""
+    node_gb_per_s: Amount
+    """To the other GPUs of its node."""
+    network_gb_per_s: Amount
+    """To other nodes: this GPU's share of its node's network."""
+
+
+# Vendor's data sheets: A100 80 GB SXM, H100 SXM, H200 SXM; NVLink is told for both directions
+# there. Networks: one HDR port a GPU as in DGX A100, one NDR port as in DGX H100 and H200.
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            name="a100",
+            memory_gb=80,
+            bf16_tflops=312,
+            float32_tflops=19.5,
+            memory_gb_per_s=2039,
+            node_gb_per_s=300,
+            network_gb_per_s=25,
+        ),
+        Device(
+            name="h100",
+            memory_gb=80,
+            bf16_tflops=989,
+            float32_tflops=67,
+            memory_gb_per_s=3350,
+            node_gb_per_s=450,
+            network_gb_per_s=50,
+        ),
+        Device(
+            name="h200",
+            memory_gb=141,
+            bf16_tflops=989,
+            float32_tflops=67,
+            memory_gb_per_s=4800,
+            node_gb_per_s=450,
+            network_gb_per_s=50,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many devices, so many to a node."""
+
+    device: Device
+    num_devices: int
+    devices_per_node: int
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of a device; a tenth is left to CUDA's context, NCCL and fragmentation."""
+        return 0.9e9 * self.device.memory_gb
+
+    def peak(self, number_size: int) -> float:
+        """Return the operations a second for numbers of so many bytes."""
+        device = self.device
+        return 1e12 * (device.float32_tflops if number_size == 4 else device.bf16_tflops)
+
+
+def open_device(name: str, *, memory: str | None = None, interconnect: str | None = None) -> Device:
+    """Return a device by its name or from a file.
+
+    Args:
+        name: of `DEVICES`, or a YAML file with the keys of `Device`.
+        memory: for example `80GB`; the device's own when None.
+        interconnect: of `NETWORKS`, or GB/s for each GPU; the device's own when None.
+
+    Raises:
+        UserError: there is no such device, or a value is none.
+    """
+    device = DEVICES.get(name.lower()) or _read_device(Path(name))
+    changes: dict[str, float] = {}
+    if memory is not None:
+        changes["memory_gb"] = _number(memory, "--gpu-memory", "80GB")
+    if interconnect is not None:
+        changes["network_gb_per_s"] = NETWORKS.get(interconnect.lower()) or _number(
+            interconnect, "--interconnect", f"{', '.join(NETWORKS)}, or GB/s for each GPU as 25"
+        )
+    return device.model_copy(update=changes)
+
+
+def _number(text: str, option: str, example: str) -> float:
+    try:
+        value = float(text.upper().removesuffix("GB"))
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UserError(f"{option}: {text!r} is no amount; give for example {example}")
+    return value
+
+
+def _read_device(path: Path) -> Device:
+    if path.suffix not in (".yaml", ".yml"):
+        known = ", ".join(DEVICES)
+        raise UserError(f"--gpu: {path} is no known GPU; give {known}, or a YAML file that tells")
+    source = Source(str(path))
+    tree = read_tree(path, source)
+    try:
+        return Device.model_validate(tree)
+    except ValidationError as error:
+        complaints = [
+            (".".join(map(str, fault["loc"])) or "name", fault["msg"]) for fault in error.errors()
+        ]
+        raise source.error(complaints) from None

@@ -1,0 +1,141 @@
+"""Layouts of a run over processes: what they are called, and which are legal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from megavis.config.checks import check_config, check_world
+from megavis.config.schema import ParallelConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A `parallel` section on a number of processes.
+
+    Attributes:
+        parallel: the section.
+        data: data-parallel size, what tensor and pipeline size leave.
+        micro_batch_size: images that a process handles at once.
+        accumulation_steps: micro-batches of an optimizer step, for each data-parallel process.
+    """
+
+    parallel: ParallelConfig
+    data: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+    @classmethod
+    def of(cls, config: RunConfig, num_processes: int) -> Layout:
+        """Return the config's layout, which must be legal on so many processes."""
+        parallel, training = config.parallel, config.training
+        data = num_processes // (
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        )
+        micro = training.micro_batch_size or training.batch_size // data
+        return cls(parallel, data, micro, training.batch_size // (micro * data))
+
+    @property
+    def tensor(self) -> int:
+        """Processes that share each layer."""
+        return self.parallel.tensor_model_parallel_size
+
+    @property
+    def pipeline(self) -> int:
+        """Processes that hold consecutive blocks."""
+        return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def zero_stage(self) -> int:
+        """What is split over the data-parallel processes."""
+        return self.parallel.zero_stage
+
+    @property
+    def num_processes(self) -> int:
+        """All of them."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def token_parts(self) -> int:
+        """Parts into which the residual stream is cut."""
+        return self.tensor if self.parallel.sequence_parallel else 1
+
+    def blocks_of_a_stage(self, num_layers: int) -> int:
+        """Return the blocks of the largest stage."""
+        return -(-num_layers // self.pipeline)
+
+    @property
+    def name(self) -> str:
+        """For example `tp2-pp1-zero3-sp-full-micro4`."""
+        return f"{layout_name(self.parallel)}-micro{self.micro_batch_size}"
+
+
+def layout_name(parallel: ParallelConfig) -> str:
+    """Return a short name, for example `tp2-pp1-zero3-sp-full`."""
+    name = (
+        f"tp{parallel.tensor_model_parallel_size}"
+        f"-pp{parallel.pipeline_model_parallel_size}-zero{parallel.zero_stage}"
+    )
+    if parallel.sequence_parallel:
+        name += "-sp"
+    if parallel.activation_checkpointing != "none":
+        name += f"-{parallel.activation_checkpointing}"
+    if parallel.offload_optimizer != "none":
+        name += "-offload"
+    return name
+
+
+def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
+    """Yield every layout of so many processes that the config's own checks accept."""
+    sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
+    choices = product(sizes, sizes, (0, 1, 2, 3), (False, True), ("none", "selective", "full"))
+    for tensor, pipeline, zero, sequence, recompute in choices:
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            zero_stage=zero,  # type: ignore[arg-type]
+            sequence_parallel=sequence,
+            activation_checkpointing=recompute,  # type: ignore[arg-type]
+        )
+        if is_legal(with_layout(config, parallel), num_processes):
+            yield parallel
+
+
+def is_legal(config: RunConfig, num_processes: int) -> bool:
+    """Return whether the config's own checks accept it on so many processes."""
+    return not [*check_config(config), *check_world(config, num_processes)]
+
+
+def with_layout(
+    config: RunConfig, parallel: ParallelConfig, micro_batch_size: int | None = None
+) -> RunConfig:
+    """Return the config in another layout; with its own micro-batch where none is given."""
+    training = config.training
+    if micro_batch_size is not None:
+        training = training.model_copy(update={"micro_batch_size": micro_batch_size})
+    return config.model_copy(update={"parallel": parallel, "training": training})
+
+
+def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
+    """Yield every legal layout with every micro-batch that divides a process's share of a step."""
+    # Whole shares as micro-batches, so that legality does not hang on the config's own.
+    plain = config.model_copy(
+        update={"training": config.training.model_copy(update={"micro_batch_size": None})}
+    )
+    for parallel in legal_layouts(plain, num_processes):
+        share = Layout.of(with_layout(plain, parallel), num_processes)
+        for micro in _divisors(share.micro_batch_size):
+            yield Layout(parallel, share.data, micro, share.micro_batch_size // micro)
+
+
+def with_offload(layouts: list[Layout]) -> Iterator[Layout]:
+    """Yield those under ZeRO 1 to 3, without stages, with the optimizer's states on the CPU."""
+    for layout in layouts:
+        if layout.zero_stage and layout.pipeline == 1:
+            parallel = layout.parallel.model_copy(update={"offload_optimizer": "cpu"})
+            yield Layout(parallel, layout.data, layout.micro_batch_size, layout.accumulation_steps)
+
+
+def _divisors(value: int) -> list[int]:
+    return [size for size in range(1, value + 1) if value % size == 0]

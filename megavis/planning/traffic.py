@@ -1,0 +1,189 @@
+"""Bytes that a process sends in an optimizer step, by what for and over which link.
+
+A collective over n processes sends (n - 1)/n of the tensor for an all-gather or a reduce-scatter,
+and twice that for an all-reduce ("ZeRO", section 7; "Efficient Large-Scale Language Model Training
+on GPU Clusters Using Megatron-LM", section 3.2). Where a group spans nodes it is counted in two
+levels, inside each node and between equal places of the nodes, as NCCL's rings over all network
+ports do: of m processes in a node each carries a share 1/m of what goes between nodes.
+
+What DeepSpeed does was read in its source (0.19): under ZeRO 1 and 2 gradients are all-reduced in
+the compute precision (not reduce-scattered), under ZeRO-2 after every micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megavis.planning.layouts import Layout
+from megavis.planning.memory import BUCKET, MOST_GATHERED, parameters_held
+from megavis.planning.shape import ModelShape
+
+_ALL_REDUCE, _GATHER = 2.0, 1.0
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes of a group: how many, and how many of them in a node."""
+
+    size: int
+    in_a_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that it spans."""
+        return -(-self.size // self.in_a_node)
+
+    def sent(self, size: float, factor: float) -> tuple[float, float]:
+        """Return what a process sends inside its node and to others, for a tensor of `size`."""
+        inside = factor * size * (self.in_a_node - 1) / self.in_a_node
+        nodes = self.num_nodes
+        return inside, factor * size / self.in_a_node * (nodes - 1) / nodes
+
+
+def tensor_group(layout: Layout, devices_per_node: int) -> Group:
+    """Return the processes that share a layer: consecutive ones."""
+    return Group(layout.tensor, min(layout.tensor, devices_per_node))
+
+
+def data_group(layout: Layout, devices_per_node: int) -> Group:
+    """Return the processes that hold copies of a layer: a tensor size apart."""
+    return Group(layout.data, max(1, min(layout.data, devices_per_node // layout.tensor)))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of communication.
+
+    Attributes:
+        kind: what for.
+        inside: bytes that a process sends to others of its node, a step.
+        between: bytes that it sends to other nodes.
+        calls: how often, a step.
+        is_hidden: it runs beside the arithmetic.
+    """
+
+    kind: str
+    inside: float
+    between: float
+    calls: float
+    is_hidden: bool = False
+
+
+def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
+    """Return what the process with most parameters sends in an optimizer step, by kind."""
+    found: list[Transfer] = []
+    if layout.tensor > 1:
+        found += _tensor_transfers(shape, layout, tensor_group(layout, devices_per_node))
+    if layout.pipeline > 1:
+        found += _pipeline_transfers(shape, layout, devices_per_node)
+    if layout.data > 1:
+        found += _data_transfers(shape, layout, data_group(layout, devices_per_node))
+    return found
+
+
+@dataclass(frozen=True)
+class BlockTraffic:
+    """Tokens of an image whose hidden states one block sends through its tensor group.
+
+    Attributes:
+        reduced: summed over the group and given to all, both passes.
+        gathered: gathered from the group, both passes.
+        scattered: summed and cut, both passes.
+    """
+
+    reduced: float
+    gathered: float
+    scattered: float
+
+
+def block_traffic(shape: ModelShape, layout: Layout) -> BlockTraffic:
+    """Count the collectives of one block for one image ("Reducing Activation Recomputation ...").
+
+    Section 4.2 of that paper has one operation before and after attention, and MLP, in each pass.
+    Queries and keys-values have matrices of their own here, so that attention begins with two, and
+    Megatron gathers inputs once more in the backward pass, which are kept in parts.
+    """
+    work, again = shape.work, layout.parallel.activation_checkpointing == "full"
+    tokens, seen, forward = work.num_tokens, work.num_seen, 1 + again
+    if not layout.parallel.sequence_parallel:
+        return BlockTraffic(2 * tokens * forward + tokens + seen + tokens, 0, 0)
+    if shape.visibility in ("two_stream", "context"):
+        # Tokens are chosen from the whole sequence, gathered once.
+        return BlockTraffic(
+            reduced=tokens + seen,
+            gathered=2 * tokens * forward + 3 * tokens,
+            scattered=2 * tokens * forward + tokens,
+        )
+    return BlockTraffic(
+        reduced=0,
+        gathered=3 * tokens * forward + 5 * tokens,
+        scattered=2 * tokens * forward + 3 * tokens,
+    )
+
+
+def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
+    block, blocks = block_traffic(shape, layout), layout.blocks_of_a_stage(shape.num_layers)
+    images = layout.micro_batch_size * layout.accumulation_steps
+    numbers = shape.number_size * shape.hidden_size * images * blocks
+    found = []
+    for kind, tokens, factor in (
+        ("tensor: all-reduce", block.reduced, _ALL_REDUCE),
+        ("tensor: all-gather", block.gathered, _GATHER),
+        ("tensor: reduce-scatter", block.scattered, _GATHER),
+    ):
+        if tokens:
+            inside, between = group.sent(numbers * tokens, factor)
+            calls = blocks * layout.accumulation_steps * tokens / shape.work.num_tokens
+            found.append(Transfer(kind, inside, between, calls))
+    return found
+
+
+def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
+    """Hidden states forward, their gradients back; DeepSpeed cuts them over the tensor group."""
+    images = layout.micro_batch_size * layout.accumulation_steps
+    hidden = shape.number_size * shape.hidden_size * shape.work.num_tokens * images
+    sent, calls = 2 * hidden / layout.tensor, 2.0 * layout.accumulation_steps
+    is_inside = layout.num_processes <= devices_per_node
+    found = [
+        Transfer(
+            "pipeline: point to point",
+            inside=sent if is_inside else 0.0,
+            between=0.0 if is_inside else sent,
+            calls=calls,
+        )
+    ]
+    if layout.tensor > 1 and not layout.parallel.sequence_parallel:
+        inside, between = tensor_group(layout, devices_per_node).sent(2 * hidden, _GATHER)
+        found.append(Transfer("pipeline: all-gather", inside, between, calls))
+    return found
+
+
+def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
+    held = max(parameters_held(shape.layers, layout, stage) for stage in (0, layout.pipeline - 1))
+    weights, times = shape.number_size * held, layout.accumulation_steps
+    buckets = held // BUCKET + 1
+    if layout.zero_stage == 0:
+        return [_sent(group, "gradients: all-reduce", _FLOAT32 * held, _ALL_REDUCE, buckets)]
+    if layout.zero_stage < 3:
+        often = times if layout.zero_stage == 2 else 1
+        return [
+            _sent(group, "gradients: all-reduce", weights * often, _ALL_REDUCE, buckets * often),
+            _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, buckets),
+        ]
+    # What fits into what DeepSpeed keeps whole stays from the forward to the backward pass.
+    passes = times * (1 if 2 * held <= MOST_GATHERED else 2)
+    layers = layout.blocks_of_a_stage(shape.num_layers) + 2
+    return [
+        _sent(
+            group, "ZeRO: all-gather of weights", weights * passes, _GATHER, layers * passes, True
+        ),
+        _sent(group, "ZeRO: reduce-scatter", weights * times, _GATHER, buckets * times, True),
+    ]
+
+
+def _sent(
+    group: Group, kind: str, size: float, factor: float, calls: float, is_hidden: bool = False
+) -> Transfer:
+    inside, between = group.sent(size, factor)
+    return Transfer(kind, inside, between, calls, is_hidden)

@@ -1,0 +1,164 @@
+"""The start of a job of any size, on one process and without weights: would it run?
+
+One process takes the place of one of N: the groups are those of the job, but nothing is sent, and
+layers lie on the meta device. Data, disk and checkpoints are looked at as they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megavis.checkpoint.manifest import KINDS, read_manifest
+from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig
+from megavis.config.schema import RunConfig
+from megavis.objectives.trainable import Trainable
+from megavis.parallel.context import close_context, open_virtual_context
+from megavis.parallel.tensors import partition_dimension
+from megavis.planning.layouts import Layout, layout_name
+from megavis.training.run import TrainingRun
+
+_FLOAT32 = 4
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        topic: what.
+        is_right: nothing stands against a start.
+        text: what was found; where something is wrong, what would be right.
+    """
+
+    topic: str
+    is_right: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok ' if self.is_right else 'NO '} {self.topic}: {self.text}"
+
+
+def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[Finding]:
+    """Yield what a job of so many processes would find, in the order of its start."""
+    config = loaded.config
+    yield Finding("config", True, f"{loaded.source.path} is legal")
+    try:
+        loaded.require_world(num_processes)
+    except UserError as error:
+        yield Finding("layout", False, str(error))
+        return
+    layout = Layout.of(config, num_processes)
+    yield Finding(
+        "layout",
+        True,
+        f"{layout_name(config.parallel)} on {num_processes} processes: {layout.data} of data, each"
+        f" {layout.accumulation_steps} × {layout.micro_batch_size} images a step",
+    )
+    # The last process has the last stage and the last part of every matrix.
+    context = open_virtual_context(
+        num_processes - 1,
+        num_processes,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+    )
+    try:
+        yield from _with_data(loaded, layout, TrainingRun.open(loaded, context))
+    except UserError as error:
+        yield Finding("data", False, str(error))
+    finally:
+        close_context()
+
+
+def _with_data(loaded: LoadedConfig, layout: Layout, run: TrainingRun) -> Iterator[Finding]:
+    yield _data(run, layout)
+    yield _tokenizer(run)
+    shapes = _shapes(run.objective, layout.tensor)
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    yield Finding("model", True, f"{numbers:,} parameters in {len(shapes)} tensors")
+    yield _disk(loaded.config, numbers)
+    yield _resume(run, shapes)
+
+
+def _data(run: TrainingRun, layout: Layout) -> Finding:
+    data, threads = run.train_data, run.config.data.threads
+    shards = len(data.manifest.shards)
+    text = f"{len(data):,} training images in {shards} shards"
+    if len(data) < run.config.training.batch_size:
+        return Finding("data", False, f"{text}; fewer than training.batch_size")
+    readers = layout.data * threads
+    if shards < readers:
+        text += (
+            f" for {readers} readers ({layout.data} processes of data × {threads} threads): every"
+            " process reads from every shard, so none waits, but several share a file"
+        )
+    return Finding("data", True, text)
+
+
+def _tokenizer(run: TrainingRun) -> Finding:
+    manifest = run.train_data.manifest
+    if manifest.identity is None:
+        return Finding("tokenizer", True, "images as they are: none is needed")
+    text = f"{manifest.tokenizer_kind} {manifest.identity[:12]}"
+    also = "the same in validation" if run.validation_data is not None else "no validation shards"
+    return Finding("tokenizer", True, f"{text}, {also}")
+
+
+def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
+    """Build every layer in this place's part, on the meta device; return whole shapes by name."""
+    shapes: Shapes = {}
+    for plan in objective.layer_plans():
+        with torch.device("meta"):
+            layer = plan.build()
+        for name, parameter in layer.named_parameters():
+            shape, dimension = list(parameter.shape), partition_dimension(parameter)
+            if dimension is not None:
+                shape[dimension] *= tensor_size
+            shapes[f"{plan.name}.{name}"] = tuple(shape)
+    return shapes
+
+
+def _disk(config: RunConfig, num_parameters: int) -> Finding:
+    """Compare what checkpoints will take, one that is being written included, with what is free."""
+    keep, steps = config.checkpoint, config.training.steps
+    size = len(KINDS) * _FLOAT32 * num_parameters
+    for_good = steps // keep.keep_every if keep.keep_every else 0
+    count = keep.keep_last + 1 + for_good
+    folder = Path(config.folder).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    text = (
+        f"{count} checkpoints of {size / 1e9:.1f} GB take {count * size / 1e9:.1f} GB;"
+        f" {free / 1e9:.1f} GB are free in {folder}"
+    )
+    if count * size <= free:
+        return Finding("disk", True, text)
+    return Finding("disk", False, f"{text}; lower checkpoint.keep_last, raise keep_every")
+
+
+def _resume(run: TrainingRun, shapes: Shapes) -> Finding:
+    """Say where the run would go on, and whether the checkpoint there is of this model."""
+    try:
+        checkpoint = run.checkpoint_to_resume()
+        if checkpoint is None:
+            return Finding("resume", True, f"{run.folder} has no checkpoint: starts at step 0")
+        manifest = read_manifest(checkpoint)
+    except UserError as error:
+        return Finding("resume", False, str(error))
+    for name, shape in shapes.items():
+        stored = manifest.tensors.get(f"weight/{name}")
+        if stored is None or stored.shape != shape:
+            has = "no such tensor" if stored is None else f"shape {stored.shape}"
+            return Finding("resume", False, f"{checkpoint}: {name} has {has}, not {shape}")
+    for name, entry in manifest.files.items():
+        path = checkpoint / name
+        if not path.is_file() or path.stat().st_size != entry.size:
+            return Finding("resume", False, f"{path}: missing, or not of {entry.size} bytes")
+    return Finding("resume", True, f"{checkpoint}: goes on from step {manifest.step}")

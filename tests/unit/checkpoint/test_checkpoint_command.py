@@ -1,0 +1,130 @@
+"""`megavis checkpoint`: what it lists, finds damaged, deletes and converts."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.checkpoint.folder import saved_steps
+from megavis.checkpoint.manifest import LogicalTensor, Manifest, Slice, read_manifest
+from megavis.checkpoint.reader import CheckpointReader
+from megavis.checkpoint.save import write_tensors
+from megavis.checkpoint.verify import damages
+from megavis.cli import main
+
+pytestmark = pytest.mark.once
+
+SHAPES = {"weight/a.weight": (8, 6), "exp_avg/a.weight": (8, 6), "weight/b.bias": (5,)}
+
+
+def write_step(run, step):
+    """Write a checkpoint of three tensors, the matrices cut in two."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    torch.manual_seed(step)
+    whole = {key: torch.randn(shape) for key, shape in SHAPES.items()}
+    parts = [{key: t[:4].contiguous() for key, t in whole.items() if t.ndim == 2} for _ in (0,)]
+    parts.append({key: t[4:].contiguous() for key, t in whole.items() if t.ndim == 2})
+    parts[0]["weight/b.bias"] = whole["weight/b.bias"]
+    names = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    files = {n: write_tensors(folder / n, part) for n, part in zip(names, parts, strict=True)}
+    matrix = [Slice(file=names[i], key="", start=4 * i, length=4) for i in (0, 1)]
+    tensors = {}
+    for key, shape in SHAPES.items():
+        if len(shape) == 2:
+            slices = tuple(piece.model_copy(update={"key": key}) for piece in matrix)
+            tensors[key] = LogicalTensor(shape=shape, dimension=0, slices=slices)
+        else:
+            slices = (Slice(file=names[0], key=key, start=0, length=shape[0]),)
+            tensors[key] = LogicalTensor(shape=shape, dimension=None, slices=slices)
+    manifest = Manifest(
+        step=step,
+        samples_seen=8 * step,
+        optimizer_step=step,
+        seed=0,
+        tokenizer=None,
+        layout={"tensor_model_parallel_size": 2},
+        files=files,
+        tensors=tensors,
+    )
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    (run / "checkpoints" / "latest").write_text(f"{folder.name}\n")
+    return folder, whole
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (2, 4, 6, 8):
+        write_step(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def test_any_flipped_byte_is_found_and_its_tensor_named(tmp_path):
+    """Every byte of the manifest and of a file, headers included, each in turn."""
+    folder, _ = write_step(tmp_path, 1)
+    assert list(damages(folder)) == []
+    path = folder / "rank-00001.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(bytes(flipped))
+        (found,) = damages(folder)
+        for key in ("weight/a.weight", "exp_avg/a.weight"):
+            begin, end = header[key]["data_offsets"]
+            if begin <= place - start < end:
+                assert found.endswith(f": {key}")
+    path.write_bytes(content)
+    path, content = folder / "manifest.json", (folder / "manifest.json").read_bytes()
+    for place in range(0, len(content), 3):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 7
+        path.write_bytes(bytes(flipped))
+        assert list(damages(folder)), f"byte {place}, {content[place : place + 1]}"
+
+
+def test_list_and_verify(run, capsys):
+    assert main(["checkpoint", "list", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert [row["is_latest"] for row in rows] == [False, False, False, True]
+    assert rows[0]["layout"] == "tp2-pp1-dp1"
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    (run / "checkpoints/step-00000004/rank-00000.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["checkpoint", "list", str(run)]) == 2
+    assert "rank-00000.safetensors is missing or cut off" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(run), "--step", "8"]) == 0
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    assert "step 4: DAMAGED" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(run), "--step", "5"]) == 2
+    assert "it has 2, 4, 6, 8" in capsys.readouterr().err
+
+
+def test_prune_keeps_every_so_many_steps_and_the_newest(run, capsys):
+    assert main(["checkpoint", "prune", str(run), "--keep-last", "1", "--keep-every", "4"]) == 0
+    assert saved_steps(run) == [4, 8]
+    assert "deleted 2 of 4; kept 4, 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("tensor", "data", "num_files"), [(1, 1, 1), (4, 1, 4), (2, 2, 4)])
+def test_convert_keeps_every_number(tmp_path, tensor, data, num_files):
+    source, whole = write_step(tmp_path / "run", 3)
+    target = tmp_path / "other"
+    words = ["checkpoint", "convert", str(tmp_path / "run"), str(target)]
+    assert main([*words, "--tensor", str(tensor), "--data", str(data)]) == 0
+    folder = target / "checkpoints" / source.name
+    assert list(damages(folder)) == []
+    manifest = read_manifest(folder)
+    assert len(manifest.files) == num_files
+    assert manifest.samples_seen == 24
+    with CheckpointReader(folder) as reader:
+        for key, tensor_ in whole.items():
+            assert np.array_equal(reader.read(key).numpy(), tensor_.numpy())
+    assert main(words) == 2
+    shutil.rmtree(target)
+    assert main([*words, "--tensor", "3"]) == 2

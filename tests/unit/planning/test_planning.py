@@ -1,0 +1,175 @@
+"""Formulas of planning against what torch counts, what autograd saves, and arithmetic by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import ParallelConfig
+from megavis.objectives import build_objective, objective_configs
+from megavis.planning.hardware import Cluster, open_device
+from megavis.planning.layouts import Layout
+from megavis.planning.memory import activation_memory, block_activations
+from megavis.planning.plan import plan_layout
+from megavis.planning.shape import saved_bytes, shape_of
+from megavis.planning.time import bubble_fraction
+from megavis.planning.traffic import Group, data_group, transfers
+
+pytestmark = pytest.mark.once
+
+PRESETS = Path(__file__).parents[3] / "yaml_configs"
+IMAGES = 2
+HALF = ["training.precision=bf16", "parallel.zero_stage=1"]
+
+
+def build(context, name, *words):
+    """Return the objective of a preset without dropout: a CPU then keeps matrices of scores."""
+    config = load_config(PRESETS / f"{name}.yaml", words, objectives=objective_configs()).config
+    config = config.model_copy(update={"model": config.model.without_dropout()})
+    return build_objective(config, context)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("igpt/demo", []),
+        ("igpt/demo", [*HALF, "parallel.activation_checkpointing=selective"]),
+        ("darl/demo", [*HALF, "objective.loss=mse", "objective.decoder=linear"]),
+        ("gvp/demo", HALF),
+        ("gvp/demo", ["parallel.activation_checkpointing=selective"]),
+        ("mp3/demo", []),
+        ("givt/demo", ["parallel.activation_checkpointing=full"]),
+    ],
+)
+def test_activations_are_what_autograd_saves(context, name, words):
+    objective = build(context, name, "model.num_layers=3", *words)
+    shape, dtype = shape_of(objective), torch.float32
+    if objective.config.training.precision == "bf16":
+        dtype = torch.bfloat16
+    layers = [plan.build().to(dtype).train() for plan in objective.layer_plans()]
+    sequence = objective.blank_sequence(IMAGES, torch.device("cpu"))
+
+    def forward():
+        state = sequence.inputs
+        for layer in layers:
+            state = layer(state)
+        return objective.loss(state, sequence.targets)
+
+    found, _ = saved_bytes(forward, layers)
+    layout = Layout(objective.config.parallel, 1, IMAGES, 1)
+    planned = activation_memory(shape, layout, fused_norms=False)
+    assert planned.saved == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "igpt/xl_64",
+        "igpt/s_32_bert",
+        "givt/causal_large",
+        "givt/maskgit",
+        "darl/vit_h14_mse",
+        "darl/vit_h14_diff",
+        "gvp/vit_b_p2d",
+        "mp3/vit_b_imagenet",
+    ],
+)
+def test_operations_are_what_torch_counts(context, name):
+    objective = build(context, name, "model.num_layers=12")
+    meta = torch.device("meta")
+    with meta:
+        layers = [plan.build() for plan in objective.layer_plans()]
+    state = objective.blank_sequence(IMAGES, meta).inputs
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        for layer in layers:
+            state = layer(state)
+    work, model = objective.workload(), objective.config.model
+    # torch counts scores that causal attention leaves out as well.
+    queries = (model.num_layers - 1) * work.num_tokens + work.num_read
+    left_out = 4 * model.hidden_size * (work.num_seen - work.mean_visible) * queries
+    planned = objective.flops_per_image() / 3 + left_out
+    assert planned == pytest.approx(counter.get_total_flops() / IMAGES, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def shape(context):
+    return shape_of(build(context, "igpt/m_32"))
+
+
+def layout_of(data=1, micro=1, accumulation=1, **keys):
+    return Layout(ParallelConfig(**keys), data, micro, accumulation)
+
+
+def test_tensor_and_sequence_parallelism_divide_activations(shape):
+    whole = block_activations(shape, layout_of())
+    split = block_activations(shape, layout_of(tensor_model_parallel_size=4))
+    cut = layout_of(tensor_model_parallel_size=4, sequence_parallel=True)
+    assert block_activations(shape, cut).total == pytest.approx(whole.total / 4)
+    assert split.mlp == whole.mlp / 4
+    assert split.norms == whole.norms
+
+
+def test_a_stage_keeps_as_many_micro_batches_as_stages_follow(shape):
+    layout = layout_of(accumulation=8, pipeline_model_parallel_size=4)
+    assert [activation_memory(shape, layout, stage).in_flight for stage in range(4)] == [4, 3, 2, 1]
+    few = replace(layout, accumulation_steps=2)
+    assert activation_memory(shape, few).in_flight == 2
+    # Narayanan et al., section 2.2: (p - 1) / m.
+    assert bubble_fraction(4, 8) == 3 / 8
+
+
+def test_bytes_of_an_all_reduce_by_link():
+    # One node of 8: 2 · 7/8 of the tensor. Two nodes: a process carries an eighth between them.
+    assert Group(8, 8).sent(800.0, 2.0) == (1400.0, 0.0)
+    assert Group(16, 8).sent(800.0, 2.0) == (1400.0, 100.0)
+    assert Group(4, 1).sent(800.0, 1.0) == (0.0, 600.0)
+    layout = layout_of(data=16, tensor_model_parallel_size=4)
+    assert data_group(layout, 8) == Group(16, 2)
+
+
+def test_traffic_of_data_parallelism(shape):
+    number = shape.layers.total
+
+    def sent(**keys):
+        found = transfers(shape, layout_of(data=8, accumulation=4, **keys), 8)
+        return {transfer.kind: transfer.inside / number * 8 / 7 for transfer in found}
+
+    # Float32; ZeRO-1 reduces once a step, ZeRO-2 and 3 after each of four micro-batches.
+    assert sent(zero_stage=0) == pytest.approx({"gradients: all-reduce": 8})
+    gather = "ZeRO: all-gather of weights"
+    assert sent(zero_stage=1) == pytest.approx({"gradients: all-reduce": 8, gather: 4})
+    assert sent(zero_stage=2) == pytest.approx({"gradients: all-reduce": 32, gather: 4})
+    # 455 M parameters stay whole from the forward to the backward pass: one gather of each.
+    assert sent(zero_stage=3) == pytest.approx({gather: 16, "ZeRO: reduce-scatter": 16})
+
+
+def test_a_perfect_device_would_reach_its_peak(shape):
+    """More of everything that is waited for costs time, and the parts sum up."""
+    cluster = Cluster(open_device("h100"), 8, 8)
+    plan = plan_layout(shape, layout_of(data=8, micro=16), cluster, steps=86_400)
+    time = plan.time
+    images = 8 * 16
+    assert time.mfu == pytest.approx(shape.flops * images / time.total / (8 * 67e12))
+    assert plan.days == pytest.approx(time.total)
+    slow = Cluster(open_device("h100", interconnect="100ge"), 8, 4)
+    other = plan_layout(shape, layout_of(data=8, micro=16), slow, steps=1).time
+    assert other.communication > time.communication
+    assert other.products == time.products
+
+
+def test_devices_from_names_and_files(tmp_path):
+    assert open_device("A100", memory="40GB").memory_gb == 40
+    assert open_device("h200", interconnect="hdr").network_gb_per_s == 25
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nmemory_gb: 24\nbf16_tflop: 100\n")
+    with pytest.raises(UserError, match=r"mine.yaml:3: bf16_tflop: "):
+        open_device(str(path))
+    with pytest.raises(UserError, match="h300 is no known GPU; give a100, h100, h200"):
+        open_device("h300")
+    with pytest.raises(UserError, match="'much' is no amount"):
+        open_device("h100", memory="much")

@@ -1,0 +1,46 @@
+"""Shipped layouts: `megavis plan` still recommends them, by the command in their header."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megavis.cli import main
+from megavis.config.load import load_config
+from megavis.objectives import objective_configs
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[3]
+COMMAND = re.compile(r"^#   (megavis plan .*)$", re.MULTILINE)
+SHIPPED = [
+    path
+    for path in sorted((ROOT / "yaml_configs").glob("*/*.yaml"))
+    if COMMAND.search(path.read_text())
+]
+# Those whose model is measured fast; one for each paper.
+CHOSEN = ["xl_64_4x8_h100", "causal_large_4x8_h100", "vit_h14_mse_1x8_h100"]
+
+
+def test_layouts_are_shipped_for_what_needs_several_nodes():
+    assert len(SHIPPED) == 9
+    assert {path.stem for path in SHIPPED} > set(CHOSEN)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_shipped_layout_is_what_plan_recommends(name, tmp_path, monkeypatch, capsys):
+    (path,) = (path for path in SHIPPED if path.stem == name)
+    monkeypatch.chdir(ROOT)
+    _, *words = shlex.split(COMMAND.search(path.read_text()).group(1))
+    written = tmp_path / path.parent.name / path.name
+    written.parent.mkdir()
+    words[words.index("--write") + 1] = str(written)
+    assert main(words) == 0
+    shipped, again = (
+        load_config(file, objectives=objective_configs()).config for file in (path, written)
+    )
+    assert again == shipped
+    # The figures of the header, too.
+    assert written.read_text().splitlines()[2:6] == path.read_text().splitlines()[2:6]
+    assert "Recommended" in capsys.readouterr().out

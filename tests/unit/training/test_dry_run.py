@@ -1,0 +1,65 @@
+"""A dry run says whether a job of any size could start, without starting it."""
+
+import pytest
+
+from megavis.cli import main
+
+SHORT = ["training.steps=4", "schedule.warmup_steps=2"]
+
+
+@pytest.fixture
+def lines(capsys):
+    def run(path, *words):
+        code = main(["train", str(path), "--dry-run", *words])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_a_job_of_many_processes_on_one(lines, tiny_config):
+    words = ["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=2"]
+    code, found = lines(tiny_config, "--processes", "16", *words, "name=dry")
+    assert code == 0
+    topics = ["config", "layout", "data", "tokenizer", "model", "disk", "resume"]
+    assert [line.split(":")[0].split()[1] for line in found] == topics
+    assert all(line.startswith("ok ") for line in found)
+    assert "tp4-pp2-zero1 on 16 processes: 2 of data, each 2 × 2 images a step" in found[1]
+    assert "for 8 readers" in found[2]
+    # Those of whole tensors, though a quarter of each was built: embedding, blocks, head.
+    numbers = (64 + 64 + 1) * 32 + 3 * (12 * 32**2 + 2 * 32) + (1 + 64) * 32
+    assert f"{numbers:,} parameters" in found[4]
+    assert "starts at step 0" in found[-1]
+
+
+def test_what_stands_against_a_start_is_one_line_each(lines, tiny_config, tmp_path):
+    code, found = lines(tiny_config, "--processes", "5")
+    assert code == 2
+    assert found[-1].startswith("NO  layout: ")
+    assert "does not divide by the data-parallel size 5" in found[-1]
+    code, found = lines(tiny_config, f"data.train={tmp_path}/nothing")
+    assert code == 2
+    assert found[-1].startswith("NO  data: command line: data.train: ")
+    code, found = lines(tiny_config, "training.steps=1000000000", "checkpoint.keep_every=1")
+    assert code == 2
+    assert any(line.startswith("NO  disk: 1000000011 checkpoints of ") for line in found)
+
+
+def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
+    assert main(["train", str(tiny_config), "name=begun", *SHORT]) == 0
+    code, found = lines(tiny_config, "name=begun", "--processes", "4")
+    assert code == 0
+    assert found[-1].endswith("step-00000004: goes on from step 4")
+    code, found = lines(tiny_config, "name=begun", "model.num_layers=2")
+    assert code == 2
+    assert "begun with another 'model'" in found[-1]
+    folder = tiny_config.parent / "runs" / "begun" / "checkpoints" / "step-00000004"
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    code, found = lines(tiny_config, "name=begun")
+    assert code == 2
+    assert f"{file}: missing, or not of " in found[-1]
+
+
+def test_processes_belong_to_the_dry_run(tiny_config, capsys):
+    assert main(["train", str(tiny_config), "--processes", "4"]) == 2
+    assert "belongs to --dry-run" in capsys.readouterr().err
