@@ -1,0 +1,43 @@
+"""What `megavis plan` says of memory, against what engines of real processes hold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_jobs import found_memory, measure_shape, read
+
+from megavis.planning.layouts import Layout
+from megavis.planning.memory import activation_memory, states_of
+
+pytestmark = pytest.mark.once
+
+PRESETS = Path(__file__).parents[2] / "yaml_configs"
+SMALL = ["model.num_layers=2", "training.batch_size=8", "training.micro_batch_size=2"]
+HALF, TENSOR = "training.precision=bf16", "parallel.tensor_model_parallel_size=2"
+MSE = ["objective.loss=mse", "objective.decoder=linear"]
+ZERO = "parallel.zero_stage="
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes", "words"),
+    [
+        ("igpt", 1, [ZERO + "0"]),
+        ("igpt", 2, [HALF, ZERO + "1"]),
+        ("darl", 2, [HALF, ZERO + "2", *MSE]),
+        ("givt", 2, [ZERO + "3"]),
+        ("gvp", 2, [TENSOR]),
+        ("mp3", 1, [HALF, ZERO + "1", "parallel.activation_checkpointing=selective"]),
+    ],
+)
+def test_an_engine_holds_what_was_planned(
+    run_job: Any, name: str, num_processes: int, words: list[str]
+) -> None:
+    path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, *words]
+    (shape,) = run_job(measure_shape, 1, path, words)
+    layout = Layout.of(read(path, words), num_processes)
+    for found_states, found_saved in run_job(found_memory, num_processes, path, words):
+        states = states_of(shape.layers, layout, shape.precision, stage=0)
+        # Between two passes nothing is gathered.
+        assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
+        planned = activation_memory(shape, layout, fused_norms=False)
+        assert planned.saved == pytest.approx(found_saved, rel=0.1)
