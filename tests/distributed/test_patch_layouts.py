@@ -15,11 +15,15 @@ OBJECTIVES = {
     "darl_diffusion": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1,"
     " condition_on_gamma: true}",
     "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
+    "mp3_relative": "{name: mp3, patch_size: 4, class_token: false}",
     "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
     "gvp_d2d": "{name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
     " num_condition_tokens: 2,"
     " tokenizer: TOKENIZER}",
 }
+POSITIONS = {"mp3_relative": "relative_2d"}
+# Biases of heads that other processes hold, learned beside the classes.
+FINETUNE = {"mp3_relative": "finetune: {num_classes: 10, visibility: full}"}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero_stage": 3}),
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -50,9 +54,11 @@ model:
   num_attention_heads: 4
   normalization: layer_norm
   add_bias: true
-data: {{train: {target}, image_size: 16, crop: random_resized, flip: true}}
+  positions: {POSITIONS.get(name, "null")}
+data: {{train: {target}, validation: {target}, image_size: 16, crop: random_resized, flip: true}}
 optimizer: {{learning_rate: 1e-3}}
-training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2}}
+training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2, validate_every: 1}}
+{FINETUNE.get(name, "")}
 """
         )
         return path
