@@ -17,6 +17,7 @@ from data_tools.layouts import add_source_arguments, open_source, open_unlabelle
 from data_tools.measurements import MeasureRecipe, check_installed
 from data_tools.near_duplicates import MAX_DISTANCE
 from data_tools.opt_outs import read_excluded
+from data_tools.run_features import RunFeatures
 from data_tools.sources import Part, Source
 from megavis.config.errors import UserError
 
@@ -59,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-likeness", type=float, default=0.5, help="probability to be one of --like"
     )
     parser.add_argument(
+        "--features",
+        type=Path,
+        metavar="RUN",
+        help="run folder of megavis: --like goes by the middle of its network, not by colour and "
+        "texture",
+    )
+    parser.add_argument(
         "--like-count", type=int, default=20_000, help="pictures to train the classifier on"
     )
     add_job_arguments(parser)
@@ -73,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     check_installed()
     excluded = read_excluded(arguments.exclude)
+    network = RunFeatures.open(arguments.features) if arguments.features is not None else None
     source = open_source(arguments)
     jobs = {MEASURED: source}
     for number, place in enumerate(arguments.evaluation):
@@ -84,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, job in jobs.items():
         failed = run_job(
             job,
-            MeasureRecipe(),
+            MeasureRecipe(network if name in (MEASURED, LIKE) else None),
             argparse.Namespace(**{**vars(arguments), "out": arguments.out / name}),
             label=f"measuring {name}",
             finish=lambda done, *_: finished.append(done),
@@ -114,6 +123,8 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.features is not None and arguments.like is None:
+        raise UserError("--features needs --like: the pictures that others are to resemble")
     if arguments.min_side < 1 or arguments.max_aspect < 1:
         raise UserError("--min-side and --max-aspect must be at least 1")
     if not 0 <= arguments.near <= MAX_DISTANCE:

@@ -1,8 +1,8 @@
 """How like the pictures of one collection those of another are: a linear classifier.
 
-Logistic regression on colour and texture, between the pictures that one wants more of and a random
-sample of what the web gives (as language models' text is filtered, Brown et al., Language Models
-are Few-Shot Learners, appendix A).
+Logistic regression on colour and texture, or on features of a trained network, between the pictures
+that one wants more of and a random sample of what the web gives (as language models' text is
+filtered, Brown et al., Language Models are Few-Shot Learners, appendix A).
 """
 
 from __future__ import annotations

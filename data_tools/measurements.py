@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.run_features import RunFeatures
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
@@ -27,24 +28,32 @@ _COLORS = 4  # levels a channel
 _CELLS = 2
 _DIRECTIONS = 8
 _LEVELS = 8
+_LARGEST = float(np.finfo(np.float16).max)
 NUM_FEATURES = _COLORS**3 + (_CELLS**2 + 1) * _DIRECTIONS + _LEVELS
 
-MEASUREMENT = np.dtype(
-    [
-        ("width", "<u4"),
-        ("height", "<u4"),
-        ("perceptual", "<u8"),
-        ("sha256", "u1", 32),
-        ("features", "<f2", NUM_FEATURES),
-    ]
-)
-"""Size in pixels, perceptual hash, SHA-256 of the file, colour and texture."""
+
+def measurement(num_features: int = NUM_FEATURES) -> np.dtype:
+    """Return the type of one: size in pixels, perceptual hash, SHA-256 of the file, features."""
+    return np.dtype(
+        [
+            ("width", "<u4"),
+            ("height", "<u4"),
+            ("perceptual", "<u8"),
+            ("sha256", "u1", 32),
+            ("features", "<f2", num_features),
+        ]
+    )
 
 
 @dataclass(frozen=True)
 class MeasureRecipe:
-    """Decode each picture and measure it."""
+    """Decode each picture and measure it.
 
+    Attributes:
+        network: gives the features, in place of colour and texture.
+    """
+
+    network: RunFeatures | None = None
     suffix: str = "msr"
     batch_size: int = 16
     folders: tuple[str, ...] = ("",)
@@ -52,20 +61,23 @@ class MeasureRecipe:
     def settings(self, folder: str) -> dict[str, Any]:
         """Return what decides about the numbers."""
         versions = {**decoder_versions(), "imagehash": version("ImageHash")}
-        return {"measurement": 1, "versions": versions}
+        network = {} if self.network is None else {"network": self.network.sha256}
+        return {"measurement": 1, "versions": versions, **network}
 
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
     def encode(self, pictures: list[Picture]) -> list[Encoded]:
         """Return the measurement of each picture."""
-        encoded: list[Encoded] = []
-        for picture in pictures:
-            try:
-                encoded.append([[measure(picture.content).tobytes()]])
-            except RefusedImageError as refusal:
-                encoded.append(refusal)
-        return encoded
+        decoded = [_pixels_or_refusal(picture) for picture in pictures]
+        good = [pixels for pixels in decoded if isinstance(pixels, np.ndarray)]
+        vectors = iter(map(features, good) if self.network is None else self.network(good))
+        return [
+            pixels
+            if isinstance(pixels, RefusedImageError)
+            else [[measure(picture.content, pixels, next(vectors)).tobytes()]]
+            for picture, pixels in zip(pictures, decoded, strict=True)
+        ]
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Measurements have no manifest."""
@@ -80,14 +92,26 @@ def check_installed() -> None:
         raise UserError("filter needs ImageHash: run `pip install 'megavis[web]'`") from None
 
 
-def measure(content: bytes) -> np.ndarray:
-    """Return the MEASUREMENT of a file's bytes, shape `[]`. Raises RefusedImageError."""
-    pixels = decode_image(content)
-    measured = np.zeros((), MEASUREMENT)
+def _pixels_or_refusal(picture: Picture) -> np.ndarray | RefusedImageError:
+    try:
+        return decode_image(picture.content)
+    except RefusedImageError as refusal:
+        return refusal
+
+
+def measure(content: bytes, pixels: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    """Return the measurement of a picture, shape `[]`.
+
+    Args:
+        content: the bytes of its file.
+        pixels: uint8 `[h, w, 3]`.
+        vector: features `[D]`; what float16 cannot hold becomes its largest number.
+    """
+    measured = np.zeros((), measurement(len(vector)))
     measured["height"], measured["width"] = pixels.shape[:2]
     measured["sha256"] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     measured["perceptual"] = perceptual_hash(pixels)
-    measured["features"] = features(pixels)
+    measured["features"] = vector.clip(-_LARGEST, _LARGEST)
     return measured
 
 
@@ -140,6 +164,8 @@ def measured_units(directory: Path) -> Iterator[tuple[int, Path, ShardIndex]]:
 def read_measurements(tar: Path, index: ShardIndex) -> np.ndarray:
     """Return the measurements `[n]` of a unit. Raises UserError where its tar is missing."""
     if not len(index):  # every picture was refused: there is no tar
-        return np.zeros(0, MEASUREMENT)
-    places = np.array(index.offsets)[:, None] + np.arange(MEASUREMENT.itemsize)
-    return np.asarray(map_file(tar))[places].view(MEASUREMENT)[:, 0]
+        return np.zeros(0, measurement())
+    size = index.lengths[0]
+    kind = measurement((size - measurement(0).itemsize) // 2)
+    places = np.array(index.offsets)[:, None] + np.arange(size)
+    return np.asarray(map_file(tar))[places].view(kind)[:, 0]

@@ -13,13 +13,18 @@ from image_files import encoded, real_jpegs
 from image_sources import write_folder, write_tar
 from PIL import Image
 
+import megavis
 from data_tools import measurements
 from data_tools.__main__ import main
 from data_tools.layouts import open_unlabelled
 from data_tools.likeness import fit_likeness
-from data_tools.measurements import features, measure
+from data_tools.measurements import MeasureRecipe, features, read_measurements
 from data_tools.photographs import Photograph, load_photograph
+from data_tools.run_features import RunFeatures
+from data_tools.sources import Picture
+from megavis.cli import main as train
 from megavis.data.manifest import Manifest
+from megavis.data.shards import ShardReader
 
 NUM_PHOTOGRAPHS = 16
 
@@ -116,7 +121,7 @@ def test_a_rerun_measures_nothing_again(web, tmp_path, monkeypatch):
     names = [path.name for path in (*out.glob("dropped-*"), out / "report.json")]
     assert len(names) == 3
     assert all((out / name).read_bytes() == (again / name).read_bytes() for name in names)
-    monkeypatch.setattr(measurements, "measure", lambda content: pytest.fail("measured again"))
+    monkeypatch.setattr(measurements, "measure", lambda *_: pytest.fail("measured again"))
     assert main([*filter_words(web, out), "--min-side", "1", "--keep-duplicates"]) == 0
     dropped = {line["name"].split("/")[1] for line in dropped_lines(out)}
     assert dropped == set(EXPECTED) - {"000000004.jpg", "100000000.jpg", "100000002.jpg"}
@@ -134,6 +139,12 @@ def texture(number):
 
 def crops(numbers):
     return {f"{n}.jpg": jpeg(photograph(n % 12).crop((n, n, 90 + n, 70 + n))) for n in numbers}
+
+
+def measure(content):
+    """The measurement of one file."""
+    (((payload,),),) = MeasureRecipe().encode([Picture("key", "name", -1, content)])
+    return np.frombuffer(payload, measurements.measurement())[0]
 
 
 def test_likeness_knows_pictures_that_it_has_not_seen():
@@ -163,6 +174,40 @@ def test_unlike_pictures_are_dropped(tmp_path, capsys):
         main(["jpeg", str(tmp_path / "found"), "--out", str(shards), "--selection", str(out)]) == 0
     )
     assert Manifest.read(shards).num_samples == 35 - len(dropped)
+
+
+@pytest.fixture(scope="module")
+def small_run(tiny_config, tmp_path_factory):
+    """A trained run of iGPT."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = [f"output={folder}", "name=few", "training.steps=2", "--device", "cpu"]
+    assert train(["train", str(tiny_config), *options]) == 0
+    return folder / "few"
+
+
+def test_features_of_a_run(tmp_path, small_run, capsys):
+    """Those that the notebook gives of the resized pictures; both sides of --like have them."""
+    write_folder(tmp_path / "wanted", crops(range(10)))
+    write_folder(tmp_path / "found", crops(range(10, 22)))
+    out = tmp_path / "out"
+    words = ["filter", str(tmp_path / "found"), "--out", str(out), "--min-likeness", "0"]
+    words += ["--min-side", "1", "--features", str(small_run)]
+    assert main(words) == 2
+    assert "--features needs --like" in capsys.readouterr().err
+    assert main([*words, "--like", str(tmp_path / "wanted")]) == 0
+    index = ShardReader(out / "measurements" / "shard-000000.tar").index
+    measured = read_measurements(out / "measurements" / "shard-000000.tar", index)
+    run = megavis.load(str(small_run), device="cpu")
+    side, half = run.config.data.image_size, run.config.model.num_layers // 2
+    for name, vector in zip(index.sources, measured["features"], strict=True):
+        image = Image.open(tmp_path / "found" / name).convert("RGB")
+        pixels = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
+        expected = run.features(pixels[None], layer=half)[0].numpy()
+        # simplejpeg's decoder may round another way than Pillow's: a few ids differ.
+        assert np.corrcoef(vector.astype(float), expected)[0, 1] > 0.99
+    assert RunFeatures.open(small_run).width == run.config.model.hidden_size
+    assert main([*words, "--like", str(tmp_path / "wanted"), "--features", "nowhere"]) == 2
+    assert "nowhere has no checkpoint" in capsys.readouterr().err
 
 
 def test_measurement():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 
+import numpy as np
 import pytest
 from image_sources import (
     SYNSETS,
@@ -22,6 +23,7 @@ from image_sources import (
 from data_tools.__main__ import build_parser, main
 from data_tools.ground_truth import read_truth
 from data_tools.layouts import find_layout, open_source
+from data_tools.palette_fit import sample_pixels
 from data_tools.sources import FileSource
 from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
@@ -167,6 +169,17 @@ def test_palette_of_web_tars(layouts, tmp_path, capsys):
     words = ["palette", "fit", str(layouts / "web"), "--num-colors", "16", "--pixels", "700"]
     assert main([*words, "--out", str(tmp_path / "p.npy")]) == 0
     assert "16 colours from 700 pixels" in capsys.readouterr().out
+
+
+def test_every_layout_gives_the_same_pixels_to_fit_on(layouts):
+    """They depend on names, contents and seed: not on where the files lie, nor on their order."""
+    places = ("train", "ILSVRC2012_img_train.tar", "kaggle")
+    options = {"num_pixels": 700, "size": 16}
+    first, *others = (sample_pixels(opened(layouts / p), **options, seed=5) for p in places)
+    assert len(first) == 700
+    assert all(np.array_equal(first, other) for other in others)
+    another = sample_pixels(opened(layouts / "train"), **options, seed=6)
+    assert not np.array_equal(first, another)
 
 
 def test_layouts_are_found(layouts):

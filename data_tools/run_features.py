@@ -1,0 +1,100 @@
+"""What a trained network makes of a picture: features for the classifier of `filter --like`.
+
+The one place where data tools open a run of any paper; everything else stands on tokenizers alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.manifest import MANIFEST
+from megavis.config.errors import UserError
+from megavis.data.files import sha256_of_file
+from megavis.data.manifest import PALETTE_NAME, Manifest
+
+if TYPE_CHECKING:  # torch and Megatron take seconds, and only the processes that measure need them
+    from megavis.notebook import Run
+
+_BICUBIC = Image.Resampling.BICUBIC
+
+
+@dataclass(frozen=True)
+class RunFeatures:
+    """The norm in the middle of a run's network, averaged over tokens.
+
+    The middle, since generative training leaves its best features there (Generative Pretraining
+    from Pixels, section 4.1).
+
+    Attributes:
+        run_folder: of the run; a process opens it once.
+        sha256: of the manifest of its newest checkpoint, which has the hashes of all weights.
+        width: D, numbers a picture.
+    """
+
+    run_folder: Path
+    sha256: str
+    width: int
+
+    @classmethod
+    def open(cls, run_folder: Path) -> RunFeatures:
+        """Open the newest checkpoint of a run.
+
+        Raises:
+            UserError: there is none, or the network takes no pictures or has no layers.
+        """
+        sha256 = _identity(run_folder)
+        run = _opened(run_folder.resolve(), sha256)
+        if not run.config.model.num_layers or not _takes_pictures(run):
+            raise UserError(f"{run_folder} is no run of layers that see pictures: choose another")
+        return cls(run_folder.resolve(), sha256, run.config.model.hidden_size)
+
+    def __call__(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
+        """Return float32 `[n, D]` of pictures uint8 `[h, w, 3]` of any size.
+
+        A picture is squeezed into the square that the network takes: nothing is cut off, as in
+        the measurement of colour and texture.
+        """
+        if not pictures:
+            return np.empty((0, self.width), np.float32)
+        run = _opened(self.run_folder, self.sha256)
+        size = (run.config.data.image_size,) * 2
+        squares = [np.asarray(Image.fromarray(each).resize(size, _BICUBIC)) for each in pictures]
+        middle = run.config.model.num_layers // 2
+        features: np.ndarray = run.features(np.stack(squares), layer=middle).cpu().numpy()
+        return features
+
+
+def _identity(run_folder: Path) -> str:
+    checkpoint = latest_checkpoint(run_folder)
+    if checkpoint is None:
+        raise UserError(f"{run_folder} has no checkpoint: name the folder of a trained run")
+    return sha256_of_file(checkpoint / MANIFEST)
+
+
+def _takes_pictures(run: Run) -> bool:
+    if (run.folder / PALETTE_NAME).exists():
+        return True
+    # Only the kind and the size are asked for.
+    size = run.config.data.image_size
+    pictures = Manifest.model_construct(kind="jpeg", image_size=size, tokenizer=None)
+    return not list(run.objective.check_data(pictures))
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(run_folder: Path, sha256: str) -> Run:
+    import torch
+
+    from megavis.notebook import Run
+
+    torch.set_num_threads(1)  # sums of one order, on any machine
+    if _identity(run_folder) != sha256:
+        raise UserError(f"{run_folder} was trained on since this job began: choose another --out")
+    return Run.open(run_folder, device="cpu")
