@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from data_tools import __version__
+from data_tools.resize import RESIZE
 from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.manifest import MANIFEST
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
-from megavis.data.manifest import PALETTE_NAME, Manifest
+from megavis.data.manifest import FORMAT_VERSION, PALETTE_NAME, Manifest, Preparation, Source
 
 if TYPE_CHECKING:  # torch and Megatron take seconds, and only the processes that measure need them
     from megavis.notebook import Run
@@ -82,9 +84,18 @@ def _identity(run_folder: Path) -> str:
 def _takes_pictures(run: Run) -> bool:
     if (run.folder / PALETTE_NAME).exists():
         return True
-    # Only the kind and the size are asked for.
-    size = run.config.data.image_size
-    pictures = Manifest.model_construct(kind="jpeg", image_size=size, tokenizer=None)
+    pictures = Manifest(
+        format_version=FORMAT_VERSION,
+        kind="jpeg",
+        image_size=run.config.data.image_size or None,
+        preparation=Preparation(resize=RESIZE, crop="none", decoders={}),
+        class_names=(),
+        shards=(),
+        skipped={},
+        seed=0,
+        source=Source(description="a picture", num_files=0, sha256="0" * 64),
+        tool_version=__version__,
+    )
     return not list(run.objective.check_data(pictures))
 
 
