@@ -180,7 +180,14 @@ def test_unlike_pictures_are_dropped(tmp_path, capsys):
 def small_run(tiny_config, tmp_path_factory):
     """A trained run of iGPT."""
     folder = tmp_path_factory.mktemp("runs")
-    options = [f"output={folder}", "name=few", "training.steps=2", "--device", "cpu"]
+    options = [
+        f"output={folder}",
+        "name=few",
+        "training.steps=2",
+        "schedule.warmup_steps=0",
+        "--device",
+        "cpu",
+    ]
     assert train(["train", str(tiny_config), *options]) == 0
     return folder / "few"
 
