@@ -1,0 +1,44 @@
+"""A run that has ids made of its images goes on with the tokenizer that it was begun with."""
+
+import shutil
+
+import pytest
+from small_vqgan import write_untrained_run
+
+import megavis
+from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.parallel.context import close_context
+
+
+def test_a_tokenizer_other_than_the_checkpoints_is_refused(image_shards, tmp_path, capsys):
+    folder = tmp_path / "vqgan"
+    folder.mkdir()
+    write_untrained_run(folder)
+    path = tmp_path / "p2d.yaml"
+    path.write_text(
+        f"""\
+name: p2d
+output: {tmp_path}/runs
+objective: {{name: gvp, variant: p2d, patch_size: 4, num_groups: 3, vocabulary_size: 12,
+  tokenizer: {folder}}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {image_shards}/train, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 4}}
+checkpoint: {{every: 1}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    shutil.rmtree(folder)
+    folder.mkdir()
+    write_untrained_run(folder, seed=1)
+    capsys.readouterr()
+    assert main(["train", str(path), "--device", "cpu"]) == 2
+    assert "its tokenizer" in capsys.readouterr().err
+    try:
+        with pytest.raises(UserError, match="was trained with the tokenizer"):
+            megavis.load(tmp_path / "runs" / "p2d", device="cpu")
+    finally:
+        close_context()
