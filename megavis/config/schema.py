@@ -186,7 +186,15 @@ class DataConfig(Section):
     flip: bool = False
     """Mirror every second training image, at random; ids cannot, and latents must hold the
     mirrored ones too."""
-
+    rand_augment: (
+        Annotated[
+            tuple[Annotated[float, Field(ge=0, le=10)], Annotated[float, Field(ge=0)]],
+            Field(strict=False),
+        ]
+        | None
+    ) = None
+    """RandAugment of training images, of JPEG shards alone: magnitude of 10, and its deviation from
+    one operation to the next; none when absent."""
     threads: Positive = 4
     """Threads of each process that read and decode ahead; they change the speed alone."""
 

@@ -33,6 +33,7 @@ def suffix_of(manifest: Manifest) -> str:
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
     if transform is not None:
+        _want_unaugmented(manifest, transform)
         _want_pixels(manifest, transform)
     return PaletteCodec(
         manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
@@ -68,6 +69,14 @@ def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
     return JpegCodec(transform)
 
 
+def _want_unaugmented(manifest: Manifest, transform: Transform) -> None:
+    if transform.augment is not None:
+        raise UserError(
+            f"holds {manifest.kind} shards, whose pixels cannot be changed: leave"
+            " data.rand_augment out"
+        )
+
+
 def _want_pixels(manifest: Manifest, transform: Transform) -> None:
     side, size = manifest.image_size or 0, transform.image_size
     if transform.crop in ("random_resized", "center"):
@@ -84,6 +93,7 @@ def _want_pixels(manifest: Manifest, transform: Transform) -> None:
 def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:
     if transform is None:
         return
+    _want_unaugmented(manifest, transform)
     if transform.crop != "none":
         raise UserError(
             f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from megavis.config.schema import DataConfig
+from megavis.data.augment import NUM_DRAWS, RandAugment
 
 CropKind = Literal["random_resized", "window", "shifted", "center", "middle", "none"]
 
@@ -21,6 +22,8 @@ _ATTEMPTS = 10
 _DRAWS_AN_ATTEMPT = 4
 _SHIFT = 4
 """Pixels by which `shifted` moves an image at most."""
+_CROP_DRAWS = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "window": 2, "shifted": 2}
+"""Numbers that decide about a crop."""
 
 
 class WrongSizeError(ValueError):
@@ -53,6 +56,7 @@ class Transform:
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
             None.
         flip: mirror every second image, at random.
+        augment: what is done to the square after all that; nothing where None.
         seed: of the draws.
     """
 
@@ -62,6 +66,7 @@ class Transform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     short_side: int | None = None
     flip: bool = False
+    augment: RandAugment | None = None
     seed: int = 0
 
     def flips(self, positions: np.ndarray) -> np.ndarray:
@@ -73,15 +78,19 @@ class Transform:
     def draws(self, positions: np.ndarray) -> np.ndarray:
         """Return float64 `[b, d]` in [0, 1): all that chance decides for each sample.
 
-        The first column is 1 for an image to mirror, else 0.
+        The first column is 1 for an image to mirror, else 0; then come those of the crop, then
+        those of `augment`.
         """
-        flips = self.flips(positions)[:, None]
-        counts = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "window": 2, "shifted": 2}
-        count = counts.get(self.crop)
-        if count is None:
-            return flips.astype(np.float64)
-        crops = _uniform(positions, count, seed=self.seed, purpose="crop")
-        return np.concatenate([flips, crops], axis=1, dtype=np.float64)
+        counts = {
+            "crop": _CROP_DRAWS.get(self.crop, 0),
+            "augment": 0 if self.augment is None else NUM_DRAWS,
+        }
+        drawn = [
+            _uniform(positions, count, seed=self.seed, purpose=purpose)
+            for purpose, count in counts.items()
+            if count
+        ]
+        return np.concatenate([self.flips(positions)[:, None], *drawn], axis=1, dtype=np.float64)
 
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Cut, resize and mirror one image.
@@ -98,20 +107,21 @@ class Transform:
                 cut a square out of it.
         """
         height, width = image.shape[:2]
-        size = self.image_size
+        size, of_crop = self.image_size, draws[1 : 1 + _CROP_DRAWS.get(self.crop, 0)]
         if self.crop == "random_resized":
-            window = random_window(height, width, draws[1:], scale=self.scale, ratio=self.ratio)
+            window = random_window(height, width, of_crop, scale=self.scale, ratio=self.ratio)
             # Cut first: the filter must not look across the border of the crop.
             image = resize(cut(image, window), height=size, width=size)
         elif self.crop == "center":
             image = cut_center(image, short_side=self.short_side or size, size=size)
         elif self.crop in ("window", "middle"):
-            image = cut(image, square_window(height, width, draws[1:], size=size))
+            image = cut(image, square_window(height, width, of_crop, size=size))
         elif (height, width) != (size, size):
             raise WrongSizeError(f"not {size}x{size} pixels")
         elif self.crop == "shifted":
-            image = shift(image, draws[1:])
-        return image[:, ::-1] if draws[0] else image
+            image = shift(image, of_crop)
+        image = image[:, ::-1] if draws[0] else image
+        return image if self.augment is None else self.augment(image, draws[-NUM_DRAWS:])
 
 
 def shift(image: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -236,6 +246,7 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
         scale=config.scale,
         short_side=config.short_side,
         flip=config.flip,
+        augment=None if config.rand_augment is None else RandAugment(*config.rand_augment),
         seed=seed,
     )
 

@@ -1,9 +1,12 @@
 """How good completions of first halves are, beside the plainest completion there is.
 
 The lower part of an image is completed from the rows above; the baseline repeats the last row that
-is given. The score is the peak signal-to-noise ratio of what was not given.
+is given. The score is the peak signal-to-noise ratio of what was not given. By squared error the
+best completion is the mean over all that are possible, which no drawn one is: even one drawn from
+the true distribution has twice the squared error of the mean. So both are scored, a completion as
+it is drawn, and the mean of several.
 
-Legend: b images, h and w their height and width in pixels.
+Legend: b images, n completions of each, h and w their height and width in pixels.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ def signal_to_noise(made: Tensor, true: Tensor) -> Tensor:
     """Return the PSNR of each image in dB: 10 log₁₀(255² / mean squared error), float64 `[b]`.
 
     Args:
-        made: uint8 `[b, ...]`.
-        true: likewise; an image that is equal gives infinity.
+        made: 0 to 255, `[b, ...]`.
+        true: likewise, or a shape that is spread over it; an image that is equal gives infinity.
     """
     errors = (made.double() - true.double()).square().flatten(1).mean(1)
     return 10.0 * torch.log10(255.0**2 / errors)
@@ -40,6 +43,8 @@ class Completions:
     """PSNR in dB, over all pixels of all images together, and of each image."""
 
     completed: float
+    mean: float
+    """Of the mean of an image's completions."""
     repeated: float
     rows: Sequence[Row]
 
@@ -49,7 +54,7 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
 
     Args:
         originals: uint8 `[b, h, w, 3]`.
-        completed: likewise.
+        completed: `[n, b, h, w, 3]`.
         given: bool `[b, h, w]`.
 
     Raises:
@@ -62,14 +67,16 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
             "the run's order does not begin with whole rows, so there is no last row to repeat"
         )
     true = originals[:, num_rows:]
+    drawn = completed[:, :, num_rows:].transpose(0, 1)
     made = {
-        "completed": completed[:, num_rows:],
-        "last_row_repeated": repeat_last_row(originals, num_rows)[:, num_rows:],
+        "completed": drawn,
+        "mean_of_completions": drawn.double().mean(1, keepdim=True),
+        "last_row_repeated": repeat_last_row(originals, num_rows)[:, None, num_rows:],
     }
-    scores = {name: signal_to_noise(part, true).tolist() for name, part in made.items()}
-    together = {name: float(signal_to_noise(part[None], true[None])) for name, part in made.items()}
+    scores = {name: signal_to_noise(part, true[:, None]).tolist() for name, part in made.items()}
+    together = [float(signal_to_noise(part[None], true[None, :, None])) for part in made.values()]
     table = [
         {"image": i, **{f"psnr_{name}": score[i] for name, score in scores.items()}}
         for i in range(len(originals))
     ]
-    return Completions(together["completed"], together["last_row_repeated"], table)
+    return Completions(*together, rows=table)

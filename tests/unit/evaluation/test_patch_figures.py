@@ -53,7 +53,25 @@ def test_an_order_without_rows_has_no_last_row():
     images = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
     given = torch.eye(4, dtype=torch.bool)[None]
     with pytest.raises(UserError, match="does not begin with whole rows"):
-        score_completions(images, images, given)
+        score_completions(images, images[None], given)
+
+
+def test_completions_and_their_mean_are_scored_apart():
+    originals = torch.full((2, 4, 4, 3), 100, dtype=torch.uint8)
+    originals[:, 1] = 90
+    above, below = originals.clone(), originals.clone()
+    above[:, 2:] += 20
+    below[:, 2:] -= 10
+    given = (torch.arange(4) < 2)[None, :, None].expand(2, 4, 4)
+    scores = score_completions(originals, torch.stack([above, below]), given)
+
+    def decibels(error):
+        return pytest.approx(10 * math.log10(255**2 / error))
+
+    assert scores.completed == decibels((20**2 + 10**2) / 2)
+    assert scores.mean == decibels(5**2)
+    assert scores.repeated == decibels(10**2)
+    assert scores.rows[1]["psnr_mean_of_completions"] == decibels(5**2)
 
 
 def test_errors_by_patch(run_folder, capsys):
@@ -93,8 +111,8 @@ def test_completions(run_folder, capsys):
     from megavis.cli import main
 
     command = ["figure", "completions", str(run_folder), "--num-images", "9", "--completions", "1"]
-    assert main(command) == 0
-    assert "last row repeated" in capsys.readouterr().out
+    assert main([*command, "--draws", "2"]) == 0
+    assert "mean of 2 completions" in capsys.readouterr().out
     with (run_folder / "evaluation" / "completions.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 9
     assert (run_folder / "evaluation" / "completions.png").exists()

@@ -1,0 +1,161 @@
+"""RandAugment: a few random operations on an image, all of the same strength.
+
+"RandAugment: Practical automated data augmentation with a reduced search space" (Cubuk et al.), in
+the form that MAE's fine-tuning recipe and those after it name by two numbers, "RandAug (9, 0.5)":
+magnitude 9 of 10, and a deviation of 0.5 with which it is drawn anew for each operation. Two
+operations are drawn, with replacement, from fifteen whose effect grows with the magnitude, and each
+is applied with probability one half. That is timm's `rand-m9-mstd0.5-inc1`, but for the source of
+chance: the numbers are given, so that any rank, worker and resume sees the same pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+from PIL.Image import Image as Picture
+
+NUM_OPERATIONS = 2
+"""Operations on an image."""
+_DRAWS_AN_OPERATION = 4
+NUM_DRAWS = NUM_OPERATIONS * _DRAWS_AN_OPERATION
+"""Numbers in [0, 1) that decide about an image."""
+LARGEST_MAGNITUDE = 10.0
+
+_PROBABILITY = 0.5
+_FILL = (124, 116, 104)
+"""What comes into sight behind a moved image: ImageNet's mean colour."""
+_FILTER = Image.Resampling.BICUBIC
+_SMALLEST_DRAW = 2.0**-25
+"""Half the step between two draws: the quantile of 0 is not finite."""
+
+Operation = Callable[[Picture, float, float], Picture]
+"""From an image, the strength in [0, 1] and a sign to an image of the same size."""
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """Draws operations and applies them.
+
+    Attributes:
+        magnitude: mean strength, in [0, 10].
+        deviation: of the strength from operation to operation.
+    """
+
+    magnitude: float
+    deviation: float
+
+    def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """Augment one image.
+
+        Args:
+            image: uint8 `[h, w, 3]`.
+            draws: `[NUM_DRAWS]` in [0, 1): for each operation which one, whether, how strong,
+                which sign.
+
+        Returns:
+            uint8 `[h, w, 3]`.
+        """
+        picture = Image.fromarray(image)
+        for which, whether, strength, sign in draws.reshape(-1, _DRAWS_AN_OPERATION).tolist():
+            if whether < _PROBABILITY:
+                operation = OPERATIONS[int(which * len(OPERATIONS))]
+                picture = operation(picture, self._strength(strength), 1.0 if sign < 0.5 else -1.0)
+        return np.asarray(picture)
+
+    def _strength(self, draw: float) -> float:
+        """Return a strength in [0, 1] of a draw."""
+        normal = NormalDist().inv_cdf(max(draw, _SMALLEST_DRAW))
+        magnitude = self.magnitude + self.deviation * normal
+        return min(max(magnitude, 0.0), LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE
+
+
+def _auto_contrast(image: Picture, strength: float, sign: float) -> Picture:
+    """Spread each channel over 0 to 255."""
+    return ImageOps.autocontrast(image)
+
+
+def _equalize(image: Picture, strength: float, sign: float) -> Picture:
+    """Make all values of a channel equally frequent."""
+    return ImageOps.equalize(image)
+
+
+def _invert(image: Picture, strength: float, sign: float) -> Picture:
+    """Take the negative."""
+    return ImageOps.invert(image)
+
+
+def _rotate(image: Picture, strength: float, sign: float) -> Picture:
+    """Turn by up to 30 degrees around the middle."""
+    return image.rotate(sign * strength * 30.0, resample=_FILTER, fillcolor=_FILL)
+
+
+def _posterize(image: Picture, strength: float, sign: float) -> Picture:
+    """Keep the upper 4 to 1 bits of each value."""
+    # At full strength timm keeps none, a black image, which newer versions of Pillow refuse.
+    return ImageOps.posterize(image, max(1, 4 - int(strength * 4)))
+
+
+def _solarize(image: Picture, strength: float, sign: float) -> Picture:
+    """Take the negative of what is bright; the bound falls from 256 to 0."""
+    return ImageOps.solarize(image, 256 - int(strength * 256))
+
+
+def _solarize_add(image: Picture, strength: float, sign: float) -> Picture:
+    """Add up to 110 to what is below 128."""
+    added = int(strength * 110)
+    table = [min(255, value + added) if value < 128 else value for value in range(256)]
+    return image.point(table * len(image.getbands()))
+
+
+def _enhance(name: str) -> Operation:
+    """Return a change of colour, contrast, brightness or sharpness by a factor in [0.1, 1.9]."""
+
+    def enhance(image: Picture, strength: float, sign: float) -> Picture:
+        factor = max(0.1, 1.0 + sign * strength * 0.9)
+        return getattr(ImageEnhance, name)(image).enhance(factor)
+
+    return enhance
+
+
+def _move(*, shear: float = 0.0, shift: float = 0.0, along: int) -> Operation:
+    """Return a shear by up to `shear`, or a shift by up to `shift` of the side, along an axis.
+
+    Args:
+        shear: columns (or rows) a row (or column).
+        shift: share of the width (or height).
+        along: 0 from left to right, 1 from top to bottom.
+    """
+
+    def move(image: Picture, strength: float, sign: float) -> Picture:
+        matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+        matrix[1 + 2 * along] = sign * strength * shear
+        matrix[2 + 3 * along] = sign * strength * shift * image.size[along]
+        return image.transform(
+            image.size, Image.Transform.AFFINE, matrix, resample=_FILTER, fillcolor=_FILL
+        )
+
+    return move
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    _auto_contrast,
+    _equalize,
+    _invert,
+    _rotate,
+    _posterize,
+    _solarize,
+    _solarize_add,
+    _enhance("Color"),
+    _enhance("Contrast"),
+    _enhance("Brightness"),
+    _enhance("Sharpness"),
+    _move(shear=0.3, along=0),
+    _move(shear=0.3, along=1),
+    _move(shift=0.45, along=0),
+    _move(shift=0.45, along=1),
+)
+"""In timm's order."""

@@ -1,0 +1,108 @@
+"""RandAugment against timm's, operation by operation, and as a part of a transform."""
+
+import importlib.util
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megavis.config.errors import UserError
+from megavis.data.augment import NUM_DRAWS, OPERATIONS, RandAugment
+from megavis.data.dataset import ShardDataset
+from megavis.data.transforms import Transform
+
+NAMES = [
+    *("AutoContrast", "Equalize", "Invert", "Rotate", "PosterizeIncreasing", "SolarizeIncreasing"),
+    *("SolarizeAdd", "ColorIncreasing", "ContrastIncreasing", "BrightnessIncreasing"),
+    *("SharpnessIncreasing", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"),
+]
+
+
+def photograph(size=48):
+    from skimage.data import astronaut
+
+    return astronaut()[40 : 40 + size, 180 : 180 + size]
+
+
+@pytest.fixture(scope="module")
+def timm():
+    """timm's module alone: its package wants torchvision, of which this module uses nothing."""
+    found = importlib.util.find_spec("timm")
+    if found is None:
+        pytest.skip("pip install --no-deps timm, to compare with it")
+    path = Path(found.submodule_search_locations[0]) / "data" / "auto_augment.py"
+    spec = importlib.util.spec_from_file_location("auto_augment", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_operations_are_timms(timm, monkeypatch):
+    assert timm._RAND_INCREASING_TRANSFORMS == NAMES
+    picture = Image.fromarray(photograph())
+    hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    changed = 0
+    for (name, ours), magnitude, sign in itertools.product(
+        zip(NAMES, OPERATIONS, strict=True), (0.0, 3.3, 9.0, 9.9), (1.0, -1.0)
+    ):
+        monkeypatch.setattr(timm, "_randomly_negate", lambda value, sign=sign: sign * value)
+        theirs = timm.AugmentOp(name, prob=1.0, magnitude=magnitude, hparams=hparams)
+        expected = np.asarray(theirs(picture))
+        made = np.asarray(ours(picture, magnitude / 10, sign))
+        np.testing.assert_array_equal(made, expected, err_msg=f"{name} {magnitude} {sign}")
+        changed += not np.array_equal(made, np.asarray(picture))
+    assert changed > 80
+
+
+def test_draws_decide_which_whether_how_strong_and_which_sign():
+    image = photograph()
+    augment = RandAugment(9, 0.5)
+    # Invert (the third of fifteen), then rotation by 30 · 0.9 degrees; a skipped one does nothing.
+    inverted = 255 - image
+    np.testing.assert_array_equal(
+        augment(image, np.array([2.5 / 15, 0.4, 0.5, 0.5, 0.9, 0.5, 0.5, 0.5])), inverted
+    )
+    turned = Image.fromarray(inverted).rotate(
+        -27, resample=Image.Resampling.BICUBIC, fillcolor=(124, 116, 104)
+    )
+    draws = np.array([2.5 / 15, 0.4, 0.5, 0.5, 3.5 / 15, 0.0, 0.5, 0.9])
+    np.testing.assert_array_equal(augment(image, draws), np.asarray(turned))
+
+
+def test_strengths_are_normal_and_bounded():
+    draws = (np.arange(20_000) + 0.5) / 20_000
+    strengths = np.array([RandAugment(9, 0.5)._strength(draw) for draw in draws])
+    # Of N(9, 0.5²) what is above 10 becomes 10: the mean of min(x, 10), by its closed form.
+    density, above = np.exp(-2) / np.sqrt(2 * np.pi), 0.022750131948
+    mean = 9 + 0.5 * (2 * above - density)
+    assert strengths.mean() == pytest.approx(mean / 10, abs=1e-4)
+    assert strengths.max() == 1.0
+    assert RandAugment(9, 0.5)._strength(0.0) >= 0.0
+
+
+def test_augmentation_comes_last_and_depends_on_the_position_alone(image_shards):
+    plain = {"image_size": 16, "crop": "shifted", "flip": True, "seed": 3}
+    augment = RandAugment(9, 0.5)
+    with_augment = ShardDataset(image_shards / "train", Transform(**plain, augment=augment))
+    without = ShardDataset(image_shards / "train", Transform(**plain))
+    positions = np.arange(1000, 1040)
+    images, _ = with_augment.read(np.arange(40), positions=positions)
+    before, _ = without.read(np.arange(40), positions=positions)
+    draws = Transform(**plain, augment=augment).draws(positions)
+    expected = [
+        augment(image, draw[-NUM_DRAWS:]) for image, draw in zip(before, draws, strict=True)
+    ]
+    np.testing.assert_array_equal(images, expected)
+    np.testing.assert_array_equal(
+        with_augment.read(np.arange(30, 40), positions=positions[30:])[0], images[30:]
+    )
+    # Two operations of fifteen, each with probability one half: a quarter of the images stays.
+    stay = (images == before).all(axis=(1, 2, 3)).mean()
+    assert 0.1 < stay < 0.5
+
+
+def test_tokens_are_not_augmented(shards):
+    with pytest.raises(UserError, match="leave data.rand_augment out"):
+        ShardDataset(shards / "train", Transform(image_size=8, augment=RandAugment(9, 0.5)))
