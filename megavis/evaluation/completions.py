@@ -74,9 +74,11 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
         "last_row_repeated": repeat_last_row(originals, num_rows)[:, None, num_rows:],
     }
     scores = {name: signal_to_noise(part, true[:, None]).tolist() for name, part in made.items()}
-    together = [float(signal_to_noise(part[None], true[None, :, None])) for part in made.values()]
+    completed_db, mean_db, repeated_db = (
+        float(signal_to_noise(part[None], true[None, :, None])) for part in made.values()
+    )
     table = [
         {"image": i, **{f"psnr_{name}": score[i] for name, score in scores.items()}}
         for i in range(len(originals))
     ]
-    return Completions(*together, rows=table)
+    return Completions(completed_db, mean_db, repeated_db, table)
