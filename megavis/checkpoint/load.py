@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavis.checkpoint.manifest import KINDS, Kind, Manifest, read_manifest
+from megavis.checkpoint.manifest import Manifest, read_manifest
 from megavis.checkpoint.reader import CheckpointReader, complaint_about
-from megavis.checkpoint.state import ParameterStates, logical_shape, set_gathered
+from megavis.checkpoint.state import AVERAGE, ParameterStates, logical_shape, set_gathered
 from megavis.config.errors import UserError
 from megavis.model.positions import LEARNED, is_grid, resize_table
 from megavis.model.stack import LocalLayers
@@ -29,10 +29,14 @@ def load_training_state(
     """
     check_files(folder, context)
     with CheckpointReader(folder) as reader:
-        states.create_moments(reader.manifest.optimizer_step)
+        averages = states.averages and reader.evaluated == AVERAGE
+        states.create_states(reader.manifest.optimizer_step, with_average=averages)
         for name, parameter in layers.named_parameters():
-            for kind in KINDS:
-                states.set(parameter, kind, _local_slice(reader, kind, name, parameter, context))
+            for kind in states.kinds(parameter):
+                states.set(
+                    parameter, kind, _local_slice(reader, f"{kind}/{name}", parameter, context)
+                )
+        _fill_buffers(reader, layers)
         return reader.manifest
 
 
@@ -65,7 +69,7 @@ def start_from_weights(
 
 
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> Manifest:
-    """Read the weights alone into modules without an engine, for evaluation and sampling.
+    """Read what is evaluated into modules without an engine: the average, or else the weights.
 
     Learned positions of another grid are interpolated, here and in `start_from_weights`: the images
     may be of another size than those of training.
@@ -74,6 +78,7 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
     with CheckpointReader(folder) as reader, torch.no_grad():
         for name, parameter in layers.named_parameters():
             set_gathered(parameter, _weight(reader, name, parameter, context))
+        _fill_buffers(reader, layers)
         return reader.manifest
 
 
@@ -94,25 +99,27 @@ def check_files(folder: Path, context: ParallelContext) -> None:
             raise UserError(text)
 
 
+def _fill_buffers(reader: CheckpointReader, layers: LocalLayers) -> None:
+    for name, buffer in layers.named_buffers():
+        buffer.copy_(reader.read(f"weight/{name}"))
+
+
 def _weight(
     reader: CheckpointReader, name: str, parameter: nn.Parameter, context: ParallelContext
 ) -> Tensor:
-    saved, wanted = reader.shape(f"weight/{name}"), logical_shape(parameter)
+    key = reader.weight_key(name)
+    saved, wanted = reader.shape(key), logical_shape(parameter)
     grids = name == LEARNED and saved is not None and all(map(is_grid, (saved[0], wanted[0])))
     if grids and saved != wanted:
-        return resize_table(reader.read(f"weight/{name}"), wanted[0])
-    return _local_slice(reader, "weight", name, parameter, context)
+        return resize_table(reader.read(key), wanted[0])
+    return _local_slice(reader, key, parameter, context)
 
 
 def _local_slice(
-    reader: CheckpointReader,
-    kind: Kind,
-    name: str,
-    parameter: nn.Parameter,
-    context: ParallelContext,
+    reader: CheckpointReader, key: str, parameter: nn.Parameter, context: ParallelContext
 ) -> Tensor:
-    key, shape = f"{kind}/{name}", logical_shape(parameter)
-    if kind != "weight" and reader.manifest.optimizer_step == 0:
+    shape = logical_shape(parameter)
+    if not key.startswith("weight/") and reader.manifest.optimizer_step == 0:
         # Adam has not taken a step; imported weights come without moments.
         return torch.zeros(shape)
     dimension = partition_dimension(parameter)

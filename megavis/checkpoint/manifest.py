@@ -25,8 +25,8 @@ from megavis.config.errors import UserError
 MANIFEST = "manifest.json"
 _CHECKSUM = "checksum"
 
-Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
-KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
+Kind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum", "average"]
+"""Weights, Adam's two moments, LARS's one, and the moving average of the weights."""
 
 
 class _Part(BaseModel):

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megavis.checkpoint.manifest import LogicalTensor, StoredFile, read_manifest
+from megavis.checkpoint.manifest import Kind, LogicalTensor, StoredFile, read_manifest
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
 
@@ -34,6 +34,17 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self._files.clear()
         self._open.close()
+
+    @property
+    def evaluated(self) -> Kind:
+        """What stands for the weights in evaluation: their moving average, where there is one."""
+        averaged = any(key.startswith("average/") for key in self.manifest.tensors)
+        return "average" if averaged else "weight"
+
+    def weight_key(self, name: str) -> str:
+        """Return the key of what stands for a parameter in evaluation; a frozen one has but one."""
+        key = f"{self.evaluated}/{name}"
+        return key if key in self.manifest.tensors else f"weight/{name}"
 
     def shape(self, key: str) -> torch.Size | None:
         """Return the shape of a logical tensor; None where there is no such."""
@@ -86,7 +97,7 @@ class CheckpointReader:
 
 
 def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Return parameters whole, from a checkpoint of any layout.
+    """Return parameters whole, from a checkpoint of any layout; averages where there are any.
 
     Args:
         checkpoint: the folder of one step.
@@ -95,7 +106,7 @@ def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     start = f"weight/{prefix}"
     with CheckpointReader(checkpoint) as reader:
         return {
-            key.removeprefix(start): reader.read(key)
+            key.removeprefix(start): reader.read(reader.weight_key(key.removeprefix("weight/")))
             for key in reader.manifest.tensors
             if key.startswith(start)
         }

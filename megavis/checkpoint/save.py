@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megavis.checkpoint.folder import partial_folder, publish
 from megavis.checkpoint.manifest import (
-    KINDS,
     MANIFEST,
     LogicalTensor,
     LossScale,
@@ -49,6 +48,13 @@ class _Share:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, LogicalTensor] = field(default_factory=dict)
+
+    def add(
+        self, key: str, value: Tensor, dimension: int | None, file: str, context: ParallelContext
+    ) -> None:
+        """Take in this process's slice of a logical tensor, cut along `dimension`."""
+        self.entries[key] = _entry(value, dimension, file, key, context)
+        self.tensors[key] = value.detach().to("cpu", copy=True).contiguous()
 
 
 class Snapshot:
@@ -141,15 +147,13 @@ def _collect(
         # The data-parallel rank with the least to write so far; all ranks agree without talking.
         owner = load.index(min(load))
         load[owner] += logical_shape(parameter).numel()
-        for kind in KINDS:
+        for kind in states.kinds(parameter):
             value = states.get(parameter, kind)
-            if owner != context.data.rank or not is_first_copy(parameter):
-                continue
-            dimension = partition_dimension(parameter)
-            key = f"{kind}/{name}"
-            entry = _entry(value, dimension, file, key, context)
-            share.entries[key] = entry
-            share.tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+            if owner == context.data.rank and is_first_copy(parameter):
+                share.add(f"{kind}/{name}", value, partition_dimension(parameter), file, context)
+    for name, buffer in layers.named_buffers():
+        if context.data.rank == 0 and context.tensor.rank == 0:
+            share.add(f"weight/{name}", buffer.float(), None, file, context)
     return share
 
 

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.manifest import Kind
 
+AVERAGE: Kind = "average"
+"""The moving average of the weights; its name among the optimizer's states too."""
+
 
 class ParameterStates:
     """Reads and writes the training state of parameters inside a DeepSpeed engine.
@@ -30,18 +33,32 @@ class ParameterStates:
     All processes of a data-parallel group call the same methods for the same parameters.
     """
 
-    def __init__(self, engine: Any, zero_stage: int) -> None:
-        self._engine, self._zero_stage = engine, zero_stage
+    def __init__(self, engine: Any, zero_stage: int, *, averages: bool = False) -> None:
+        """Look into an engine; `averages`: a moving average of the weights is kept."""
+        self._engine, self._zero_stage, self.averages = engine, zero_stage, averages
+
+    def kinds(self, parameter: nn.Parameter) -> tuple[Kind, ...]:
+        """Return what there is of a parameter: weight, moments, average; of a frozen one less."""
+        if not parameter.requires_grad:
+            return ("weight",)
+        return ("weight", *self._moments, *((AVERAGE,) if self.has(AVERAGE) else ()))
+
+    def has(self, kind: Kind) -> bool:
+        """Say whether the optimizer has such a state yet."""
+        return any(kind in state for state in self.optimizer.state.values())
 
     def get(self, parameter: nn.Parameter, kind: Kind) -> Tensor:
         """Return the float32 slice; for moments that do not exist yet, zeros."""
         value: Tensor | None
-        if self._zero_stage == 0:
+        if not parameter.requires_grad:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=_is_split(parameter)):
+                value = parameter.detach().clone()
+        elif self._zero_stage == 0:
             state = self._engine.optimizer.state.get(parameter, {})
             value = parameter.detach() if kind == "weight" else state.get(kind)
         elif kind == "weight":
             value = safe_get_full_fp32_param(parameter)
-        elif not self._has_moments():
+        elif not self.has(kind):
             value = None
         else:
             value = safe_get_full_optimizer_state(parameter, kind)
@@ -51,7 +68,9 @@ class ParameterStates:
 
     def set(self, parameter: nn.Parameter, kind: Kind, value: Tensor) -> None:
         """Write the float32 slice; a weight also refreshes what the forward pass uses."""
-        if self._zero_stage == 0:
+        if not parameter.requires_grad:
+            set_gathered(parameter, value)
+        elif self._zero_stage == 0:
             state = self._engine.optimizer.state
             target = parameter.data if kind == "weight" else state[parameter][kind]
             target.copy_(value)
@@ -63,6 +82,18 @@ class ParameterStates:
             parameter.data.copy_(value)
         else:
             safe_set_full_optimizer_state(parameter, value.to(parameter.device), kind)
+
+    @torch.no_grad()
+    def show(self, parameter: nn.Parameter, kind: Kind) -> None:
+        """Let forward passes compute with the average of a parameter, or again with its weight."""
+        if self._zero_stage:
+            set_gathered(parameter, self.get(parameter, kind))
+            return
+        # There is no other master weight: both change places, and back.
+        average = self.optimizer.state[parameter][AVERAGE]
+        shown = average.clone()
+        average.copy_(parameter)
+        parameter.copy_(shown)
 
     def _set_local(self, parameter: nn.Parameter, kind: Kind, value: Tensor) -> None:
         # Through the local slice: DeepSpeed's whole-tensor setter cuts the value without the
@@ -79,39 +110,43 @@ class ParameterStates:
             safe_set_local_optimizer_state(parameter, local, kind)
 
     def optimizer_step(self) -> int:
-        """Return how many steps Adam has taken."""
-        adam = self._adam()
+        """Return how many steps the optimizer has taken."""
+        adam = self.optimizer
         for state in adam.state.values():
             if "step" in state:
                 return int(state["step"])
         return int(adam.param_groups[0].get("step", 0))
 
-    def create_moments(self, optimizer_step: int) -> None:
-        """Make Adam's states exist, with a step count, before they can be set."""
-        adam = self._adam()
+    def create_states(self, optimizer_step: int, *, with_average: bool) -> None:
+        """Make the optimizer's states exist, with a step count, before they can be set."""
+        optimizer = self.optimizer
         for master in self._masters():
-            state = adam.state[master]
-            state["step"] = torch.tensor(float(optimizer_step), device=master.device)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
-        for group in adam.param_groups:
-            if "step" in group:  # NVIDIA Apex counts by group.
+            state = optimizer.state[master]
+            if "momentum" not in self._moments:
+                state["step"] = torch.tensor(float(optimizer_step), device=master.device)
+            for kind in (*self._moments, *((AVERAGE,) if with_average else ())):
+                state[kind] = torch.zeros_like(master)
+        for group in optimizer.param_groups:
+            if "step" in group:  # NVIDIA Apex and LARS count by group.
                 group["step"] = optimizer_step
         if self._zero_stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _has_moments(self) -> bool:
-        return any("exp_avg" in state for state in self._adam().state.values())
+    @property
+    def _moments(self) -> tuple[Kind, ...]:
+        return ("momentum",) if "momentum" in self.optimizer.defaults else ("exp_avg", "exp_avg_sq")
 
-    def _adam(self) -> torch.optim.Optimizer:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer below DeepSpeed's, which steps the parts that this process owns."""
         optimizer = self._engine.optimizer
         return optimizer if self._zero_stage == 0 else optimizer.optimizer
 
     def _masters(self) -> Iterable[Tensor]:
-        """Return the tensors that Adam itself steps: flat partitions under ZeRO."""
+        """Return the tensors that the optimizer itself steps: flat partitions under ZeRO."""
         if self._zero_stage == 3:
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
-        return [p for group in self._adam().param_groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def logical_shape(parameter: nn.Parameter) -> torch.Size:
@@ -121,8 +156,13 @@ def logical_shape(parameter: nn.Parameter) -> torch.Size:
 
 def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy into a parameter that ZeRO-3 may have split; every process has the same value."""
-    if not hasattr(parameter, "ds_id"):
+    if not _is_split(parameter):
         parameter.data.copy_(value)
         return
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         parameter.data.copy_(value)
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    """True where ZeRO-3 has split the weight over processes."""
+    return hasattr(parameter, "ds_id")

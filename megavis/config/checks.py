@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megavis.config.finetune_checks import check_finetuning, check_finetuning_batch
 from megavis.config.schema import (
     Complaint,
     DataConfig,
@@ -25,9 +26,14 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
-    yield from _check_finetuning(config)
+    yield from check_finetuning(config)
     if config.schedule.halve_every and config.schedule.decay != "constant":
         yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
+    if config.optimizer.algorithm == "lars" and config.finetune is None:
+        yield "optimizer.algorithm", "lars is there for finetune.linear_evaluation; use adam here"
+    if config.optimizer.ema_decay and config.parallel.offload_optimizer == "nvme":
+        text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"
+        yield "optimizer.ema_decay", text
     if config.schedule.warmup_steps > config.training.steps:
         yield (
             "schedule.warmup_steps",
@@ -63,6 +69,7 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[Complaint]:
             f" data-parallel size {data_parallel};"
             f" {_nearest_multiple(training.batch_size, micro * data_parallel)} would be",
         )
+    yield from check_finetuning_batch(config, micro, data_parallel)
 
 
 def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
@@ -148,27 +155,6 @@ def _check_samples(config: RunConfig) -> Iterator[Complaint]:
         yield "data.frames", f"{config.objective.name} takes images: give data.image_size instead"
     elif data.frames is not None and data.image_size:
         yield "data.image_size", "is of images, and data.frames of frames: give one of them"
-
-
-def _check_finetuning(config: RunConfig) -> Iterator[Complaint]:
-    """The step is chosen by an accuracy, and no token may see what it predicts."""
-    settings = config.finetune
-    if settings is None:
-        return
-    if not config.objective.has_blocks:
-        yield "finetune", f"{config.objective.name} has no Transformer blocks to fine-tune"
-    if config.data.validation is None:
-        yield "data.validation", "must name labelled shards: the best step is chosen on them"
-    if config.training.validate_every == 0:
-        yield "training.validate_every", "must be 1 or more: the accuracy is looked at so often"
-    if settings.visibility == "full" and settings.generative_weight:
-        yield (
-            "finetune.visibility",
-            "full shows tokens what they are to predict; set finetune.generative_weight to 0, or"
-            " this to kept",
-        )
-    if settings.from_step is not None and settings.from_run is None:
-        yield "finetune.from_step", "says which checkpoint of finetune.from_run, which is absent"
 
 
 def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Complaint]:

@@ -228,18 +228,24 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam, as torch or NVIDIA Apex has it."""
+    """Adam, as torch or NVIDIA Apex has it; for linear evaluation LARS."""
+
+    algorithm: Literal["adam", "lars"] = "adam"
+    """`lars` scales each matrix's step by its norm, for the large batches of linear evaluation."""
 
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates."""
+    """Adam's decay rates; the first is the momentum of LARS."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's denominator constant."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay on matrices; biases, norms and embeddings have none."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     """Largest global gradient norm; 0 leaves gradients alone."""
+    ema_decay: Fraction = 0.0
+    """Decay a step of a moving average of the weights, which validation, pictures and whoever opens
+    the run take in place of the weights; 0: none."""
     implementation: Literal["torch", "apex"] = "torch"
     """`apex` takes NVIDIA Apex's fused Adam, which must be installed."""
 
@@ -306,8 +312,16 @@ class FinetuneConfig(Section):
     token (a class token), or the last one."""
     label_smoothing: Fraction = 0.0
     """Share of a label that is spread evenly over all classes."""
+    mixup: Annotated[float, Field(ge=0)] = 0.0
+    """α of Beta(α, α), from which the share of the other image comes when two are added; 0: never.
+    With `cutmix` too, each happens to half of the pairs."""
+    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    """Likewise for a rectangle of the other image put into the first."""
     drop_path: Fraction = 0.0
     """Probability that the last block is left out for an image, less for those before it."""
+    linear_evaluation: bool = False
+    """Train the classifier alone, on features of the frozen network that are standardised over the
+    batch (MAE, appendix A.2), in place of fine-tuning."""
     layer_decay: Share = 1.0
     """Each layer learns at so many times the rate of the one above it."""
     patience: NonNegative = 0

@@ -65,3 +65,11 @@ class LocalLayers:
         for plan, module in zip(self.plans, self.modules, strict=True):
             for name, parameter in module.named_parameters():
                 yield f"{plan.name}.{name}", parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what training keeps besides parameters, likewise."""
+        for plan, module in zip(self.plans, self.modules, strict=True):
+            kept = module.state_dict(keep_vars=True)
+            for name, buffer in module.named_buffers():
+                if name in kept:
+                    yield f"{plan.name}.{name}", buffer

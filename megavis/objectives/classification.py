@@ -19,105 +19,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.config.schema import FinetuneConfig, RunConfig
+from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
-from megavis.model.core import Core
 from megavis.model.flops import Workload, training_flops
-from megavis.model.init import zeros
-from megavis.model.patches import WholeLinear
 from megavis.model.stack import LayerPlan
-from megavis.model.stream import State, Stream
-from megavis.model.tokens import all_tokens
 from megavis.objectives.base import Objective
+from megavis.objectives.class_heads import (
+    ClassHead,
+    Classifier,
+    add_classifier,
+    carry_samples,
+    frozen,
+)
+from megavis.objectives.mixing import Mixing
 from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 
-CLASSIFIER = "head.classifier."
-"""Begins the names of the parameters that no run that fine-tuning starts from has."""
-
 NO_LABEL = -1
 """The label of an image that has none."""
-
-
-class Classifier(nn.Module):
-    """Class logits from what the last norm gives.
-
-    Every process of the tensor group computes all of them: c is small, and no size has to divide.
-    """
-
-    def __init__(self, core: Core, settings: FinetuneConfig) -> None:
-        super().__init__()
-        self.core, self.read_out = core, settings.read_out
-        self.linear = WholeLinear(core.megatron.hidden_size, settings.num_classes, zeros)
-
-    def forward(self, normalised: Tensor) -> Tensor:
-        """Map this process's tokens `[s, b, h]` to float32 logits `[b, c]`."""
-        tokens = all_tokens(normalised, self.core.megatron, self.core.groups.tp)
-        if self.read_out == "mean":
-            described = tokens.float().mean(0)
-        else:
-            described = tokens[0 if self.read_out == "first" else -1]
-        return self.linear(described).float()
-
-
-class ClassHead(nn.Module):
-    """The last norm and the classifier, without the paper's own predictions."""
-
-    def __init__(self, core: Core, norm: nn.Module, classifier: Classifier) -> None:
-        super().__init__()
-        self.core, self.norm, self.classifier = core, norm, classifier
-
-    def forward(self, state: State) -> Tensor:
-        """Map the `State` of `[s, b, h]` to logits `[b, c]`."""
-        hidden = Stream.unpack(state, self.core.carries).hidden
-        return self.classifier(self.norm(hidden))
-
-
-def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
-    """Let a paper's head give class logits after its own predictions.
-
-    By hooks and not by a module around it, so that its parameters keep the names under which the
-    run that fine-tuning starts from has saved them.
-
-    Args:
-        head: any paper's last layer; its `norm` is the last norm.
-        classifier: becomes part of it.
-    """
-    normalised: list[Tensor] = []
-
-    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-        normalised.append(output)
-
-    def join(_: nn.Module, __: Any, predictions: Any) -> tuple[Tensor, ...]:
-        own = (predictions,) if isinstance(predictions, Tensor) else predictions
-        return (*own, classifier(normalised.pop()))
-
-    head.get_submodule("norm").register_forward_hook(keep)
-    head.register_forward_hook(join)
-    head.classifier = classifier
-    return head
-
-
-def carry_samples(embedding: nn.Module) -> nn.Module:
-    """Let a paper's first layer take the images' numbers int64 `[b]` last, and carry them on.
-
-    By hooks, for the sake of the parameters' names, as above.
-    """
-    samples: list[Tensor] = []
-
-    def take(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        *inputs, numbers = arguments[0]
-        samples.append(numbers)
-        return (tuple(inputs),)
-
-    def add(_: nn.Module, __: Any, state: State) -> State:
-        own = (state,) if isinstance(state, Tensor) else state
-        return (*own, samples.pop())
-
-    embedding.register_forward_pre_hook(take)
-    embedding.register_forward_hook(add)
-    return embedding
 
 
 class Classification(Trainable):
@@ -132,6 +52,7 @@ class Classification(Trainable):
         super().__init__(config, context)
         assert config.finetune is not None
         self.settings, self.paper = config.finetune, paper
+        self.processes = context.data.group
         if self.settings.visibility == "full":
             paper.core = dataclasses.replace(paper.core, visibility_kind="full")
         if self.settings.drop_path:
@@ -143,6 +64,11 @@ class Classification(Trainable):
     def is_joint(self) -> bool:
         """True where the paper's own loss counts too."""
         return self.settings.generative_weight > 0
+
+    @property
+    def mixes(self) -> bool:
+        """True where training sees mixtures of two images."""
+        return max(self.settings.mixup, self.settings.cutmix) > 0
 
     @property
     def num_tokens(self) -> int:
@@ -168,22 +94,27 @@ class Classification(Trainable):
         return training_flops(self.config.model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want what the paper wants; labels are looked at when the data are open."""
-        return self.paper.check_data(manifest)
+        """Want what the paper wants, and images to mix; labels are looked at when data are open."""
+        yield from self.paper.check_data(manifest)
+        if self.mixes and manifest.kind != "jpeg":
+            yield f"holds {manifest.kind} shards; finetune.mixup and cutmix want jpeg shards"
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers, with class logits from the last."""
         embedding, *blocks, head = self.paper.layer_plans()
         if self.settings.drop_path:
             embedding = dataclasses.replace(embedding, factory=self._build_embedding)
-        return [embedding, *blocks, dataclasses.replace(head, factory=self._build_head)]
+        plans = [embedding, *blocks, dataclasses.replace(head, factory=self._build_head)]
+        if not self.settings.linear_evaluation:
+            return plans
+        return [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in plans]
 
     def _build_embedding(self) -> nn.Module:
         return carry_samples(self.paper.build_embedding())
 
     def _build_head(self) -> nn.Module:
         core, head = self.paper.core, self.paper.build_head()
-        classifier = Classifier(core, self.settings)
+        classifier = Classifier(core, self.settings, self.processes)
         if self.is_joint:
             return add_classifier(head, classifier)
         return ClassHead(core, head.get_submodule("norm"), classifier)
@@ -194,6 +125,18 @@ class Classification(Trainable):
             return Sequence(self.feature_inputs(batch), (batch.labels,))
         own = self.paper.sequence(batch)
         return Sequence(self._with_samples(own.inputs, batch), (*own.targets, batch.labels))
+
+    def training_sequence(self, batch: Batch) -> Sequence:
+        """Return the sequence of mixed images, with the shares of classes in place of labels."""
+        if not self.mixes:
+            return self.sequence(batch)
+        settings = self.settings
+        mix = Mixing(mixup=settings.mixup, cutmix=settings.cutmix, seed=self.config.seed)
+        images, classes = mix(
+            batch.inputs, batch.labels, batch.sample_index, num_classes=settings.num_classes
+        )
+        mixed = self.sequence(dataclasses.replace(batch, inputs=images))
+        return Sequence(mixed.inputs, (*mixed.targets[:-1], classes))
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return what the paper takes for features."""
@@ -214,6 +157,11 @@ class Classification(Trainable):
         """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
 
         An image without a label adds nothing to the former.
+
+        Args:
+            predictions: as the head gives them.
+            targets: the paper's own, then labels int64 `[b]`, or shares of classes float32
+                `[b, c]`.
         """
         own, logits = divide(predictions)
         *own_targets, labels = targets

@@ -76,6 +76,10 @@ class Trainable(ABC):
     def sequence(self, batch: Batch) -> Sequence:
         """Turn a batch into a sequence; random draws depend on seed and sample alone."""
 
+    def training_sequence(self, batch: Batch) -> Sequence:
+        """Turn a batch into the sequence that is trained on; that of evaluation by default."""
+        return self.sequence(batch)
+
     @abstractmethod
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Score the last layer's output; a float32 scalar, the mean over the images."""

@@ -18,12 +18,14 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megavis.checkpoint.manifest import LossScale
+from megavis.checkpoint.state import ParameterStates
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import DeepSpeedView, ParallelContext
 from megavis.parallel.random import derive_seed
+from megavis.training.averaging import WeightAverage
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import build_optimizer, learning_rate
@@ -34,7 +36,8 @@ class Engine:
 
     Attributes:
         layers: the layers that this process holds.
-        deepspeed: DeepSpeed's engine, for checkpoints.
+        deepspeed: DeepSpeed's engine.
+        states: weights and optimizer states by parameter, for checkpoints.
     """
 
     def __init__(self, config: RunConfig, objective: Trainable, context: ParallelContext) -> None:
@@ -53,6 +56,7 @@ class Engine:
             config.optimizer,
             objective.group_options,
             stages=context.pipeline.group if self._pipelined else None,
+            parts=context.data.group if config.parallel.zero_stage else None,
         )
         self._norms_of_zero_0: list[tuple[int, Tensor]] = []
         self._skipped: list[int] = []
@@ -68,6 +72,19 @@ class Engine:
             mpu=None if self._pipelined else DeepSpeedView(context),
             dist_init_required=False,
         )
+        decay = config.optimizer.ema_decay
+        self.states = ParameterStates(
+            self.deepspeed, config.parallel.zero_stage, averages=decay > 0
+        )
+        # After DeepSpeed's own first use of the optimizer, which is no step of training.
+        self._average = WeightAverage(decay, self.layers, self.states) if decay else None
+
+    def evaluated(self) -> contextlib.AbstractContextManager[None]:
+        """Let the layers compute with the weights' average inside the block, if there is one.
+
+        Every process calls this.
+        """
+        return self._average.in_place() if self._average else contextlib.nullcontext()
 
     def _pipeline(self, plans: list[LayerPlan]) -> nn.Module:
         topology = PipeModelDataParallelTopology(
@@ -193,7 +210,7 @@ class Engine:
     def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Any, Any]]:
         while True:
             batch = next(batches).to(self.context.device)
-            sequence = self.objective.sequence(batch)
+            sequence = self.objective.training_sequence(batch)
             yield sequence.inputs, sequence.targets
 
 

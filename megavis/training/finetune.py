@@ -13,7 +13,6 @@ from pathlib import Path
 
 from megavis.checkpoint.folder import step_folder
 from megavis.checkpoint.load import load_weights, start_from_weights
-from megavis.checkpoint.state import ParameterStates
 from megavis.config.load import LoadedConfig
 from megavis.data.dataset import ShardDataset
 from megavis.data.mixture import Samples
@@ -23,7 +22,8 @@ from megavis.evaluation.features import has_random_inputs
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.probe import NUM_VIEWS
 from megavis.model.runner import Runner
-from megavis.objectives.classification import CLASSIFIER, Classification
+from megavis.objectives.class_heads import CLASSIFIER
+from megavis.objectives.classification import Classification
 from megavis.parallel.context import ParallelContext
 from megavis.training.early_stopping import EarlyStopping
 from megavis.training.engine import Engine
@@ -89,13 +89,13 @@ class Finetuning:
         patience = self.objective.settings.patience
         self.stopping = EarlyStopping.resume(patience, self.folder, step, context)
 
-    def start(self, engine: Engine, states: ParameterStates) -> None:
+    def start(self, engine: Engine) -> None:
         """Give the model the other run's weights, if there is one."""
         if self.objective.settings.from_run is not None:
             start_from_weights(
                 source_checkpoint(self.objective.settings),
                 layers=engine.layers,
-                states=states,
+                states=engine.states,
                 context=engine.context,
                 is_fresh=_is_fresh,
             )

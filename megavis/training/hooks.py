@@ -174,7 +174,8 @@ class Validate:
     def __call__(self, state: StepState) -> None:
         """Record `validation_loss` where it is due."""
         if state.is_due(self.every):
-            measured = self.measure(state.engine)
+            with state.engine.evaluated():
+                measured = self.measure(state.engine)
             state.record.update({f"validation_{name}": v for name, v in measured.items()})
 
     def measure(self, engine: Engine) -> dict[str, float]:

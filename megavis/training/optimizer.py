@@ -1,4 +1,4 @@
-"""Adam, its parameter groups and its schedule."""
+"""Adam and LARS, their parameter groups and their schedule."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megavis.checkpoint.state import logical_shape
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.objectives.trainable import GroupOptions
+from megavis.training.lars import LARS
 
 OptionsOf = Callable[[str], GroupOptions]
 
@@ -26,19 +28,31 @@ def build_optimizer(
     options_of: OptionsOf = lambda name: NO_OPTIONS,
     *,
     stages: dist.ProcessGroup | None = None,
+    parts: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Return decoupled-decay Adam over the parameters.
+    """Return decoupled-decay Adam, or LARS, over the parameters that are not frozen.
 
     Args:
         named_parameters: by the names that they have in every layout.
         config: what holds for all.
         options_of: what the objective does differently for the parameter of a name.
         stages: the pipeline's processes, which hold different layers.
+        parts: the processes over which ZeRO splits what the optimizer steps.
 
     Raises:
         UserError: when NVIDIA Apex is asked for and absent.
     """
-    groups = parameter_groups(named_parameters, config.weight_decay, options_of)
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if config.algorithm == "lars":
+        # One group a parameter: ZeRO joins those of a group, and LARS wants the norm of each.
+        alone = (parameter_groups([named], config.weight_decay, options_of) for named in trained)
+        each = [
+            {**group, "adapts": len(logical_shape(group["params"][0])) > 1}
+            for groups in alone
+            for group in groups
+        ]
+        return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
+    groups = parameter_groups(trained, config.weight_decay, options_of)
     if stages is not None:
         # ZeRO sums gradient norms over the stages group by group, and waits for the missing ones.
         groups = split_groups(groups, _largest(len(groups), stages))

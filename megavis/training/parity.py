@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megavis.checkpoint.state import ParameterStates
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.config.yaml_tree import Source
@@ -108,8 +107,7 @@ def train_briefly(launch: Launch, config: RunConfig, steps: int) -> Curve:
         run = TrainingRun.open(LoadedConfig(config, Source("parity")), context)
         engine = Engine(config, run.objective, context)
         if run.finetuning is not None:
-            states = ParameterStates(engine.deepspeed, config.parallel.zero_stage)
-            run.finetuning.start(engine, states)
+            run.finetuning.start(engine)
         loader = BatchLoader(
             run.train_data,
             seed=config.seed,

@@ -16,7 +16,6 @@ from megavis.checkpoint.load import load_training_state
 from megavis.checkpoint.manifest import Manifest as CheckpointManifest
 from megavis.checkpoint.manifest import read_manifest
 from megavis.checkpoint.save import Progress, Snapshot
-from megavis.checkpoint.state import ParameterStates
 from megavis.config.errors import UnfinishedError, UserError
 from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.schema import RunConfig
@@ -111,14 +110,13 @@ class TrainingRun:
         self._prepare_folder()
         count_restart(self.folder, first_step, config.training.max_restarts, context)
         engine = Engine(config, self.objective, context)
-        states = ParameterStates(engine.deepspeed, config.parallel.zero_stage)
         if checkpoint is not None:
             manifest = load_training_state(
-                checkpoint, layers=engine.layers, states=states, context=context
+                checkpoint, layers=engine.layers, states=engine.states, context=context
             )
             engine.restore_loss_scale(manifest.loss_scale)
         elif self.finetuning is not None:
-            self.finetuning.start(engine, states)
+            self.finetuning.start(engine)
         metrics = MetricsWriter(self.folder, first_step=first_step) if context.is_main else None
         loader = BatchLoader(
             self.train_data,
@@ -206,9 +204,8 @@ class TrainingRun:
             tokenizer=self.tokenizer,
             loss_scale=engine.loss_scale(),
         )
-        states = ParameterStates(engine.deepspeed, self.config.parallel.zero_stage)
         return Snapshot(
-            self.folder, progress, layers=engine.layers, states=states, context=self.context
+            self.folder, progress, layers=engine.layers, states=engine.states, context=self.context
         )
 
     def _prune(self) -> None:

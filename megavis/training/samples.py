@@ -57,7 +57,8 @@ class SampleImages:
         engine = state.engine
         runner = Runner(engine.layers, engine.context)
         examples = self.examples and self.examples.to(engine.context.device)
-        pixels = self.gallery.draw(runner, examples, num_images=self.num_images)
+        with engine.evaluated():
+            pixels = self.gallery.draw(runner, examples, num_images=self.num_images)
         if engine.context.is_main:
             save_png(self.folder / "samples" / f"step-{state.step:08d}.png", pixels)
             state.images["samples"] = pixels

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_jobs import deterministic_metrics, rewind, train_run
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
-from megavis.checkpoint.folder import saved_steps
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.reader import read_weights
 from megavis.training.parity import train_briefly
 
 STEPS = 6
@@ -97,3 +99,35 @@ def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
     before = (other / "metrics.jsonl").read_text()
     run_job(train_run, 1, str(config_path), broken)
     assert (other / "metrics.jsonl").read_text() == before
+
+
+LINEAR = (
+    "finetune.linear_evaluation=true",
+    "optimizer.algorithm=lars",
+    "optimizer.learning_rate=6.4",
+    "training.micro_batch_size=null",
+)
+
+
+def test_linear_evaluation_trains_the_classifier_alone_in_every_layout(
+    run_job: Any, config_path: Path
+) -> None:
+    config = make_config(config_path, *words(config_path, *LINEAR))
+    reference = run_job(train_briefly, 1, config, STEPS)[0]
+    for processes, layout in [(2, {"zero_stage": 2}), (4, LAYOUTS[1][1] | {"zero_stage": 3})]:
+        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
+    # What is frozen comes out as it went in, and the running statistics are kept.
+    settings = words(
+        config_path, *LINEAR, "name=linear", "training.steps=4", "parallel.zero_stage=3"
+    )
+    run_job(train_run, 2, str(config_path), settings)
+    before, after = (
+        read_weights(latest_checkpoint(config_path.parent / name)) for name in ("source", "linear")
+    )
+    for name, value in after.items():
+        assert torch.equal(before.get(name, value), value), name
+    new = {name.removeprefix("head.classifier.") for name in after.keys() - before.keys()}
+    assert new == {"linear.weight", "linear.bias", "standardize.mean", "standardize.variance"}
+    assert after["head.classifier.standardize.mean"].any()
+    assert (config_path.parent / "linear" / "evaluation" / "finetune_test.json").exists()

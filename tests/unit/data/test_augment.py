@@ -1,12 +1,11 @@
 """RandAugment against timm's, operation by operation, and as a part of a transform."""
 
-import importlib.util
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from timm_alone import timm_module
 
 from megavis.config.errors import UserError
 from megavis.data.augment import NUM_DRAWS, OPERATIONS, RandAugment
@@ -26,20 +25,8 @@ def photograph(size=48):
     return astronaut()[40 : 40 + size, 180 : 180 + size]
 
 
-@pytest.fixture(scope="module")
-def timm():
-    """timm's module alone: its package wants torchvision, of which this module uses nothing."""
-    found = importlib.util.find_spec("timm")
-    if found is None:
-        pytest.skip("pip install --no-deps timm, to compare with it")
-    path = Path(found.submodule_search_locations[0]) / "data" / "auto_augment.py"
-    spec = importlib.util.spec_from_file_location("auto_augment", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_operations_are_timms(timm, monkeypatch):
+def test_operations_are_timms(monkeypatch):
+    timm = timm_module("data", "auto_augment")
     assert timm._RAND_INCREASING_TRANSFORMS == NAMES
     picture = Image.fromarray(photograph())
     hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}

@@ -1,0 +1,81 @@
+"""What must hold between the keys of a fine-tuning run and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavis.config.schema import Complaint, FinetuneConfig, RunConfig
+
+
+def check_finetuning(config: RunConfig) -> Iterator[Complaint]:
+    """The step is chosen by an accuracy, and no token may see what it predicts."""
+    settings = config.finetune
+    if settings is None:
+        return
+    if not config.objective.has_blocks:
+        yield "finetune", f"{config.objective.name} has no Transformer blocks to fine-tune"
+    if config.data.validation is None:
+        yield "data.validation", "must name labelled shards: the best step is chosen on them"
+    if config.training.validate_every == 0:
+        yield "training.validate_every", "must be 1 or more: the accuracy is looked at so often"
+    if settings.visibility == "full" and settings.generative_weight:
+        yield (
+            "finetune.visibility",
+            "full shows tokens what they are to predict; set finetune.generative_weight to 0, or"
+            " this to kept",
+        )
+    if settings.from_step is not None and settings.from_run is None:
+        yield "finetune.from_step", "says which checkpoint of finetune.from_run, which is absent"
+    if settings.linear_evaluation:
+        yield from _check_linear_evaluation(config, settings)
+    elif config.optimizer.algorithm == "lars":
+        yield (
+            "optimizer.algorithm",
+            "lars is there for finetune.linear_evaluation, whose matrix no process splits; use adam"
+            " here",
+        )
+
+
+def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Iterator[Complaint]:
+    """Nothing but the classifier has gradients, and nothing is left to chance below it."""
+    wrong = {
+        "generative_weight": settings.generative_weight != 0,
+        "layer_decay": settings.layer_decay != 1,
+        "drop_path": settings.drop_path != 0,
+    }
+    for key in (key for key, is_wrong in wrong.items() if is_wrong):
+        yield f"finetune.{key}", "belongs to layers that learn; linear_evaluation freezes them"
+    if config.model.has_dropout:
+        yield "model", "drops what finetune.linear_evaluation is to read; set its dropouts to 0"
+    if config.parallel.pipeline_model_parallel_size > 1:
+        yield (
+            "parallel.pipeline_model_parallel_size",
+            "must be 1 for finetune.linear_evaluation: a frozen stage has no gradient to send",
+        )
+    if config.parallel.activation_checkpointing != "none":
+        text = "recomputes what needs no gradient under finetune.linear_evaluation; set it to none"
+        yield "parallel.activation_checkpointing", text
+
+
+def check_finetuning_batch(
+    config: RunConfig, micro: int, data_parallel: int
+) -> Iterator[Complaint]:
+    """Yield what is wrong with the images that a process has at once.
+
+    Args:
+        config: the run.
+        micro: images at once.
+        data_parallel: copies of the model.
+    """
+    settings = config.finetune
+    if settings is None:
+        return
+    if max(settings.mixup, settings.cutmix) > 0 and micro % 2:
+        text = f"a process has {micro} images at once, and mixup and cutmix mix two: make it even"
+        yield "training.micro_batch_size", text
+    if settings.linear_evaluation and micro * data_parallel != config.training.batch_size:
+        yield (
+            "training.micro_batch_size",
+            "leave it out under finetune.linear_evaluation: features are standardised over the"
+            " whole batch, which all processes must hold at once",
+        )

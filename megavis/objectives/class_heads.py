@@ -1,0 +1,129 @@
+"""Class logits on top of any paper's model: the classifier, and how it joins the paper's layers.
+
+Legend: b images, s tokens, h hidden size, c classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megavis.config.schema import FinetuneConfig
+from megavis.model.core import Core
+from megavis.model.init import Fill, normal, zeros
+from megavis.model.patches import WholeLinear
+from megavis.model.standardize import BatchStandardization
+from megavis.model.stream import State, Stream
+from megavis.model.tokens import all_tokens
+
+CLASSIFIER = "head.classifier."
+"""Begins the names of the parameters that no run that fine-tuning starts from has."""
+
+
+class Classifier(nn.Module):
+    """Class logits from what the last norm gives.
+
+    Every process of the tensor group computes all of them: c is small, and no size has to divide.
+    """
+
+    def __init__(self, core: Core, settings: FinetuneConfig, processes: ProcessGroup) -> None:
+        """Build.
+
+        Args:
+            core: sizes and groups.
+            settings: the config's `finetune` section.
+            processes: of the data-parallel group, over which linear evaluation standardises.
+        """
+        super().__init__()
+        self.core, self.read_out = core, settings.read_out
+        width = core.megatron.hidden_size
+        self.standardize: nn.Module | None = None
+        fill: Fill = zeros
+        if settings.linear_evaluation:
+            self.standardize, fill = BatchStandardization(width, processes), normal(0.01)
+        self.linear = WholeLinear(width, settings.num_classes, fill)
+
+    def forward(self, normalised: Tensor) -> Tensor:
+        """Map this process's tokens `[s, b, h]` to float32 logits `[b, c]`."""
+        tokens = all_tokens(normalised, self.core.megatron, self.core.groups.tp)
+        if self.read_out == "mean":
+            described = tokens.float().mean(0)
+        else:
+            described = tokens[0 if self.read_out == "first" else -1]
+        if self.standardize is not None:
+            described = self.standardize(described)
+        return self.linear(described).float()
+
+
+class ClassHead(nn.Module):
+    """The last norm and the classifier, without the paper's own predictions."""
+
+    def __init__(self, core: Core, norm: nn.Module, classifier: Classifier) -> None:
+        super().__init__()
+        self.core, self.norm, self.classifier = core, norm, classifier
+
+    def forward(self, state: State) -> Tensor:
+        """Map the `State` of `[s, b, h]` to logits `[b, c]`."""
+        hidden = Stream.unpack(state, self.core.carries).hidden
+        return self.classifier(self.norm(hidden))
+
+
+def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
+    """Let a paper's head give class logits after its own predictions.
+
+    By hooks and not by a module around it, so that its parameters keep the names under which the
+    run that fine-tuning starts from has saved them.
+
+    Args:
+        head: any paper's last layer; its `norm` is the last norm.
+        classifier: becomes part of it.
+    """
+    normalised: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        normalised.append(output)
+
+    def join(_: nn.Module, __: Any, predictions: Any) -> tuple[Tensor, ...]:
+        own = (predictions,) if isinstance(predictions, Tensor) else predictions
+        return (*own, classifier(normalised.pop()))
+
+    head.get_submodule("norm").register_forward_hook(keep)
+    head.register_forward_hook(join)
+    head.classifier = classifier
+    return head
+
+
+def carry_samples(embedding: nn.Module) -> nn.Module:
+    """Let a paper's first layer take the images' numbers int64 `[b]` last, and carry them on.
+
+    By hooks, for the sake of the parameters' names, as above.
+    """
+    samples: list[Tensor] = []
+
+    def take(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        *inputs, numbers = arguments[0]
+        samples.append(numbers)
+        return (tuple(inputs),)
+
+    def add(_: nn.Module, __: Any, state: State) -> State:
+        own = (state,) if isinstance(state, Tensor) else state
+        return (*own, samples.pop())
+
+    embedding.register_forward_pre_hook(take)
+    embedding.register_forward_hook(add)
+    return embedding
+
+
+def frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return what builds the same layer, of which nothing but the classifier learns."""
+
+    def build() -> nn.Module:
+        layer = factory()
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("classifier." in name)
+        return layer
+
+    return build

@@ -1,0 +1,113 @@
+"""Mixup and CutMix: two labelled images become two mixtures, with labels in the same shares.
+
+"mixup: Beyond Empirical Risk Minimization" (Zhang et al.) adds the images with weights λ and 1 - λ;
+"CutMix" (Yun et al.) puts a rectangle of one into the other. Where both are on, a coin decides, as
+in MAE's recipe. There a batch is mixed with itself backwards, under one λ. Here the samples 2k and
+2k + 1 of the endless stream are a pair with draws of its own: so what is mixed depends neither on
+the micro-batch nor on the number of processes.
+
+Legend: b images (an even number), h and w their height and width, c classes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.model.diffusion import BetaNoise
+from megavis.parallel.random import uniform
+
+
+class Mixing:
+    """Mixes the pairs of a micro-batch.
+
+    Attributes:
+        mixup: α of λ ~ Beta(α, α) for sums; 0: none.
+        cutmix: α likewise for rectangles; 0: none.
+        seed: of the draws.
+    """
+
+    def __init__(self, *, mixup: float, cutmix: float, seed: int) -> None:
+        self.mixup, self.cutmix, self.seed = mixup, cutmix, seed
+
+    def __call__(
+        self, images: Tensor, labels: Tensor, sample_index: Tensor, *, num_classes: int
+    ) -> tuple[Tensor, Tensor]:
+        """Mix a micro-batch.
+
+        Args:
+            images: uint8 `[b, h, w, 3]`.
+            labels: int64 `[b]`, none missing.
+            sample_index: int64 `[b]`, the pairs (2k, 2k + 1) one after another.
+            num_classes: c.
+
+        Returns:
+            Mixtures uint8 `[b, h, w, 3]`, and the share of each class in them, float32 `[b, c]`.
+        """
+        of_pairs = uniform(sample_index // 2, 4, seed=self.seed, purpose="mixing")
+        own = self._shares(of_pairs, images.shape[1], images.shape[2])
+        partners = _swapped(images)
+        # Rounded: the paper's tokens are made of bytes, as without mixing.
+        mixed = own * images + (1.0 - own) * partners
+        share = own.mean(dim=(1, 2))
+        classes = F.one_hot(labels, num_classes).float()
+        return mixed.round().to(torch.uint8), share * classes + (1.0 - share) * _swapped(classes)
+
+    def _shares(self, draws: Tensor, height: int, width: int) -> Tensor:
+        """Return what each pixel keeps of its own image: float32 `[b, h, w, 1]`.
+
+        Args:
+            draws: `[b, 4]` in [0, 1): which of both, λ, and the middle of the rectangle.
+            height: of the images.
+            width: of the images.
+        """
+        which, share, row, column = draws.unbind(1)
+        sums = _quantile(self.mixup, share)[:, None, None].expand(-1, height, width)
+        outside = 1.0 - rectangles(_quantile(self.cutmix, share), row, column, height, width)
+        cuts = which < (0.5 if self.mixup else 1.0) * bool(self.cutmix)
+        return torch.where(cuts[:, None, None], outside, sums)[..., None]
+
+
+def rectangles(share: Tensor, row: Tensor, column: Tensor, height: int, width: int) -> Tensor:
+    """Return 1 inside of CutMix's rectangles and 0 elsewhere: float32 `[b, h, w]`.
+
+    They have √(1 - λ) of the height and width, a middle that is uniform over the image, and what
+    lies beyond the border is lost.
+
+    Args:
+        share: λ `[b]`.
+        row: of the middle, `[b]` in [0, 1).
+        column: likewise.
+        height: of the images.
+        width: of the images.
+    """
+    ratio = (1.0 - share).clamp(min=0.0).sqrt()
+
+    def inside(middle: Tensor, side: int) -> Tensor:
+        length, centre = (ratio * side).floor(), (middle * side).floor()
+        first = centre - (length / 2).floor()
+        places = torch.arange(side, device=share.device)
+        return (places >= first[:, None]) & (places < (first + length)[:, None])
+
+    return (inside(row, height)[:, :, None] & inside(column, width)[:, None, :]).float()
+
+
+def _swapped(pairs: Tensor) -> Tensor:
+    """Swap the rows (0, 1), (2, 3), ... of `[b, ...]`."""
+    return pairs.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def _quantile(alpha: float, draws: Tensor) -> Tensor:
+    """Return λ ~ Beta(α, α) `[b]` for draws in [0, 1); 1 where α is 0."""
+    if not alpha:
+        return torch.ones_like(draws)
+    return _beta(alpha, draws.device).from_uniform(draws)
+
+
+@functools.cache
+def _beta(alpha: float, device: torch.device) -> BetaNoise:
+    """Return the distribution; tabulated once a process."""
+    return BetaNoise(alpha, alpha, device)

@@ -1,0 +1,57 @@
+"""A moving average of the weights, kept beside the optimizer's master weights.
+
+θ̄ ← decay · θ̄ + (1 - decay) · θ after every step; it begins with the weights after the first one.
+The average is one more state of the optimizer, so it is split over processes as the master weights
+are, at any ZeRO stage, and offloaded with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megavis.checkpoint.manifest import Kind
+from megavis.checkpoint.state import AVERAGE, ParameterStates
+from megavis.model.stack import LocalLayers
+
+
+class WeightAverage:
+    """Follows an optimizer, and stands in for the weights where they are evaluated."""
+
+    def __init__(self, decay: float, layers: LocalLayers, states: ParameterStates) -> None:
+        self.decay, self.layers, self.states = decay, layers, states
+        states.optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Under ZeRO the optimizer steps one flat part after another, and is called for each.
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                state = optimizer.state[master]
+                if AVERAGE in state:
+                    state[AVERAGE].lerp_(master.detach(), 1.0 - self.decay)
+                elif state:
+                    state[AVERAGE] = master.detach().clone()
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the layers compute with the average inside the block; every process calls this.
+
+        Before the first step there is none, and the weights stay.
+        """
+        if not self.states.has(AVERAGE):
+            yield
+            return
+        self._show(AVERAGE)
+        try:
+            yield
+        finally:
+            self._show("weight")
+
+    def _show(self, kind: Kind) -> None:
+        for _, parameter in self.layers.named_parameters():
+            if parameter.requires_grad:
+                self.states.show(parameter, kind)

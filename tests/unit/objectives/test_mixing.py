@@ -1,0 +1,112 @@
+"""Mixup and CutMix against loops over pixels, and what fine-tuning makes of mixed labels."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from test_classification import PATCHES, WORDS, class_logits
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.objectives.mixing import Mixing
+from megavis.parallel.random import uniform
+
+SIDE, CLASSES = 12, 4
+
+
+def photographs(count=8):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (count, SIDE, SIDE, 3), generator=generator, dtype=torch.uint8)
+
+
+def mixed_by_loops(images, labels, pairs, *, mixup, cutmix):
+    """Each image with its neighbour, one pixel after the other."""
+    mixed, shares = np.zeros(images.shape), np.zeros((len(images), CLASSES))
+    cuts = 0
+    for i, pair in enumerate(pairs):
+        which, draw, row, column = (
+            float(x) for x in uniform(torch.tensor([pair]), 4, seed=5, purpose="mixing")[0]
+        )
+        other = i ^ 1
+        if cutmix and (not mixup or which < 0.5):
+            cuts += 1
+            share = stats.beta.ppf(draw + 2**-25, cutmix, cutmix)
+            length = math.floor(SIDE * math.sqrt(1 - share))
+            top, left = (math.floor(place * SIDE) - length // 2 for place in (row, column))
+            area = 0
+            for y in range(SIDE):
+                for x in range(SIDE):
+                    inside = top <= y < top + length and left <= x < left + length
+                    area += inside
+                    mixed[i, y, x] = images[other if inside else i, y, x]
+            share = 1 - area / SIDE**2
+        else:
+            share = stats.beta.ppf(draw + 2**-25, mixup, mixup)
+            mixed[i] = share * images[i] + (1 - share) * images[other]
+        shares[i, labels[i]] += share
+        shares[i, labels[other]] += 1 - share
+    return mixed, shares, cuts
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0)])
+def test_mixtures_by_loops(mixup, cutmix):
+    images, labels = photographs(24), torch.randint(CLASSES, (24,))
+    index = torch.arange(100, 124)
+    mix = Mixing(mixup=mixup, cutmix=cutmix, seed=5)
+    mixed, shares = mix(images, labels, index, num_classes=CLASSES)
+    expected, classes, cuts = mixed_by_loops(
+        images.numpy(), labels.tolist(), (index // 2).tolist(), mixup=mixup, cutmix=cutmix
+    )
+    assert cuts in {(0.8, 0.0): [0], (0.0, 1.0): [24]}.get((mixup, cutmix), range(6, 20))
+    # Half a step of rounding, and what the table of quantiles is off.
+    assert np.abs(mixed.numpy() - expected).max() < 0.6
+    np.testing.assert_allclose(shares, classes, atol=1e-4)
+    # Any even micro-batch mixes the same.
+    again, _ = mix(images[6:10], labels[6:10], index[6:10], num_classes=CLASSES)
+    assert torch.equal(again, mixed[6:10])
+
+
+MIXING = ("finetune.mixup=0.8", "finetune.cutmix=1.0", "finetune.label_smoothing=0.1")
+
+
+def test_shares_of_classes_are_scored(build, tmp_path):
+    """Training sees mixtures, evaluation does not."""
+    words = (*WORDS, "objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES, *MIXING)
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    images = photographs(6)[:, :4, :4].contiguous()
+    batch = Batch(images, torch.tensor([0, 1, 2, 3, 4, 0]), torch.arange(6))
+    sequence = objective.training_sequence(batch)
+    shares = sequence.targets[-1]
+    assert shares.shape == (6, 5)
+    predictions = runner.predictions(sequence.inputs)
+    logits = class_logits(runner, sequence.inputs, "mean")
+    expected = 0.0
+    for z, share in zip(logits, shares.tolist(), strict=True):
+        total = math.log(sum(math.exp(value) for value in z))
+        expected += sum(
+            (0.9 * s + 0.1 / 5) * (total - value) for s, value in zip(share, z, strict=True)
+        )
+    loss = objective.loss(predictions, sequence.targets)
+    assert float(loss) == pytest.approx(expected / 6, rel=1e-5)
+    assert torch.equal(objective.sequence(batch).targets[-1], batch.labels)
+
+
+def test_what_cannot_be_mixed_is_refused(build, tmp_path, shard_folders):
+    from megavis.config.checks import check_world
+    from megavis.data.manifest import Manifest
+
+    objective, _ = build(tmp_path / "c.yaml", *WORDS, *MIXING)
+    complaints = objective.check_data(Manifest.read(shard_folders / "train"))
+    assert "finetune.mixup and cutmix want jpeg shards" in list(complaints)[0]
+    config, size = objective.config, objective.config.training.batch_size
+    complaints = dict(check_world(config, size))
+    assert "make it even" in complaints["training.micro_batch_size"]
+    with pytest.raises(UserError, match=r"finetune.layer_decay: belongs to layers that learn"):
+        build(
+            tmp_path / "c.yaml",
+            *WORDS,
+            "finetune.linear_evaluation=true",
+            "finetune.layer_decay=0.5",
+        )
