@@ -30,12 +30,14 @@ from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.objectives import build_objective, objective_configs
+from megavis.objectives.base import PatchByPatch
 from megavis.objectives.real_tokens import OneByOne, Uncovers
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.batches import sample_ids
 from megavis.sampling.densities import TokenChoice
 from megavis.sampling.latents import LatentSampler
+from megavis.sampling.patchwise import sample_patches
 from megavis.sampling.pictures import to_pixels
 from megavis.tokenizers.palette import Palette
 
@@ -200,29 +202,48 @@ class Run:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        num_steps: int | None = None,
         seed: int = 0,
         batch_size: int = 64,
     ) -> Tensor:
-        """Draw images, or complete the first part of images (iGPT, section 2.1).
+        """Draw images, or complete the first part of images (iGPT, section 2.1; DARL, appendix F).
 
         Args:
             num_images: how many; as many as `originals` when absent.
             originals: what to complete, as `outputs` takes it.
             given: share of the pixels, first in the run's order, that is given, in [0, 1].
-            temperature: divides the logits; at 0 the likeliest id wins.
+            temperature: divides the logits, at 0 the likeliest id wins; multiplies the noise of
+                patches.
             top_k: only so many of the likeliest ids can be chosen.
             top_p: only the fewest likeliest ids whose probabilities add up to this.
+            num_steps: from noise to a patch; the config's when absent.
             seed: decides every draw.
             batch_size: images drawn at once.
 
         Returns:
-            ids int64 `[b, n]` in raster order; `images` turns them into pixels.
+            ids int64 `[b, n]` in raster order, which `images` turns into pixels; of a run that
+            draws patches the images uint8 `[b, h, w, 3]` themselves.
 
         Raises:
             UserError: when the paper cannot be sampled so, or a number is out of range.
         """
         if not 0 <= given <= 1:
             raise UserError(f"the given share must lie in [0, 1], not {given}")
+        if isinstance(self.objective, PatchByPatch):
+            if top_k is not None or top_p is not None:
+                raise UserError("top_k and top_p choose ids, and this run draws patches")
+            images = None if originals is None else torch.as_tensor(originals)
+            return sample_patches(
+                self.runner,
+                self.objective,
+                num_images=num_images or (1 if images is None else len(images)),
+                originals=images,
+                num_given=round(given * self.objective.num_tokens),
+                batch_size=batch_size,
+                num_steps=num_steps,
+                temperature=temperature,
+                seed=seed,
+            )
         ids = None if originals is None else self.to_ids(originals)
         return sample_ids(
             self.runner,

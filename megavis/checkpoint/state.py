@@ -61,6 +61,7 @@ class ParameterStates:
         elif not self.has(kind):
             value = None
         else:
+            self._link(parameter, kind)
             value = safe_get_full_optimizer_state(parameter, kind)
         if value is None:
             return torch.zeros(logical_shape(parameter), dtype=torch.float32)
@@ -130,6 +131,17 @@ class ParameterStates:
             if "step" in group:  # NVIDIA Apex and LARS count by group.
                 group["step"] = optimizer_step
         if self._zero_stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _link(self, parameter: nn.Parameter, kind: Kind) -> None:
+        """Let DeepSpeed's ZeRO 1 and 2 find a state by its parameter.
+
+        They look once, after the first step of the first group of parameters, when there are no
+        states of the other groups yet.
+        """
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None and kind not in mapping.get_optim_state_keys():
+            self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     @property

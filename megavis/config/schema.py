@@ -92,7 +92,8 @@ class ModelConfig(Section):
     """How tokens know where they stand; the paper's own way when absent. `relative_2d`: attention
     has a bias for each offset, zero at the start."""
     position_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Multiplies rotary coordinates: trained grid / present grid interpolates them."""
+    """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
+    interpolates them."""
 
     @property
     def has_biased_attention(self) -> bool:

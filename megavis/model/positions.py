@@ -41,10 +41,28 @@ class Positions(nn.Module):
     """
 
     def __init__(
-        self, kind: PositionKind, *, height: int, width: int, hidden_size: int, fill: Fill
+        self,
+        kind: PositionKind,
+        *,
+        height: int,
+        width: int,
+        hidden_size: int,
+        fill: Fill,
+        scale: float = 1.0,
     ) -> None:
+        """Build.
+
+        Args:
+            kind: which way.
+            height: of the grid.
+            width: of the grid.
+            hidden_size: of what is added.
+            fill: of learned positions.
+            scale: multiplies coordinates of sines and cosines; trained size / present size
+                interpolates them. Rotary ones are scaled where they turn (`rotate`).
+        """
         super().__init__()
-        self.kind, self.width, self.hidden_size = kind, width, hidden_size
+        self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
         self.is_row = height == 1
         self.weight: nn.Parameter | None = None
         if kind == "learned":
@@ -64,7 +82,7 @@ class Positions(nn.Module):
         if self.kind == "sincos":
             # A row has one axis, as in the sequences of "Attention Is All You Need".
             coordinates = coordinates[..., 1:] if self.is_row else coordinates
-            return hidden + sincos(coordinates, self.hidden_size).to(hidden.dtype)
+            return hidden + sincos(self.scale * coordinates, self.hidden_size).to(hidden.dtype)
         return hidden
 
     def carried(self, coordinates: Tensor) -> dict[str, Tensor]:

@@ -46,6 +46,11 @@ class Objective(Trainable):
         """Which token sees which."""
 
     @property
+    def position_kind(self) -> str:
+        """How tokens know where they stand: the config's way, or the paper's own."""
+        return self.config.model.positions or "none"
+
+    @property
     def carries(self) -> tuple[str, ...]:
         """Names of the tensors that travel beside the hidden states, in the order of `Stream`.
 

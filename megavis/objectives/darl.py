@@ -22,7 +22,7 @@ from megavis.model.diffusion import corrupt
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
 from megavis.model.orders import take_places
-from megavis.model.positions import carried_names
+from megavis.model.positions import PositionKind, carried_names
 from megavis.model.stream import State
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
@@ -46,11 +46,16 @@ class DARL(PatchSequences):
         return "two_stream" if self.paper.two_streams else "causal"
 
     @property
+    def position_kind(self) -> PositionKind:
+        """Decomposed rotary ones, unless the config says otherwise (section 3.4)."""
+        return position_kind(self.config)
+
+    @property
     def carries(self) -> tuple[str, ...]:
         """Groups of two streams, coordinates of rotary positions, noisy patches."""
         groups = ("content_groups", "query_groups") if self.paper.two_streams else ()
         noisy = ("noisy",) if self.is_diffusion else ()
-        return (*groups, *carried_names(position_kind(self.config)), *noisy)
+        return (*groups, *carried_names(self.position_kind), *noisy)
 
     @property
     def num_outputs(self) -> int:
@@ -108,7 +113,7 @@ class DARL(PatchSequences):
             self.core,
             self.patch_width,
             side=self.paper.grid_side(self.config),
-            positions=position_kind(self.config),
+            positions=self.position_kind,
             queries=self.paper.two_streams,
         )
 

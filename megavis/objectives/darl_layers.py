@@ -51,7 +51,12 @@ class SequenceEmbedding(nn.Module):
         self.core, self.side = core, side
         self.patches = PatchEmbedding(patch_width, width)
         self.positions = Positions(
-            positions, height=side, width=side, hidden_size=width, fill=normal(0.02)
+            positions,
+            height=side,
+            width=side,
+            hidden_size=width,
+            fill=normal(0.02),
+            scale=core.config.model.position_scale,
         )
         self.start = nn.Parameter(torch.empty(width))
         nn.init.normal_(self.start, std=0.02)

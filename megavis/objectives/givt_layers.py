@@ -67,6 +67,7 @@ class LatentEmbedding(nn.Module):
             width=self.width,
             hidden_size=width,
             fill=normal(width**-0.5),
+            scale=core.config.model.position_scale,
         )
 
     def tokens(self, content: Tensor) -> Tensor:

@@ -57,7 +57,12 @@ class TwoStreamEmbedding(nn.Module):
         width = core.megatron.hidden_size
         self.core, self.side, self.linear_content = core, side, content
         self.positions = Positions(
-            positions, height=side, width=side, hidden_size=width, fill=normal(0.02)
+            positions,
+            height=side,
+            width=side,
+            hidden_size=width,
+            fill=normal(0.02),
+            scale=core.config.model.position_scale,
         )
         self.query = nn.Parameter(torch.empty(width))
         nn.init.normal_(self.query, std=0.02)

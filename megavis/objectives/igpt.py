@@ -49,7 +49,12 @@ class PixelEmbedding(nn.Module):
         self.core, self.side = core, side
         self.tokens = token_embedding(core, config.vocabulary_size, normal(0.02))
         self.positions = Positions(
-            positions, height=side, width=side, hidden_size=width, fill=normal(0.01)
+            positions,
+            height=side,
+            width=side,
+            hidden_size=width,
+            fill=normal(0.01),
+            scale=core.config.model.position_scale,
         )
         self.start: nn.Parameter | None = None
         if config.mode == "autoregressive":

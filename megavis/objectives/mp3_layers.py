@@ -95,6 +95,7 @@ class SetEmbedding(nn.Module):
             width=grid[1],
             hidden_size=core.megatron.hidden_size,
             fill=normal(0.02),
+            scale=core.config.model.position_scale,
         )
         self.register_buffer("places", grid_coordinates(*grid), persistent=False)
         self.class_token: nn.Parameter | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,10 +80,27 @@ def _differences(source: RunConfig, config: RunConfig, objective: Classification
                     f"was trained with {section}.{key} {there.get(key)}, and this config has"
                     f" {here.get(key)}; fine-tuning keeps the architecture"
                 )
+    yield from _other_size(source, config, objective.paper.position_kind)
     if objective.paper.weights_need_their_seed and source.seed != config.seed:
         yield (
             f"was trained with seed {source.seed}, which its weights depend on; set seed to"
             f" {source.seed}, not {config.seed}"
+        )
+
+
+def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Iterator[str]:
+    """Want coordinates that are interpolated where images have another size than in pre-training.
+
+    Learned positions are resized as they are read.
+    """
+    if position_kind not in ("sincos", "rope_1d", "rope_2d"):
+        return
+    sizes = source.data.image_size, config.data.image_size
+    scale = source.model.position_scale * sizes[0] / sizes[1]
+    if not math.isclose(config.model.position_scale, scale, rel_tol=1e-3):
+        yield (
+            f"was trained on {sizes[0]}² pixels, and this config has {sizes[1]}²; set"
+            f" model.position_scale to {scale:.6g}, which interpolates {position_kind} positions"
         )
 
 

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.reader import read_weights
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.model.positions import resize_table
@@ -67,7 +69,40 @@ def test_other_grids_are_refused():
         resize_table(torch.zeros(9, 2), 8)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope_2d"])
+FINETUNING = """\
+based_on: c.yaml
+name: tuned
+data: {{validation: {shards}/validation, image_size: 24, short_side: 24}}
+training: {{validate_every: 1, validation_images: 8}}
+finetune: {{from_run: {folder}/{positions}, num_classes: 10}}
+"""
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])
+def test_fine_tuning_at_another_size(image_shards, tmp_path, capsys, positions):
+    names = {"positions": positions, "folder": tmp_path, "shards": image_shards}
+    (tmp_path / "c.yaml").write_text(CONFIG.format(**names))
+    (tmp_path / "f.yaml").write_text(FINETUNING.format(**names))
+    assert main(["train", str(tmp_path / "c.yaml"), "--device", "cpu"]) == 0
+    command = ["finetune", str(tmp_path / "f.yaml"), "--device", "cpu"]
+    if positions in ("sincos", "rope_1d", "rope_2d"):
+        assert main(command) == 2
+        message = capsys.readouterr().err
+        assert "was trained on 16² pixels, and this config has 24²" in message
+        assert "set model.position_scale to 0.666667" in message
+        command.append("model.position_scale=0.6667")
+    assert main([*command, "optimizer.learning_rate=1e-12"]) == 0
+    before, after = (
+        read_weights(latest_checkpoint(tmp_path / name)) for name in (positions, "tuned")
+    )
+    for name, value in before.items():
+        if name == "embedding.positions.weight":
+            value = resize_table(value, 36)
+        if not name.startswith("head."):
+            torch.testing.assert_close(after[name], value)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])
 def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
     (tmp_path / "c.yaml").write_text(
         CONFIG.format(positions=positions, folder=tmp_path, shards=image_shards)
@@ -79,6 +114,12 @@ def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
         assert larger.config.model.position_scale == 0.5
         assert (larger.config.data.image_size, larger.config.data.short_side) == (32, 36)
         assert larger.features(torch.zeros(2, 32, 32, 3, dtype=torch.uint8)).shape == (2, 2, 16)
+        drawn = larger.sample(originals=torch.zeros(2, 32, 32, 3, dtype=torch.uint8), given=0.5)
+        assert (drawn.dtype, drawn.shape) == (torch.uint8, (2, 32, 32, 3))
+        assert not drawn[:, :16].any()
+        assert torch.equal(larger.sample(3, seed=1)[:2], larger.sample(2, seed=1))
+        with pytest.raises(UserError, match="top_k and top_p choose ids"):
+            larger.sample(2, top_k=3)
         with pytest.raises(UserError, match=r"18.*do not fit: objective.patch_size"):
             at_image_size(trained.config, 18)
         if positions == "learned":

@@ -55,6 +55,18 @@ def test_half_the_scale_is_half_the_coordinate():
     torch.testing.assert_close(rotate(heads, places, scale=0.5), rotate(heads, places // 2))
 
 
+def test_half_the_scale_interpolates_sines_and_cosines():
+    fine, coarse = (
+        Positions("sincos", height=n, width=n, hidden_size=16, fill=normal(0), scale=3 / n)
+        for n in (6, 3)
+    )
+    everywhere = fine(torch.zeros(1, 36, 16), grid_coordinates(6, 6)).view(6, 6, 16)
+    expected = coarse(torch.zeros(1, 9, 16), grid_coordinates(3, 3)).view(3, 3, 16)
+    torch.testing.assert_close(everywhere[::2, ::2], expected)
+    between = sincos(torch.tensor([[0.5, 1.5]]), 16)[0]
+    torch.testing.assert_close(everywhere[1, 3], between)
+
+
 def test_sines_and_cosines_by_loops():
     table = sincos(grid_coordinates(3, 4), 16)[0]
     for row in range(3):

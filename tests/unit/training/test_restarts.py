@@ -1,5 +1,6 @@
 """Automatic restarts that come no further, and a validation that is broken off."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -54,7 +55,9 @@ def test_a_validation_is_broken_off_where_time_presses(context, shards):
         answers.append(True)
         return True
 
-    engine = SimpleNamespace(layers=None, context=context, micro_batch_size=2)
+    engine = SimpleNamespace(
+        layers=None, context=context, micro_batch_size=2, evaluated=nullcontext
+    )
     state = StepState(4, 8, None, engine)
     Validate(ShardDataset(shards / "validation"), 4, 16, is_urgent=is_urgent)(state)
     assert (state.record, answers) == ({}, [True])
