@@ -27,12 +27,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Under ZeRO the optimizer steps one flat part after another, and is called for each.
+        # Under ZeRO the optimizer steps one flat part after another, and is called for each; under
+        # ZeRO-0 it is called for a step that is not finite too, and takes none.
+        share: Any = 1.0 - self.decay
+        if hasattr(optimizer, "found_inf"):
+            share = share * (1.0 - optimizer.found_inf)
         for group in optimizer.param_groups:
             for master in group["params"]:
                 state = optimizer.state[master]
                 if AVERAGE in state:
-                    state[AVERAGE].lerp_(master.detach(), 1.0 - self.decay)
+                    state[AVERAGE].lerp_(master.detach(), share)
                 elif state:
                     state[AVERAGE] = master.detach().clone()
 

@@ -64,8 +64,11 @@ class LARS(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        state["momentum"].mul_(group["momentum"]).add_(direction)
-        parameter.sub_(group["lr"] * state["momentum"])
+        momentum = group["momentum"] * state["momentum"] + direction
+        # What a step that `GradientNorm` found not finite leaves alone, as torch's own optimizers.
+        taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
+        state["momentum"].copy_(torch.where(taken, momentum, state["momentum"]))
+        parameter.copy_(torch.where(taken, parameter - group["lr"] * momentum, parameter))
 
     def _norms(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the norms of a whole matrix and of its gradient: `[2]`."""

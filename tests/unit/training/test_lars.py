@@ -73,6 +73,17 @@ def test_a_matrix_of_zeros_takes_a_plain_step():
     torch.testing.assert_close(parameter.detach(), torch.full((2, 2), -0.5))
 
 
+def test_a_step_that_is_not_finite_changes_nothing():
+    named = parameters()
+    optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS))
+    before = [value.clone() for value in trained(named, optimizer)]
+    next(iter(named.values())).grad.fill_(math.inf)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    torch.testing.assert_close([value.detach() for value in named.values()], before)
+    assert all(state["momentum"].isfinite().all() for state in optimizer.state.values())
+
+
 def test_the_frozen_are_left_out():
     named = parameters()
     named["blocks.0.weight"] = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
