@@ -66,7 +66,7 @@ def test_apex_that_is_not_there_is_a_clear_error(monkeypatch):
 
 def test_gradient_norm_is_measured_before_it_is_clipped(context):
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
     norm = GradientNorm(optimizer, context.model.group, clip=1.0)
     parameters[0].grad = torch.tensor([3.0, 0.0, 4.0])
     parameters[1].grad = torch.tensor([[0.0, 12.0], [0.0, 0.0]])
