@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megavis.checkpoint.manifest import KINDS, read_manifest
+from megavis.checkpoint.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
@@ -127,7 +127,9 @@ def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
 def _disk(config: RunConfig, num_parameters: int) -> Finding:
     """Compare what checkpoints will take, one that is being written included, with what is free."""
     keep, steps = config.checkpoint, config.training.steps
-    size = len(KINDS) * _FLOAT32 * num_parameters
+    # Weights and Adam's two moments, and the moving average of the weights.
+    kinds = 3 + bool(config.optimizer.ema_decay)
+    size = kinds * _FLOAT32 * num_parameters
     for_good = steps // keep.keep_every if keep.keep_every else 0
     count = keep.keep_last + 1 + for_good
     folder = Path(config.folder).absolute()
