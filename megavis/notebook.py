@@ -232,18 +232,8 @@ class Run:
         if isinstance(self.objective, PatchByPatch):
             if top_k is not None or top_p is not None:
                 raise UserError("top_k and top_p choose ids, and this run draws patches")
-            images = None if originals is None else torch.as_tensor(originals)
-            return sample_patches(
-                self.runner,
-                self.objective,
-                num_images=num_images or (1 if images is None else len(images)),
-                originals=images,
-                num_given=round(given * self.objective.num_tokens),
-                batch_size=batch_size,
-                num_steps=num_steps,
-                temperature=temperature,
-                seed=seed,
-            )
+            options = {"num_steps": num_steps, "temperature": temperature, "seed": seed}
+            return self._draw_patches(num_images, originals, given, batch_size, **options)
         ids = None if originals is None else self.to_ids(originals)
         return sample_ids(
             self.runner,
@@ -256,6 +246,21 @@ class Run:
             top_k=top_k,
             top_p=top_p,
             seed=seed,
+        )
+
+    def _draw_patches(
+        self, num_images: int | None, originals: Any, given: float, batch_size: int, **options: Any
+    ) -> Tensor:
+        assert isinstance(self.objective, PatchByPatch)
+        images = None if originals is None else torch.as_tensor(originals)
+        return sample_patches(
+            self.runner,
+            self.objective,
+            num_images=num_images or (1 if images is None else len(images)),
+            originals=images,
+            num_given=round(given * self.objective.num_tokens),
+            batch_size=batch_size,
+            **options,
         )
 
     def latent_sampler(self, *, seed: int = 0, **choice: Any) -> LatentSampler:
