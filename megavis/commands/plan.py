@@ -275,4 +275,8 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
         f" (MFU {plan.time.mfu:.0%}),",
         f"#   {plan.days:.1f} days for {plan.steps:,} steps.",
     ]
+    if path.resolve().parent == base.resolve().parent:
+        # Where editors find the schema, relative to the folder.
+        lines = base.read_text(encoding="utf-8").splitlines()
+        head += [line for line in lines if line.startswith("# yaml-language-server")]
     return "\n".join([*head, "", dump_tree(tree)])

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 NUM_COLORS = 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_job_is_left_open():
+    """A job that a test leaves open would fail all tests after it, and the blame fall on these."""
+    yield
+    job = sys.modules.get("torch.distributed")
+    if job is not None and job.is_initialized():
+        from megavis.parallel.context import close_context
+
+        close_context()
+        pytest.fail("a test of this file leaves its job open")
 
 
 @pytest.fixture(scope="module")

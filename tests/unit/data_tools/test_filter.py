@@ -14,7 +14,7 @@ from image_sources import write_folder, write_tar
 from PIL import Image
 
 import megavis
-from data_tools import measurements
+from data_tools import measurements, run_features
 from data_tools.__main__ import main
 from data_tools.layouts import open_unlabelled
 from data_tools.likeness import fit_likeness
@@ -25,6 +25,7 @@ from data_tools.sources import Picture
 from megavis.cli import main as train
 from megavis.data.manifest import Manifest
 from megavis.data.shards import ShardReader
+from megavis.parallel.context import close_context
 
 NUM_PHOTOGRAPHS = 16
 
@@ -192,7 +193,15 @@ def small_run(tiny_config, tmp_path_factory):
     return folder / "few"
 
 
-def test_features_of_a_run(tmp_path, small_run, capsys):
+@pytest.fixture
+def job_of_a_run():
+    """Leave the job that opening a run has made, and forget the run."""
+    yield
+    run_features._opened.cache_clear()
+    close_context()
+
+
+def test_features_of_a_run(tmp_path, small_run, capsys, job_of_a_run):
     """Those that the notebook gives of the resized pictures; both sides of --like have them."""
     write_folder(tmp_path / "wanted", crops(range(10)))
     write_folder(tmp_path / "found", crops(range(10, 22)))
