@@ -101,7 +101,12 @@ class DARL(PatchSequences):
             yield f"holds {manifest.kind} shards; {self.paper.name} wants jpeg shards"
         elif self.ids is not None:
             # Opened before any work starts: what does not fit is said now.
-            self.ids.tokenizer  # noqa: B018
+            self.tokenizer_identity  # noqa: B018
+
+    @functools.cached_property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of the tokenizer whose ids are predicted."""
+        return None if self.ids is None else self.ids.tokenizer.identity()
 
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe is followed (section 4, table 8)."""

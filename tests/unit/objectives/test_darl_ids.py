@@ -53,6 +53,13 @@ def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, w
     assert changed.tolist() == [[False] + [True] * 15] * 2
 
 
+def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folder):
+    objective, _ = build_paper(CONFIG.format(run=run_folder))
+    assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()
+    pixels = ("objective.loss=mse", "objective.tokenizer=null", "objective.vocabulary_size=null")
+    assert build_paper(CONFIG.format(run=run_folder), *pixels)[0].tokenizer_identity is None
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
