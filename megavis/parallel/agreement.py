@@ -15,7 +15,9 @@ class Agreement:
 
     def __init__(self) -> None:
         """Join the other processes of the job; every process calls this."""
-        self._group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every process is a member"
+        self._group = group
         self._flag = torch.zeros((), dtype=torch.uint8)
         self._work: dist.Work | None = None
 
