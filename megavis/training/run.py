@@ -13,18 +13,17 @@ from deepspeed.accelerator import get_accelerator
 
 from megavis.checkpoint.folder import latest_checkpoint, prune
 from megavis.checkpoint.load import load_training_state
-from megavis.checkpoint.manifest import Manifest as CheckpointManifest
 from megavis.checkpoint.manifest import read_manifest
 from megavis.checkpoint.save import Progress, Snapshot
-from megavis.config.errors import UnfinishedError, UserError
-from megavis.config.load import LoadedConfig, dump_config, load_config
+from megavis.config.errors import UnfinishedError
+from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
 from megavis.data.files import write_atomically
 from megavis.data.loader import BatchLoader, Readable
 from megavis.data.manifest import PALETTE_NAME
 from megavis.data.mixture import Samples
 from megavis.data.transforms import training_transform
-from megavis.objectives import build_objective, objective_configs
+from megavis.objectives import build_objective
 from megavis.objectives.classification import Classification
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext, close_context, open_context
@@ -45,6 +44,7 @@ from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.open_data import open_held_out, open_training_data
 from megavis.training.restarts import count_restart
+from megavis.training.same_run import check_same_run, check_same_tokenizer
 from megavis.training.samples import SampleImages
 from megavis.training.saving import SaveCheckpoint
 from megavis.training.watchdog import Watchdog
@@ -227,37 +227,9 @@ class TrainingRun:
         """
         checkpoint = latest_checkpoint(self.folder)
         if checkpoint is not None:
-            self._check_same_run(read_manifest(checkpoint), checkpoint)
+            check_same_tokenizer(checkpoint, self.train_data, self.tokenizer)
+            check_same_run(self.folder / "config.yaml", self.config)
         return checkpoint
-
-    def _check_same_run(self, manifest: CheckpointManifest, checkpoint: Path) -> None:
-        """Refuse to go on with what would make the run another one."""
-        if manifest.tokenizer != self.tokenizer:
-            raise UserError(
-                f"{self.train_data.directory}: its {self.train_data.manifest.tokenizer_kind}"
-                f" {str(self.tokenizer)[:12]} is not the one of {checkpoint},"
-                f" {str(manifest.tokenizer)[:12]}; train with what the run was begun with, or"
-                " choose another name"
-            )
-        path = self.folder / "config.yaml"
-        before = load_config(path, objectives=objective_configs()).config
-        for key in ("seed", "objective", "model", "finetune"):
-            if getattr(before, key) != getattr(self.config, key):
-                raise UserError(
-                    f"{path}: this run was begun with another '{key}'; choose another name, or"
-                    f" make '{key}' what it was"
-                )
-        if before.training.batch_size != self.config.training.batch_size:
-            raise UserError(
-                f"{path}: this run was begun with training.batch_size"
-                f" {before.training.batch_size}, which its sample order counts in; keep it"
-            )
-        weights = [source.weight for source in before.data.train_sources]
-        if weights != [source.weight for source in self.config.data.train_sources]:
-            raise UserError(
-                f"{path}: this run was begun with data.train of weights {weights}, which its"
-                " sample order follows; keep them, or choose another name"
-            )
 
     def _prepare_folder(self) -> None:
         if not self.context.is_main:

@@ -1,0 +1,53 @@
+"""Refusing to go on with what would make a run another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megavis.checkpoint.manifest import read_manifest
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
+from megavis.data.mixture import Samples
+from megavis.objectives import objective_configs
+
+
+def check_same_tokenizer(checkpoint: Path, data: Samples, tokenizer: str | None) -> None:
+    """Compare what makes the tokens, by its SHA-256, with that of a checkpoint.
+
+    Raises:
+        UserError: it is another one.
+    """
+    before = read_manifest(checkpoint).tokenizer
+    if before != tokenizer:
+        raise UserError(
+            f"{data.directory}: its {data.manifest.tokenizer_kind} {str(tokenizer)[:12]} is not the"
+            f" one of {checkpoint}, {str(before)[:12]}; train with what the run was begun with, or"
+            " choose another name"
+        )
+
+
+def check_same_run(path: Path, config: RunConfig) -> None:
+    """Compare a config with the one that a run was begun with, `path`.
+
+    Raises:
+        UserError: they differ in what decides weights, samples or draws.
+    """
+    before = load_config(path, objectives=objective_configs()).config
+    for key in ("seed", "objective", "model", "finetune"):
+        if getattr(before, key) != getattr(config, key):
+            raise UserError(
+                f"{path}: this run was begun with another '{key}'; choose another name, or make"
+                f" '{key}' what it was"
+            )
+    if before.training.batch_size != config.training.batch_size:
+        raise UserError(
+            f"{path}: this run was begun with training.batch_size {before.training.batch_size},"
+            " which its sample order counts in; keep it"
+        )
+    weights = [source.weight for source in before.data.train_sources]
+    if weights != [source.weight for source in config.data.train_sources]:
+        raise UserError(
+            f"{path}: this run was begun with data.train of weights {weights}, which its sample"
+            " order follows; keep them, or choose another name"
+        )
