@@ -23,6 +23,8 @@ from pydantic import (
 from megavis.config.errors import UserError
 
 MANIFEST = "manifest.json"
+CHECKSUMS = "crc32"
+"""In the header of a checkpoint's files: the CRC-32 of each tensor, as JSON."""
 _CHECKSUM = "checksum"
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum", "average"]

@@ -5,6 +5,7 @@ Each process keeps, besides its own share, one parameter at a time.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zlib
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megavis.checkpoint.folder import partial_folder, publish
 from megavis.checkpoint.manifest import (
+    CHECKSUMS,
     MANIFEST,
     LogicalTensor,
     LossScale,
@@ -185,10 +187,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
 
     Its header keeps a CRC-32 of each tensor: should the file be damaged, that tells which was hit.
     """
-    checksums = {
-        key: str(zlib.crc32(tensor.detach().numpy().data)) for key, tensor in tensors.items()
-    }
-    save_file(tensors, path, metadata=checksums)
+    checksums = {key: zlib.crc32(tensor.detach().numpy().data) for key, tensor in tensors.items()}
+    # All in one entry: safetensors writes several in another order each time, and equal tensors
+    # are to give equal files.
+    save_file(tensors, path, metadata={CHECKSUMS: json.dumps(checksums)})
     with path.open("rb") as file:
         os.fsync(file.fileno())
     flush_folder(path.parent)

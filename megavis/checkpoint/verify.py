@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.checkpoint.manifest import StoredFile, read_manifest
+from megavis.checkpoint.manifest import CHECKSUMS, StoredFile, read_manifest
 from megavis.checkpoint.reader import complaint_about
 from megavis.config.errors import UserError
 
@@ -42,13 +42,13 @@ def _hit(path: Path, stored: StoredFile) -> list[str]:
             if length > stored.size:
                 raise ValueError
             header = json.loads(file.read(length))
-            checksums = header.pop("__metadata__", {})
+            checksums = json.loads(header.pop("__metadata__", {}).get(CHECKSUMS, "{}"))
             found = [
                 key
                 for key, entry in header.items()
                 if key in checksums
                 and _checksum_at(path, _LENGTH_BYTES + length, entry["data_offsets"])
-                != int(checksums[key])
+                != checksums[key]
             ]
         except (ValueError, KeyError, TypeError, AttributeError):
             # No JSON any more, or not of this form.
