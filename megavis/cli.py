@@ -19,6 +19,7 @@ _COMMANDS = {
     "plan": "plan",
     "sample": "sample",
     "probe": "probe",
+    "evaluate": "evaluate",
     "figure": "figure",
     "finetune": "finetune",
     "ensemble": "ensemble",

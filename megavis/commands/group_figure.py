@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
+from megavis.commands.perceptual import add_perceptual_arguments, open_perceptual
 from megavis.commands.probing import job_closed, open_run
 from megavis.commands.sample import take_turns
 from megavis.config.errors import UserError
@@ -43,17 +44,7 @@ def add_group_figure(figures: Any) -> None:
         "--orders", type=int, default=1, help="of the hidden patches, averaged over; default: 1"
     )
     parser.add_argument("--seed", type=int, default=0, help="decides what is hidden; default: 0")
-    parser.add_argument(
-        "--perceptual-weights",
-        metavar="FILE",
-        help="VGG-16 or AlexNet weights; the distance in its features is measured too",
-    )
-    parser.add_argument(
-        "--lpips-weights",
-        metavar="FILE",
-        help="linear weights of the same network, as the package lpips has them; with"
-        " --perceptual-weights, LPIPS is measured",
-    )
+    add_perceptual_arguments(parser)
     parser.set_defaults(run=draw_groups)
 
 
@@ -77,8 +68,6 @@ def draw_groups(args: argparse.Namespace) -> int:
     for name in ("num_images", "orders"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1")
-    if args.lpips_weights and not args.perceptual_weights:
-        raise UserError("--lpips-weights needs the network's own in --perceptual-weights")
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         return _draw(opened, args)
@@ -95,7 +84,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
     if not isinstance(objective, GroupByGroup):
         name = opened.config.objective.name
         raise UserError(f"{name} does not predict several patches from any others")
-    perceptual = _perceptual(args)
+    perceptual = open_perceptual(args)
     dataset = held_out_images(opened, args)
     indices = take_turns(dataset, args.num_images)
     originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
@@ -117,14 +106,6 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
         sys.stdout.write(", ".join(f"{name} {value:.4g}" for name, value in row.items()) + "\n")
     sys.stdout.write(f"{folder / 'groups.png'}\n{table}\n")
     return 0
-
-
-def _perceptual(args: argparse.Namespace) -> PerceptualDistance | None:
-    from megavis.model.perceptual import PerceptualDistance
-
-    if args.perceptual_weights is None:
-        return None
-    return PerceptualDistance.load(args.perceptual_weights, args.lpips_weights)
 
 
 def _score(

@@ -1,0 +1,66 @@
+"""What a tokenizer loses: images beside what comes out of it.
+
+Legend: b images, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from megavis.data.batch import Batch
+from megavis.evaluation.completions import signal_to_noise
+from megavis.evaluation.similarity import structural_similarity
+from megavis.model.perceptual import PerceptualDistance
+from megavis.model.runner import Runner
+from megavis.objectives.trainable import Reconstructs
+
+
+def reconstructions(
+    runner: Runner, objective: Reconstructs, batches: Iterable[Batch]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images and what comes out of them, uint8 `[b, H, W, 3]` each.
+
+    No sample is named, so nothing is drawn: a VAE decodes the mean.
+    """
+    for batch in batches:
+        originals = batch.inputs.to(runner.context.device)
+        made = objective.reconstruction(runner.predictions(objective.inputs_from(originals)))
+        yield originals, made
+
+
+class PairScores:
+    """Means over images of what compares an image with its reconstruction.
+
+    Args:
+        perceptual: the distance to measure besides.
+    """
+
+    def __init__(self, perceptual: PerceptualDistance | None = None) -> None:
+        self._perceptual = perceptual
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, originals: Tensor, made: Tensor) -> None:
+        """Score pairs of images uint8 `[b, H, W, 3]`.
+
+        Raises:
+            UserError: they are too small for a measure.
+        """
+        scores = {
+            "psnr": signal_to_noise(made, originals),
+            "ssim": structural_similarity(made, originals),
+        }
+        if self._perceptual is not None:
+            pixels = (x.permute(0, 3, 1, 2).float() / 255.0 for x in (made, originals))
+            with torch.no_grad():
+                scores[self._perceptual.name] = self._perceptual(*pixels)
+        for name, values in scores.items():
+            self._values[name] += values.tolist()
+
+    def means(self) -> dict[str, float]:
+        """Return `psnr` in dB, `ssim`, and `lpips_alexnet` or as the distance is named."""
+        return {name: fmean(values) for name, values in self._values.items()}

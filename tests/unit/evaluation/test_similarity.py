@@ -1,0 +1,33 @@
+"""SSIM and PSNR against scikit-image."""
+
+import numpy as np
+import pytest
+import torch
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+from megavis.config.errors import UserError
+from megavis.evaluation.reconstruction import PairScores
+
+pytestmark = pytest.mark.once
+
+
+def test_psnr_and_ssim_are_those_of_scikit_image():
+    random = np.random.default_rng(0)
+    first = random.integers(0, 256, (4, 21, 17, 3)).astype(np.uint8)
+    noise = random.integers(-60, 61, first.shape)
+    second = (first + noise).clip(0, 255).astype(np.uint8)
+    scores = PairScores()
+    for rows in (slice(0, 3), slice(3, 4)):
+        scores.add(torch.from_numpy(first[rows]), torch.from_numpy(second[rows]))
+    pairs = list(zip(first, second, strict=True))
+    # What "gaussian 11×11" means in the literature (Wang et al., 2004).
+    options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    similarities = [structural_similarity(*p, channel_axis=-1, **options) for p in pairs]
+    assert scores.means()["ssim"] == pytest.approx(np.mean(similarities), rel=1e-9)
+    noises = [peak_signal_noise_ratio(*pair) for pair in pairs]
+    assert scores.means()["psnr"] == pytest.approx(np.mean(noises), rel=1e-9)
+
+
+def test_images_smaller_than_a_window_are_refused():
+    with pytest.raises(UserError, match="windows of 11² pixels; the images have 8×8"):
+        PairScores().add(*torch.zeros(2, 1, 8, 8, 3, dtype=torch.uint8))
