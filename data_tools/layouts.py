@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from data_tools.ground_truth import KAGGLE_TRUTH, find_truth, read_truth
 from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
-from data_tools.selection import SPLITS, Selection, check_made_for, open_selection
+from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
+from data_tools.labelled.table import DATA_SETS
+from data_tools.selection import SPLITS, Selection, Split, check_made_for, open_selection
 from data_tools.sources import FileSource, Source, SourceFile, list_images
 from data_tools.tars import first_member, is_tar
 from data_tools.web_tars import list_tars
@@ -27,6 +31,7 @@ LAYOUTS = (
     "kaggle-validation",
     "webdataset",
     "jpeg-shards",
+    *DATA_SETS,
 )
 _URL_LISTS = (".parquet", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
 
@@ -39,7 +44,8 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
         help="an image folder (the first folder on the way to a file is its class), "
         "ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar or its folder, the root of Kaggle's "
         "ILSVRC (its training set), webdataset tars (a folder of them, one, or a pattern such as "
-        "'web/{00000..00123}.tar'), or a folder of jpeg shards",
+        "'web/{00000..00123}.tar'), a folder of jpeg shards, or a labelled data set as its authors "
+        f"publish it: {', '.join(DATA_SETS)}",
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="of the source")
     parser.add_argument(
@@ -63,9 +69,11 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
 def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
-        choices=SPLITS,
+        choices=(*SPLITS, *OFFICIAL_SPLITS),
         default="all",
-        help="keep what a hash of the name holds out for validation, or the rest",
+        help="train, validation: the division of a labelled data set, or else what a hash of the "
+        "name holds out for validation, and the rest; all: both; test, extra, unlabeled: of a "
+        "labelled data set",
     )
     parser.add_argument(
         "--validation-share", type=float, default=0.04, help="of --split; 0.04 as iGPT"
@@ -88,6 +96,7 @@ def open_source(arguments: argparse.Namespace) -> Source:
     layout = arguments.layout
     if layout == "auto":
         layout = "imagenet-validation" if arguments.ground_truth else find_layout(place)
+    selection = replace(selection, split=_hash_split(layout, arguments.split))
     if layout == "webdataset":
         check_made_for(selection, list_tars(place, selection=Selection()).sha256)
         return list_tars(place, selection=selection, class_names=classes)
@@ -95,15 +104,38 @@ def open_source(arguments: argparse.Namespace) -> Source:
         place = _kaggle_folder(place, layout)
     if layout in ("imagenet-validation", "kaggle-validation"):
         source = _validation(place, arguments.ground_truth, classes)
+    elif layout in DATA_SETS:
+        source = DATA_SETS[layout].open(place, arguments.split, class_names=classes)
     else:
         source = _FILE_LAYOUTS[layout](place, class_names=classes)
     check_made_for(selection, source.sha256)
     return selection.of_files(source)
 
 
+def _hash_split(layout: str, split: str) -> Split:
+    """Return what of `--split` is left to a hash of the names, the official division being made.
+
+    Raises:
+        UserError: the layout knows no such split.
+    """
+    if layout in DATA_SETS and (VALIDATION in DATA_SETS[layout].sizes or split in OFFICIAL_SPLITS):
+        return "all"
+    if split in OFFICIAL_SPLITS:
+        raise UserError(
+            f"--split {split}: only a labelled data set has one, and the source was read as"
+            f" {layout}; --layout names what it is"
+        )
+    return cast(Split, split)
+
+
 def open_unlabelled(place: Path) -> Source:
-    """Return the pictures at a path, whose labels do not matter. Raises UserError and OSError."""
+    """Return the pictures at a path, whose labels do not matter; of a labelled data set its tests.
+
+    Raises UserError and OSError.
+    """
     layout = find_layout(place)
+    if layout in DATA_SETS:
+        return DATA_SETS[layout].open(place, TEST, class_names=None)
     if layout == "webdataset":
         return list_tars(place, selection=Selection())
     if layout == "imagenet-validation":
@@ -141,6 +173,9 @@ def _folder_layout(place: Path) -> str:
         return "jpeg-shards"
     if (place / KAGGLE_TREE).is_dir():
         return "kaggle-train"
+    for name, data_set in DATA_SETS.items():
+        if data_set.lies_at(place):
+            return name
     entries = sorted(place.iterdir())
     if any(path.is_dir() for path in entries):
         return "folder"

@@ -86,6 +86,7 @@ class Selection:
             root=source.root,
             classes=source.class_names,
             extra=f"{source.sha256} {self.identity}",
+            read=source.read,
         )
         if not selected.files:
             raise UserError(f"{source.root} has no picture in the split {self.split!r}")

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from data_tools.decode import RefusedImageError
 from megavis.config.errors import UserError
 
 # Called with a name and a reason for each file that gives no picture.
@@ -118,12 +119,17 @@ class SourceFile:
             return os.pread(tar.fileno(), length, self.offset)
 
 
+# How the bytes of a picture are read, below a root; a function of a module, which can be pickled.
+Reading = Callable[[SourceFile, Path], bytes]
+
+
 @dataclass(frozen=True)
 class FileSlice:
     """A part of a `FileSource`: files with their places in the sorted list, which are the keys."""
 
     root: Path
     files: tuple[tuple[int, SourceFile], ...]
+    read: Reading = SourceFile.read
 
     @property
     def num_files(self) -> int:
@@ -137,9 +143,9 @@ class FileSlice:
                 refuse(file.name, file.refused or TOO_LARGE)
                 continue
             try:
-                content = file.read(self.root)
-            except OSError:
-                refuse(file.name, "unreadable file")
+                content = self.read(file, self.root)
+            except (OSError, RefusedImageError) as error:
+                refuse(file.name, "unreadable file" if isinstance(error, OSError) else str(error))
                 continue
             if file.offset >= 0 and len(content) < file.num_bytes:
                 refuse(file.name, CUT_OFF)
@@ -157,6 +163,7 @@ class FileSource:
         files: one entry a file, images or not: what is none is refused, and counted, later.
         class_names: names of the classes; a label indexes them.
         sha256: identity of the list of names and sizes.
+        read: how the bytes of one of them are read.
     """
 
     description: str
@@ -164,6 +171,7 @@ class FileSource:
     files: tuple[SourceFile, ...]
     class_names: tuple[str, ...]
     sha256: str
+    read: Reading = SourceFile.read
 
     @classmethod
     def of(
@@ -174,6 +182,7 @@ class FileSource:
         root: Path,
         classes: Sequence[str],
         extra: str = "",
+        read: Reading = SourceFile.read,
     ) -> FileSource:
         """Make a source of files in any order; `extra` is part of its identity.
 
@@ -186,13 +195,13 @@ class FileSource:
         digest = hashlib.sha256(extra.encode())
         for file in ordered:
             digest.update(f"{file.name}\0{file.num_bytes}\n".encode())
-        return cls(description, root, tuple(ordered), tuple(classes), digest.hexdigest())
+        return cls(description, root, tuple(ordered), tuple(classes), digest.hexdigest(), read)
 
     def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
         """Shuffle the files by `seed` and cut them into slices of `files_per_part`."""
         order = np.random.default_rng(seed).permutation(len(self.files)).tolist()
         return [
-            FileSlice(self.root, tuple((place, self.files[place]) for place in places))
+            FileSlice(self.root, tuple((place, self.files[place]) for place in places), self.read)
             for start in range(0, len(order), files_per_part)
             if (places := order[start : start + files_per_part])
         ]

@@ -1,0 +1,173 @@
+"""What a labelled data set is: official splits, classes, and a list of labelled pictures.
+
+A reader lists one split without decoding anything. Pictures that lie as bare numbers in a file of
+many are handed out as PPM, which every verb decodes to the same pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.report import say
+from data_tools.sources import FileSource, Reading, SourceFile
+from megavis.config.errors import UserError
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+EXTRA, UNLABELED = "extra", "unlabeled"
+OFFICIAL_SPLITS = (TEST, EXTRA, UNLABELED)
+"""Splits that only a labelled data set has; `train` and `validation` any source can be cut into."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The pictures of one split.
+
+    Attributes:
+        class_names: a label indexes them; the same for all splits.
+        files: in any order, labels filled in; -1 in splits without labels.
+        read: how a picture's bytes are read.
+    """
+
+    class_names: Sequence[str]
+    files: Sequence[SourceFile]
+    read: Reading = SourceFile.read
+
+
+@dataclass(frozen=True)
+class LabelledSet:
+    """A data set that its authors divided, and whose files this project knows.
+
+    Attributes:
+        name: as `--layout` takes it.
+        markers: files or folders; where those of one group all lie, it is this data set.
+        sizes: published number of pictures of each split.
+        list_split: lists one split of the data set at a path. Raises UserError where a file is
+            missing, of a wrong size, or no such file.
+    """
+
+    name: str
+    markers: Sequence[Sequence[str]]
+    sizes: Mapping[str, int]
+    list_split: Callable[[Path, str], Listing]
+
+    def lies_at(self, root: Path) -> bool:
+        """Return whether a folder holds this data set."""
+        return any(all((root / name).exists() for name in group) for group in self.markers)
+
+    def parts_of(self, split: str) -> tuple[str, ...]:
+        """Return the official splits that `--split` means.
+
+        `all` is everything that may be trained on. Where the authors held nothing out for
+        validation, `train` and `validation` are both cut from their training set, by the caller.
+
+        Raises:
+            UserError: the data set has no such split.
+        """
+        trained = tuple(part for part in (TRAIN, VALIDATION) if part in self.sizes)
+        if split == "all" or (split == VALIDATION and split not in self.sizes):
+            return trained
+        if split not in self.sizes:
+            raise UserError(f"{self.name} has no split {split!r}, but {', '.join(self.sizes)}")
+        return (split,)
+
+    def open(self, root: Path, split: str, *, class_names: Sequence[str] | None) -> FileSource:
+        """Return the pictures of the official splits that `--split` means.
+
+        Args:
+            root: the folder of the data set, as it is unpacked.
+            split: of `--split`.
+            class_names: `--classes-from`, which can only name the same classes.
+
+        Raises:
+            UserError: a file is missing, of a wrong size or damaged, or a label out of range.
+            OSError: the disk fails.
+        """
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder: give that of {self.name}, unpacked")
+        parts = self.parts_of(split)
+        listings = [self.list_split(root, part) for part in parts]
+        files = [file for listing in listings for file in listing.files]
+        classes = tuple(listings[0].class_names)
+        _check_labels(root, files, len(classes), lowest=-1 if parts == (UNLABELED,) else 0)
+        if class_names is not None and tuple(class_names) != classes:
+            raise UserError(f"{self.name} has other classes than --classes-from: leave that out")
+        return FileSource.of(
+            files,
+            description=self._describe(parts, len(files)),
+            root=root,
+            classes=classes,
+            extra=f"{self.name} " + " ".join(str(file.label) for file in files),
+            read=listings[0].read,
+        )
+
+    def _describe(self, parts: Sequence[str], found: int) -> str:
+        published = sum(self.sizes[part] for part in parts)
+        description = f"{self.name}, {' and '.join(parts)} set"
+        if found == published:
+            return description
+        description += f", {found} of {published} pictures"
+        say(f"{description}: what it gives compares with no published number")
+        return description
+
+
+def _check_labels(
+    root: Path, files: Iterable[SourceFile], num_classes: int, *, lowest: int
+) -> None:
+    for file in files:
+        if not lowest <= file.label < num_classes:
+            raise UserError(
+                f"{root / (file.path or file.name)}: the label of {file.name} is number"
+                f" {file.label}, counted from 0, and there are {num_classes} classes"
+            )
+
+
+def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFile:
+    """Return a picture that a list names, by its path below `root`.
+
+    Raises:
+        UserError: it is not there.
+    """
+    try:
+        size = (root / name).stat().st_size
+    except OSError:
+        raise UserError(f"{root / name} is missing, and {listed_in} names it") from None
+    return SourceFile(name, label, size)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that are not empty.
+
+    Raises:
+        UserError: it is missing, no text or empty.
+    """
+    try:
+        lines = [stripped for line in path.read_text().splitlines() if (stripped := line.strip())]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"{path} cannot be read: {reason}") from None
+    if not lines:
+        raise UserError(f"{path} is empty")
+    return lines
+
+
+def read_columns(path: Path, count: int) -> list[list[str]]:
+    """Return the words of each line of a text file, the last with all that is left of it.
+
+    Raises:
+        UserError: it cannot be read, or a line has fewer than `count` words.
+    """
+    rows = [line.split(maxsplit=count - 1) for line in read_lines(path)]
+    for row in rows:
+        if len(row) < count:
+            raise UserError(f"{path}: the line {' '.join(row)!r} has not {count} words")
+    return rows
+
+
+def ppm(pixels: np.ndarray) -> bytes:
+    """Return pixels uint8 `[h, w, 3]` as a file of the plainest format, without loss."""
+    height, width, _ = pixels.shape
+    return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()

@@ -1,0 +1,90 @@
+"""Data sets of picture files with a text file for each split: Pets, DTD, Food-101, Aircraft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_tools.decode import decode_image
+from data_tools.labelled.data_set import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Listing,
+    image_file,
+    ppm,
+    read_columns,
+    read_lines,
+)
+from data_tools.sources import SourceFile
+from megavis.config.errors import UserError
+
+_PETS = {TRAIN: "trainval", TEST: "test"}
+_SHORT = {TRAIN: "train", VALIDATION: "val", TEST: "test"}
+_BANNER = 20
+"""Rows at the bottom of each picture of an aircraft that hold its copyright, not the picture."""
+
+
+def list_pets(root: Path, split: str) -> Listing:
+    """List Oxford-IIIT Pets: lines `Abyssinian_100 1 1 1` of name, class from 1, species, breed."""
+    listed_in = f"annotations/{_PETS[split]}.txt"
+    rows = read_columns(root / listed_in, 2)
+    numbers = [_number(numbers, root / listed_in) for _, numbers in rows]
+    names = {number: row[0].rpartition("_")[0] for number, row in zip(numbers, rows, strict=True)}
+    if sorted(names) != list(range(1, len(names) + 1)):
+        raise UserError(f"{root / listed_in}: classes are not numbered from 1 to {len(names)}")
+    files = [
+        image_file(root, f"images/{row[0]}.jpg", number - 1, listed_in=listed_in)
+        for number, row in zip(numbers, rows, strict=True)
+    ]
+    return Listing([names[number] for number in sorted(names)], files)
+
+
+def _number(text: str, path: Path) -> int:
+    try:
+        return int(text.split()[0])
+    except ValueError:
+        raise UserError(f"{path}: {text!r} is no number of a class") from None
+
+
+def list_dtd(root: Path, split: str) -> Listing:
+    """List the Describable Textures Dataset by the first of its ten divisions."""
+    classes = sorted(path.name for path in (root / "images").glob("*") if path.is_dir())
+    return _by_folder(root, f"labels/{_SHORT[split]}1.txt", classes, suffix="")
+
+
+def list_food(root: Path, split: str) -> Listing:
+    """List Food-101: lines `apple_pie/1005649`."""
+    return _by_folder(
+        root, f"meta/{_SHORT[split]}.txt", read_lines(root / "meta/classes.txt"), suffix=".jpg"
+    )
+
+
+def _by_folder(root: Path, listed_in: str, classes: list[str], *, suffix: str) -> Listing:
+    """List pictures below `images` whose folder is their class."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    files = []
+    for name in read_lines(root / listed_in):
+        folder = name.split("/")[0]
+        if folder not in numbers:
+            raise UserError(f"{root / listed_in}: {name!r} is of none of {len(classes)} classes")
+        path = f"images/{name}{suffix}"
+        files.append(image_file(root, path, numbers[folder], listed_in=listed_in))
+    return Listing(classes, files)
+
+
+def list_aircraft(root: Path, split: str) -> Listing:
+    """List FGVC-Aircraft with its 100 variants: lines `1025794 707-320`."""
+    classes = read_lines(root / "data/variants.txt")
+    numbers = {name: number for number, name in enumerate(classes)}
+    listed_in = f"data/images_variant_{_SHORT[split]}.txt"
+    files = []
+    for number, variant in read_columns(root / listed_in, 2):
+        if variant not in numbers:
+            raise UserError(f"{root / listed_in}: {variant!r} is not in data/variants.txt")
+        path = f"data/images/{number}.jpg"
+        files.append(image_file(root, path, numbers[variant], listed_in=listed_in))
+    return Listing(classes, files, _read_without_banner)
+
+
+def _read_without_banner(file: SourceFile, root: Path) -> bytes:
+    return ppm(decode_image(file.read(root))[:-_BANNER])
