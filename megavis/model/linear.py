@@ -1,4 +1,4 @@
-"""Megatron's linear layers, without detours outside of training, and with whole bias gradients."""
+"""Megatron's linear layers, on a CPU with the faster product, and with whole bias gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
+
+from megavis.model.product import product
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -15,14 +20,16 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias left over."""
-        if torch.is_grad_enabled() or self.sequence_parallel:
+        learns = torch.is_grad_enabled()
+        if self.sequence_parallel or (learns and not input_.is_cpu):
             return super().forward(input_)
-        # What Megatron does around the product serves the gradient, and costs more than that of
-        # a single token.
-        output = input_ @ self.weight.t()
-        if self.skip_bias_add or self.bias is None:
-            return output, self.bias
-        return output + self.bias, None
+        # What Megatron does around the product serves the gradient on a GPU, and outside of
+        # training it costs more than the product of a single token.
+        if learns:
+            input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
+        if self.skip_bias_add:
+            return product(input_, self.weight), self.bias
+        return product(input_, self.weight, self.bias), None
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -41,6 +48,9 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
+        if input_.is_cpu and not self.sequence_parallel:
+            part = product(input_, self.weight)
+            return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         output, bias = super().forward(input_)
         if bias is not None and self.sequence_parallel:
             bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)

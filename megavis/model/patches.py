@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megavis.model.core import Core
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.norms import Norm
+from megavis.model.product import product
 from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens
 
@@ -32,7 +33,7 @@ class WholeLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `[..., num_inputs]` to `[..., num_outputs]`."""
-        return super().forward(inputs.to(self.weight.dtype))
+        return product(inputs.to(self.weight.dtype), self.weight, self.bias)
 
 
 class PatchEmbedding(WholeLinear):

@@ -1,0 +1,58 @@
+"""The product of a linear layer is the same by either library, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megavis.model import product as module
+from megavis.model.product import SMALLEST, product
+
+pytestmark = pytest.mark.once
+available = pytest.mark.skipif(
+    not module._available, reason="this torch was built without oneDNN: there is one library"
+)
+
+
+def is_onednn(result: torch.Tensor) -> bool:
+    """Tell by the node of the graph which way a result was made."""
+    return type(result.grad_fn).__name__ == "_ProductBackward"
+
+
+@available
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_in_double_precision(bias):
+    torch.manual_seed(0)
+    # A view as attention gives it, not contiguous.
+    inputs = torch.randn(48, 96, 130).transpose(0, 1)[..., 1:129]
+    weight, shift = torch.randn(160, 128), torch.randn(160) if bias else None
+    given = [tensor for tensor in (inputs, weight, shift) if tensor is not None]
+    gradient = torch.randn(96, 48, 160)
+    narrow = [tensor.detach().requires_grad_() for tensor in given]
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    ours, reference = product(*narrow), F.linear(*wide)
+    assert is_onednn(ours)
+    assert torch.allclose(ours.double(), reference, atol=1e-4)
+    found = torch.autograd.grad(ours, narrow, gradient)
+    expected = torch.autograd.grad(reference, wide, gradient.double())
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
+
+
+@available
+def test_a_frozen_weight_gets_no_gradient():
+    inputs = torch.randn(256, 128, requires_grad=True)
+    product(inputs, torch.ones(128, 128)).sum().backward()
+    assert torch.allclose(inputs.grad, torch.full_like(inputs, 128.0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "expected"),
+    [
+        (SMALLEST // 64**2, torch.float32, module._available),
+        (SMALLEST // 64**2 - 1, torch.float32, False),
+        (SMALLEST // 64**2, torch.bfloat16, False),
+    ],
+)
+def test_small_products_and_other_precisions_stay_with_torch(rows, dtype, expected):
+    weight = torch.ones(64, 64, dtype=dtype, requires_grad=True)
+    assert is_onednn(product(torch.ones(rows, 64, dtype=dtype), weight)) == expected
