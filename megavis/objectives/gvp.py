@@ -135,9 +135,6 @@ class GVP(FillsPatches):
             yield f"holds {manifest.kind} shards; gvp wants {wanted} shards"
         elif self.paper.variant == "d2d" and self.paper.tokenizer is None:
             yield "holds images; name what makes ids of them in objective.tokenizer"
-        else:
-            # Opened before any work starts: what does not fit is said now.
-            self.tokenizer_identity  # noqa: B018
 
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe section 5 follows."""

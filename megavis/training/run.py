@@ -60,13 +60,10 @@ class TrainingRun:
     train_data: Samples
     validation_data: Readable | None
     """Held-out images; in a fine-tuning run those that choose the step."""
+    tokenizer: str | None
+    """SHA-256 of what made the tokens of the shards, or makes them of images."""
     finetuning: Finetuning | None = None
     """Present in a fine-tuning run."""
-
-    @property
-    def tokenizer(self) -> str | None:
-        """SHA-256 of what made the tokens of the shards, or makes them of images."""
-        return self.train_data.manifest.identity or self.objective.tokenizer_identity
 
     @property
     def folder(self) -> Path:
@@ -87,11 +84,13 @@ class TrainingRun:
         held_out, path = None, config.data.validation
         if path is not None:
             held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
+        # A tokenizer that does not fit is refused here, not by the first batch.
+        tokenizer = train_data.manifest.identity or objective.tokenizer_identity
         if not isinstance(objective, Classification):
-            return cls(config, context, objective, train_data, held_out)
+            return cls(config, context, objective, train_data, held_out, tokenizer)
         assert held_out is not None, "the config's checks want one"
         tuning = Finetuning.open(loaded, objective, train_data, held_out)
-        return cls(config, context, objective, train_data, tuning.selection, tuning)
+        return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
     def train(self, extra_hooks: Sequence[Hook] = ()) -> None:
         """Train to the last step, from the newest checkpoint if there is one.
