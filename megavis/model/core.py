@@ -31,8 +31,11 @@ QUICK_GELU_FACTOR = 1.702
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses."""
-    return x * (QUICK_GELU_FACTOR * x).sigmoid()
+    """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses.
+
+    As SiLU of 1.702 x, which keeps one tensor for the gradient where the plain form keeps two.
+    """
+    return F.silu(QUICK_GELU_FACTOR * x) * (1.0 / QUICK_GELU_FACTOR)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -18,9 +18,7 @@ from torch import Tensor
 SMALLEST = 1 << 21
 """Multiply-adds below which MKL is faster: oneDNN takes some 25 µs to choose its kernel."""
 
-_available = torch.backends.mkldnn.is_available() and hasattr(
-    torch.ops.mkldnn, "_linear_pointwise"
-)
+_available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -17,6 +17,8 @@ from megavis.planning.shape import ModelShape, number_size
 
 # Bytes a parameter: Adam's two moments; a gradient or a master weight.
 _ADAM, _FLOAT32 = 8, 4
+_AROUND_ACTIVATION = 2
+"""Tensors of the MLP's width: what its activation function is of, and what it gives."""
 # DeepSpeed's defaults, in numbers: a bucket of gradients that is reduced at once, and weights that
 # ZeRO-3 keeps whole at a time.
 BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
@@ -150,7 +152,7 @@ def block_activations(
         attention=_attention_activations(shape, layout, read),
         mlp=read
         * shape.mlp_size
-        * (shape.number_size * shape.saved_activations + shape.mlp_dropout)
+        * (shape.number_size * _AROUND_ACTIVATION + shape.mlp_dropout)
         / layout.tensor,
     )
 
@@ -248,7 +250,7 @@ def activation_memory(
 
 def _backward(shape: ModelShape, layout: Layout) -> float:
     """Return the bytes a token of gradients in the MLP, and in float32 in a norm."""
-    inside = shape.number_size * shape.mlp_size * shape.saved_activations / layout.tensor
+    inside = shape.number_size * shape.mlp_size * _AROUND_ACTIVATION / layout.tensor
     return inside + 2 * _FLOAT32 * shape.hidden_size / layout.token_parts
 
 

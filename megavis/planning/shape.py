@@ -40,7 +40,6 @@ class ModelShape:
         visibility: who sees whom.
         is_rotary: queries and keys are turned by where they stand.
         is_layer_norm: norms subtract the mean.
-        saved_activations: tensors of the MLP's width that its activation function leaves.
         mlp_dropout: something is dropped inside the MLP.
         residual_dropouts: halves of a block whose result is dropped from, 0 to 2.
         precision: `float32`, `bf16` or `fp16`.
@@ -57,7 +56,6 @@ class ModelShape:
     visibility: Kind
     is_rotary: bool
     is_layer_norm: bool
-    saved_activations: int
     mlp_dropout: bool
     residual_dropouts: int
     precision: str
@@ -91,7 +89,6 @@ def shape_of(objective: Objective) -> ModelShape:
         is_rotary="coordinates" in objective.carries,
         is_layer_norm=model.normalization == "layer_norm",
         # x · sigmoid(1.702 x) leaves x and the sigmoid, the others x alone; then the result.
-        saved_activations=3 if model.activation == "quick_gelu" else 2,
         mlp_dropout=bool(model.mlp_dropout),
         residual_dropouts=bool(model.residual_dropout) + bool(model.hidden_dropout),
         precision=config.training.precision,
