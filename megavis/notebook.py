@@ -48,9 +48,11 @@ class Run:
     Attributes:
         config: the resolved config of the run.
         folder: the run folder.
+        checkpoint: folder of the weights; None for fresh ones.
         step: optimizer steps of the weights; 0 for fresh ones.
         objective: the paper.
         context: where this process stands.
+        dtype: of the weights.
         runner: runs the network.
     """
 
@@ -68,14 +70,14 @@ class Run:
         self.objective = build_objective(config, context)
         plans = self.objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, self.objective.loss).layers))
-        self.step = 0
+        self.checkpoint, self.step = checkpoint, 0
         if checkpoint is not None:
             manifest = load_weights(checkpoint, layers, context)
             self.step = manifest.step
             self._check_tokenizer(manifest.tokenizer)
         for layer in layers.modules:
             layer.to(device=context.device, dtype=dtype)
-        self._dtype = dtype
+        self.dtype = dtype
         self.runner = Runner(layers, context)
 
     @classmethod
@@ -136,7 +138,7 @@ class Run:
             folder=self.folder,
             checkpoint=None,
             context=self.context,
-            dtype=self._dtype,
+            dtype=self.dtype,
         )
 
     @property

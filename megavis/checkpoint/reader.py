@@ -6,6 +6,8 @@ well, so this lies below `tokenizers`; what fits tensors into a model lies in `l
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,6 +47,21 @@ class CheckpointReader:
         """Return the key of what stands for a parameter in evaluation; a frozen one has but one."""
         key = f"{self.evaluated}/{name}"
         return key if key in self.manifest.tensors else f"weight/{name}"
+
+    def weights_sha256(self) -> str:
+        """Return a hash of the weights of evaluation, made of the manifest's hashes of their files.
+
+        The same weights saved by another layout have another one.
+        """
+        tensors, files = self.manifest.tensors, self.manifest.files
+        names = sorted(key.removeprefix("weight/") for key in tensors if key.startswith("weight/"))
+        entries = {name: tensors[self.weight_key(name)] for name in names}
+        used = sorted({part.file for entry in entries.values() for part in entry.slices})
+        content = {
+            "tensors": {name: entry.model_dump() for name, entry in entries.items()},
+            "files": {name: files[name].sha256 for name in used},
+        }
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def shape(self, key: str) -> torch.Size | None:
         """Return the shape of a logical tensor; None where there is no such."""

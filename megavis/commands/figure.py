@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.group_figure import add_group_figure
+from megavis.commands.networks import (
+    feature_cache,
+    feature_job,
+    network_of,
+    probe_run,
+    tell_cache,
+)
 from megavis.commands.patch_figures import add_patch_figures
 from megavis.commands.position_figures import add_position_figures
 from megavis.commands.probing import (
     add_data_arguments,
     add_network_arguments,
     check_arguments,
-    job_closed,
     open_run,
     probe_data,
-    probe_run,
 )
 from megavis.commands.token_figures import add_token_figures
 from megavis.config.errors import UserError
@@ -94,6 +99,8 @@ def draw_depth(args: argparse.Namespace) -> int:
         from megavis.evaluation import figures
 
     result = _depth_result(args)
+    if result is None:
+        return 0
     _write(
         args.run_folder,
         "depth",
@@ -103,7 +110,7 @@ def draw_depth(args: argparse.Namespace) -> int:
     return 0
 
 
-def _depth_result(args: argparse.Namespace) -> ProbeResult:
+def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
     from megavis.commands.quiet import quietly
 
     with quietly():
@@ -113,9 +120,9 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult:
     if args.probe is not None:
         return ProbeResult.read(args.probe)
     check_arguments(args)
-    with job_closed():
-        opened = open_run(args.run_folder, step=args.step, device=args.device)
-        return probe_run(opened, args, ProbeSettings(seed=args.seed, num_views=args.masks))
+    with feature_job(args):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        return probe_run(opened, args, ProbeSettings(seed=args.seed))
 
 
 def draw_likelihood(args: argparse.Namespace) -> int:
@@ -130,7 +137,7 @@ def draw_likelihood(args: argparse.Namespace) -> int:
         from megavis.evaluation import figures
 
     check_arguments(args)
-    with job_closed():
+    with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         pixels = _pixel_accuracy(args)
     picture = figures.draw_likelihood(scores, pixels=pixels)
@@ -148,12 +155,12 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
     if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
     for step in steps:
-        opened = open_run(folder, step=step, device=args.device)
+        opened = open_run(folder, step=step, precision=args.precision)
+        cache = feature_cache(opened, args)
         score = score_checkpoint(
             opened.config.name,
             step,
-            opened.runner,
-            opened.objective,
+            network_of(opened, cache),
             probe_data(opened, args),
             ProbeSettings(seed=args.seed),
         )
@@ -161,6 +168,7 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
             f"{score.run} step {step}: validation loss {score.validation_loss:.4f},"
             f" best layer {score.layer} {score.accuracy:.1%}\n"
         )
+        tell_cache(cache)
         sys.stdout.flush()
         yield score
 
@@ -169,7 +177,7 @@ def _pixel_accuracy(args: argparse.Namespace) -> float:
     """Return the accuracy of raw pixels on the first run's images."""
     from megavis.evaluation.probe import ProbeSettings, score_pixels
 
-    opened = open_run(args.run_folders[0], step=None, device=args.device)
+    opened = open_run(args.run_folders[0], step=None)
     return score_pixels(probe_data(opened, args), ProbeSettings(seed=args.seed)).accuracy
 
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.networks import feature_job, probe_run
 from megavis.commands.probing import (
     add_data_arguments,
     add_network_arguments,
     check_arguments,
-    job_closed,
     open_run,
-    probe_run,
     read_counts,
     read_layers,
 )
@@ -74,17 +73,18 @@ def run(args: argparse.Namespace) -> int:
         from megavis.evaluation.probe import ProbeSettings
 
     check_arguments(args)
-    with job_closed():
-        opened = open_run(args.run_folder, step=args.step, device=args.device)
+    with feature_job(args):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         settings = ProbeSettings(
             layers=read_layers(args.layers, opened.config.model.num_layers),
             seed=args.seed,
-            num_views=args.masks,
             concatenate=args.concatenate,
             images_per_class=args.images_per_class,
             draws=args.draws,
         )
         result = probe_run(opened, args, settings)
+    if result is None:
+        return 0
     out = args.out or opened.folder / "evaluation" / "probe.json"
     result.write(out)
     sys.stdout.write(table(result) + f"{out}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +13,8 @@ from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.data.dataset import ShardDataset
-    from megavis.evaluation.probe import ProbeData, ProbeSettings
-    from megavis.evaluation.probe_result import ProbeResult
-    from megavis.model.runner import Runner
+    from megavis.data.overlap import Shards
+    from megavis.evaluation.probe import ProbeData
     from megavis.notebook import Run
 
 
@@ -37,6 +36,30 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="of held-out part, subsets and untrained weights; default: 0",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_feature_arguments(parser)
+
+
+def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add in which way features are computed, and whether they are kept."""
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bf16"),
+        default="float32",
+        help="of the network's weights and activations; the classifiers' is float32",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compute all features; default: what RUN/evaluation/features has of them is read, the"
+        " others are kept there (`megavis features RUN --clear` deletes them)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="under a launcher: processes that share each layer; the others share the images",
+    )
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,19 +77,17 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range, and a launcher.
+    """Refuse numbers out of range.
 
     Raises:
         UserError: in one sentence.
     """
-    from megavis.parallel.launch import read_launch
-
     if args.train_images < 1 or (args.validation_images or 1) < 1:
         raise UserError("--train-images and --validation-images must be at least 1")
     if getattr(args, "untrained_networks", 1) < 1 or args.seed < 0:
         raise UserError("--untrained-networks must be at least 1, and --seed at least 0")
-    if read_launch(os.environ).world_size > 1:
-        raise UserError("a probe runs as one process; start it without a launcher")
+    if (getattr(args, "masks", None) or 1) < 1:
+        raise UserError("--masks must be at least 1")
 
 
 @contextlib.contextmanager
@@ -81,42 +102,19 @@ def job_closed() -> Iterator[None]:
             close_context()
 
 
-def open_run(folder: Path, *, step: int | None, device: str | None) -> Run:
+def open_run(
+    folder: Path, *, step: int | None, device: str | None = None, precision: str = "float32"
+) -> Run:
     """Open a run without the libraries' chatter; raises UserError as `Run.open`."""
     from megavis.commands.quiet import quietly
 
     with quietly():
+        import torch
+
         from megavis.notebook import Run
 
-        return Run.open(folder, step=step, device=device)
-
-
-def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult:
-    """Probe an opened run by the options of `add_data_arguments`.
-
-    Raises:
-        UserError: the data does not fit the run, or has no labels.
-    """
-    from megavis.evaluation.probe import probe
-
-    return probe(
-        opened.runner,
-        untrained_networks(opened, args),
-        opened.objective,
-        probe_data(opened, args),
-        step=opened.step,
-        settings=settings,
-    )
-
-
-def untrained_networks(opened: Run, args: argparse.Namespace) -> Iterator[Runner]:
-    """Build one network with fresh weights after another."""
-    from megavis.commands.quiet import quietly
-
-    for number in range(args.untrained_networks):
-        with quietly():
-            network = opened.untrained(args.seed + number)
-        yield network.runner
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return Run.open(folder, step=step, device=device, dtype=dtype)
 
 
 def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
@@ -141,7 +139,34 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
         num_train=args.train_images,
         num_validation=args.validation_images,
         selection=open_shards(opened, args.selection) if args.selection else None,
+        trained_on=training_shards(opened),
     )
+
+
+def training_shards(opened: Run) -> Sequence[Shards]:
+    """Return the shard folders that a run was trained on, as far as they are still there.
+
+    Also those of the run that a fine-tuning run started from. What is missing is told on standard
+    error: nobody knows whether it has images of the test set.
+    """
+    from megavis.config.load import load_config
+    from megavis.data.overlap import find_shards
+    from megavis.objectives import objective_configs
+
+    config = opened.config
+    sources, found = [config.data], []
+    if config.finetune is not None and config.finetune.from_run is not None:
+        path = Path(config.finetune.from_run) / "config.yaml"
+        if path.exists():
+            sources.append(load_config(path, objectives=objective_configs()).config.data)
+    for data in sources:
+        for source in data.train_sources:
+            try:
+                found.append(find_shards(source.path, cache=data.cache))
+            except UserError as error:
+                if opened.context.is_main:
+                    sys.stderr.write(f"not compared with the test images: {error}\n")
+    return found
 
 
 def open_shards(opened: Run, folder: str) -> ShardDataset:

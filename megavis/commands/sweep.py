@@ -171,6 +171,7 @@ def _score(point: Point, args: argparse.Namespace) -> float:
 
 def _probe(opened: Any, num_images: int) -> float:
     from megavis.commands.probing import open_shards
+    from megavis.evaluation.networks import Network
     from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 
     config = opened.config.data
@@ -178,4 +179,5 @@ def _probe(opened: Any, num_images: int) -> float:
         open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
     )
     data = ProbeData(train, validation, num_train=num_images)
-    return score_best_layer(opened.runner, opened.objective, data, ProbeSettings()).accuracy
+    network = Network.of(opened.runner, opened.objective)
+    return score_best_layer(network, data, ProbeSettings()).accuracy

@@ -7,8 +7,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.networks import (
+    feature_cache,
+    feature_job,
+    network_of,
+    tell_cache,
+    untrained_network,
+)
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.commands.probing import job_closed, open_run, open_shards
+from megavis.commands.probing import (
+    add_feature_arguments,
+    job_closed,
+    open_run,
+    open_shards,
+    training_shards,
+)
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,6 +41,7 @@ def add_token_figures(figures: Any) -> None:
     add_image_arguments(neighbors, num_images=1000)
     neighbors.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
     neighbors.add_argument("--neighbors", type=int, default=20, help="that vote; default: 20")
+    add_feature_arguments(neighbors)
     neighbors.set_defaults(run=draw_neighbors)
     attention = figures.add_parser(
         "attention",
@@ -57,16 +71,16 @@ def draw_neighbors(args: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    if min(args.train_images, args.neighbors) < 1:
-        raise UserError("--train-images and --neighbors must be at least 1")
-    with job_closed():
-        opened = _open(args)
+    if min(args.train_images, args.neighbors, args.num_images) < 1:
+        raise UserError("--train-images, --neighbors and --num-images must be at least 1")
+    with feature_job(args, alone=True):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         from megavis.evaluation import neighbors as measured
 
         scores = _neighbor_scores(opened, args)
     best = max(scores, key=lambda score: score.trained)
     line = (
-        f"best layer {best.layer}: {best.trained:.1%}, untrained there {best.untrained:.1%},"
+        f"highest at layer {best.layer}: {best.trained:.1%}, untrained there {best.untrained:.1%},"
         f" last layer {scores[-1].trained:.1%}"
     )
     picture = measured.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
@@ -74,27 +88,23 @@ def draw_neighbors(args: argparse.Namespace) -> int:
 
 
 def _neighbor_scores(opened: Run, args: argparse.Namespace) -> list[NeighborAccuracy]:
+    from megavis.data.overlap import refuse_overlap
     from megavis.evaluation import neighbors as measured
 
     held_out = held_out_images(opened, args)
-    source = opened.config.data.train_sources[0].path
-    train = open_shards(opened, source)
-    columns = []
-    for network in (opened, opened.untrained()):
-        known, names = measured.pooled_features(
-            network.runner, network.objective, train, limit=args.train_images
+    train = open_shards(opened, opened.config.data.train_sources[0].path)
+    refuse_overlap(held_out, [train, *training_shards(opened)])
+    cache = feature_cache(opened, args)
+    fresh = untrained_network(opened, cache, seed=opened.config.seed)
+    columns = [
+        measured.accuracy_by_layer(
+            network.features(train, limit=args.train_images),
+            network.features(held_out, limit=args.num_images),
+            k=args.neighbors,
         )
-        asked, labels = measured.pooled_features(
-            network.runner, network.objective, held_out, limit=args.num_images
-        )
-        if min(names.min(), labels.min()) < 0:
-            raise UserError("nearest neighbours want images with labels, and some have none")
-        columns.append(
-            [
-                measured.neighbor_accuracy(one, names, other, labels, k=args.neighbors)
-                for one, other in zip(known, asked, strict=True)
-            ]
-        )
+        for network in (network_of(opened, cache), fresh)
+    ]
+    tell_cache(cache)
     pairs = zip(*columns, strict=True)
     return [measured.NeighborAccuracy(layer, *pair) for layer, pair in enumerate(pairs)]
 

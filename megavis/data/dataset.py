@@ -44,6 +44,7 @@ class ShardDataset:
     Attributes:
         directory: the shard folder; of a URL its place in the cache.
         manifest: what the folder says about itself.
+        transform: as given.
         class_names: names of the classes; a label indexes them.
         labels: int64 `[N]`, -1 where a sample has none; a replaced sample has its stand-in's.
         skipped: number of replaced samples by reason; grows while reading.
@@ -63,6 +64,7 @@ class ShardDataset:
         self._remote = RemoteFolder.open(str(directory), cache) if remote else None
         self.directory = self._remote.directory if self._remote else Path(directory)
         self.manifest = Manifest.read(self.directory)
+        self.transform = transform
         try:
             self.codec = codec_of(self.manifest, transform)
         except UserError as error:

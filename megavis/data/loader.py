@@ -202,6 +202,39 @@ def _evaluate(
         batches.close()
 
 
+def batches_in_turn(
+    dataset: Readable,
+    *,
+    batch_size: int,
+    num_samples: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[Batch]:
+    """Yield this rank's turns at the batches that one process would read alone.
+
+    Every rank gets equally many batches: where there are none left, the last one once more. The
+    last one may be smaller than the others. `sample_index` is the index in the data set.
+
+    Raises:
+        ValueError: a size is below 1, or the rank is not below the size.
+    """
+    _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
+    if num_samples < 1:
+        raise ValueError("there must be at least one sample")
+    last = -(-num_samples // batch_size) - 1
+
+    def read(turn: int) -> Batch:
+        start = min(turn * data_parallel_size + data_parallel_rank, last) * batch_size
+        indices = np.arange(start, min(start + batch_size, num_samples), dtype=np.int64)
+        return read_batch(dataset, indices, indices)
+
+    batches = ReadAhead(read, end=last // data_parallel_size + 1, threads=DEFAULT_THREADS)
+    try:
+        yield from batches
+    finally:
+        batches.close()
+
+
 def read_batch(dataset: Readable, indices: np.ndarray, positions: np.ndarray) -> Batch:
     """Read samples `indices` `[b]` that stand at `positions` `[b]`; raises as the data set."""
     samples, labels = dataset.read(indices, positions=positions)

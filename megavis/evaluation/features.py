@@ -17,8 +17,6 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import Readable, evaluation_batches
-from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 from megavis.tokenizers.palette import Palette
 
 
@@ -28,7 +26,7 @@ class LabelledFeatures:
 
     Attributes:
         layers: float32 `[layers, b, width]`.
-        labels: int64 `[b]`, each 0 or more.
+        labels: int64 `[b]`; -1 where there is none, until `labelled` leaves these out.
         further_views: each like `layers`, of the same images with other random draws (BERT's
             masks) in the inputs.
     """
@@ -47,6 +45,11 @@ class LabelledFeatures:
         first, *further = (view[:, indices] for view in self.views)
         return LabelledFeatures(first, self.labels[indices], tuple(further))
 
+    @property
+    def labelled(self) -> LabelledFeatures:
+        """The images that have a label; the same object where all have one."""
+        return self if (self.labels >= 0).all() else self.subset(np.flatnonzero(self.labels >= 0))
+
     def followed_by(self, other: LabelledFeatures) -> LabelledFeatures:
         """Return the images of both, in one view each; the other's come last."""
         return LabelledFeatures(
@@ -60,43 +63,6 @@ class LabelledFeatures:
             np.concatenate([view[layer] for layer in chosen], axis=1)[None] for view in self.views
         )
         return LabelledFeatures(first, self.labels, tuple(further))
-
-
-def layer_features(
-    runner: Runner,
-    objective: Trainable,
-    dataset: ShardDataset,
-    *,
-    limit: int | None = None,
-    num_views: int = 1,
-    batch_size: int = 64,
-) -> LabelledFeatures:
-    """Return f^l = mean over tokens of n^l for l = 0 .. L (iGPT, section 2.4).
-
-    A BERT model's inputs are masked as in training, each image by a mask of its own, "to keep
-    inputs in-distribution" (section 4.6).
-
-    Args:
-        runner: the model.
-        objective: the paper.
-        dataset: images; those without a label are left out.
-        limit: only the first so many.
-        num_views: independent random draws for the inputs of each image.
-        batch_size: images of one forward pass.
-
-    Returns:
-        `layers` is `[L + 1, b, h]`.
-    """
-    views: list[list[Tensor]] = [[] for _ in range(num_views)]
-    labels = []
-    for batch in _batches(dataset, limit=limit, batch_size=batch_size):
-        batch = batch.to(runner.context.device)
-        for number, features in enumerate(views):
-            inputs = objective.feature_inputs(view_of(batch, number, dataset))
-            features.append(runner.features(inputs).cpu())
-        labels.append(batch.labels.cpu())
-    first, *further = (torch.cat(features, dim=1).numpy() for features in views)
-    return _labelled(first, torch.cat(labels).numpy(), further)
 
 
 def view_of(batch: Batch, number: int, dataset: Readable) -> Batch:
@@ -145,7 +111,7 @@ def pixel_features(
     for batch in _batches(dataset, limit=limit, batch_size=batch_size):
         pixels.append(_quantities(batch.inputs.numpy(), dataset, palette).reshape(len(batch), -1))
         labels.append(batch.labels.numpy())
-    return _labelled(np.concatenate(pixels)[None], np.concatenate(labels))
+    return LabelledFeatures(np.concatenate(pixels)[None], np.concatenate(labels)).labelled
 
 
 def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | None) -> np.ndarray:
@@ -167,10 +133,3 @@ def _batches(dataset: Readable, *, limit: int | None, batch_size: int) -> Iterat
     return evaluation_batches(
         dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
     )
-
-
-def _labelled(
-    layers: np.ndarray, labels: np.ndarray, further_views: Sequence[np.ndarray] = ()
-) -> LabelledFeatures:
-    every = LabelledFeatures(layers, labels, tuple(further_views))
-    return every.subset(np.flatnonzero(labels >= 0))

@@ -8,6 +8,7 @@ import torch
 
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
+from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Trainable
@@ -64,8 +65,7 @@ def mean_loss(
 def score_checkpoint(
     name: str,
     step: int,
-    runner: Runner,
-    objective: Trainable,
+    network: Network,
     data: ProbeData,
     settings: ProbeSettings,
 ) -> CheckpointScore:
@@ -74,6 +74,7 @@ def score_checkpoint(
     Raises:
         UserError: when the images have no labels, or are too few.
     """
-    best = score_best_layer(runner, objective, data, settings)
-    loss = mean_loss(runner, objective, data.validation, limit=data.num_validation)
+    best = score_best_layer(network, data, settings)
+    limit = data.num_validation
+    loss = mean_loss(network.runner, network.objective, data.validation, limit=limit)
     return CheckpointScore(name, step, loss, best.layer, best.accuracy)

@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.config.errors import UserError
+from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.figures import plain_axes
-from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,25 +33,6 @@ class NeighborAccuracy:
     layer: int
     trained: float
     untrained: float
-
-
-def pooled_features(
-    runner: Runner,
-    objective: Trainable,
-    dataset: ShardDataset,
-    *,
-    limit: int,
-    batch_size: int = 64,
-) -> tuple[Tensor, np.ndarray]:
-    """Return the mean over tokens by layer, float32 `[L + 1, b, h]`, and labels `[b]`."""
-    parts, labels = [], []
-    for batch in evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
-    ):
-        inputs = objective.feature_inputs(batch.to(runner.context.device))
-        parts.append(runner.features(inputs).cpu())
-        labels.append(batch.labels.numpy())
-    return torch.cat(parts, dim=1), np.concatenate(labels)
 
 
 def neighbor_accuracy(
@@ -76,6 +55,24 @@ def neighbor_accuracy(
     # Half a vote more for the nearest decides ties and nothing else.
     votes.scatter_add_(1, classes[:, :1], torch.full((len(votes), 1), 0.5, dtype=torch.float64))
     return float((votes.argmax(1) == torch.from_numpy(labels)).float().mean())
+
+
+def accuracy_by_layer(
+    train: LabelledFeatures, held_out: LabelledFeatures, *, k: int
+) -> list[float]:
+    """Return `neighbor_accuracy` of each layer.
+
+    Raises:
+        UserError: no image of one of the sets has a label.
+    """
+    if not (len(train.labels) and len(held_out.labels)):
+        raise UserError("nearest neighbours want images with labels, and none of these has one")
+    return [
+        neighbor_accuracy(
+            torch.from_numpy(known), train.labels, torch.from_numpy(asked), held_out.labels, k=k
+        )
+        for known, asked in zip(train.layers, held_out.layers, strict=True)
+    ]
 
 
 def draw_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:

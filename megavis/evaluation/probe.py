@@ -7,32 +7,24 @@ what differs are the features.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
+from megavis.data.overlap import Shards, refuse_overlap
 from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
-from megavis.evaluation.features import (
-    LabelledFeatures,
-    has_random_inputs,
-    layer_features,
-    pixel_features,
-)
+from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.linear import LayerScore, Selection, best_layer, divide, score_layers
 from megavis.evaluation.low_data import LowDataScore, score_low_data
+from megavis.evaluation.networks import Network
 from megavis.evaluation.probe_result import ProbeResult
-from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 from megavis.tokenizers.palette import Palette
 
 Pair = tuple[LabelledFeatures, LabelledFeatures]
 """Features of the training and of the validation images."""
-
-NUM_VIEWS = 5
-"""Independent masks of an image, of which the commonest answer counts (iGPT, section 4.6)."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +39,13 @@ class ProbeData:
         num_validation: likewise.
         selection: chooses layer and penalty, and is fitted with the rest when these are chosen;
             when None, a part of the training images does so.
+        trained_on: what the network was trained on.
+        num_equal: validation images that stand in the other sets as well, at most 1 %; None where
+            these are too large to be compared image by image.
 
     Raises:
-        UserError: when the two sets number their classes in different ways.
+        UserError: when the sets number their classes in different ways, or the validation images
+            were trained on.
     """
 
     train: ShardDataset
@@ -58,6 +54,8 @@ class ProbeData:
     num_train: int | None = None
     num_validation: int | None = None
     selection: ShardDataset | None = None
+    trained_on: Sequence[Shards] = ()
+    num_equal: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         for other in (self.validation, self.selection):
@@ -66,6 +64,9 @@ class ProbeData:
                     f"{other.directory} numbers its classes in another way than"
                     f" {self.train.directory}: write its shards with --classes-from"
                 )
+        fitted = [self.train] if self.selection is None else [self.train, self.selection]
+        equal = refuse_overlap(self.validation, [*fitted, *self.trained_on])
+        object.__setattr__(self, "num_equal", equal)
 
     def pixels(self) -> Pair:
         """Return the colours of the training images, those of `selection` last, and the others."""
@@ -75,13 +76,25 @@ class ProbeData:
 
         return self._fitted(read), read(self.validation, self.num_validation)
 
-    def features(self, runner: Runner, objective: Trainable, *, num_views: int = 1) -> Pair:
-        """Return a network's features likewise; the validation images in so many views."""
+    def features(self, network: Network, *, num_views: int = 1) -> Pair:
+        """Return a network's features likewise; the validation images in so many views.
 
-        def read(dataset: ShardDataset, limit: int | None, views: int = 1) -> LabelledFeatures:
-            return layer_features(runner, objective, dataset, limit=limit, num_views=views)
+        Every process of a job calls this, and the main one gets them.
+        """
 
-        return self._fitted(read), read(self.validation, self.num_validation, num_views)
+        def read(dataset: ShardDataset, limit: int | None) -> LabelledFeatures:
+            return network.features(dataset, limit=limit)
+
+        validation = network.features(
+            self.validation, limit=self.num_validation, num_views=num_views
+        )
+        return self._fitted(read), validation
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """Which shard folders these are, for the record."""
+        folders = {"train": self.train, "selection": self.selection, "validation": self.validation}
+        return {name: str(folder.directory) for name, folder in folders.items() if folder}
 
     def divide(self, labels: np.ndarray, settings: ProbeSettings) -> Selection:
         """Divide the images to fit, `labels` int64 `[b]`, to choose layer and penalty.
@@ -116,8 +129,6 @@ class ProbeSettings:
         seed: of the division of the training images, and of subsets.
         held_out_share: part of the training images that layer and penalty are chosen on, where
             there are no others for it.
-        num_views: random draws for the inputs of each validation image, of which the commonest
-            answer counts; when None, 5 where inputs are random as BERT's are, else 1.
         concatenate: score also so many adjacent layers together, around the best one; 0: none.
         images_per_class: score also with only so many labels, one after another.
         draws: random subsets of each such size.
@@ -129,7 +140,6 @@ class ProbeSettings:
     layers: Sequence[int] | None = None
     seed: int = 0
     held_out_share: float = 0.2
-    num_views: int | None = None
     concatenate: int = 0
     images_per_class: Sequence[int] = ()
     draws: int = 5
@@ -137,14 +147,13 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         if min(self.images_per_class, default=2) < 2 or self.draws < 2:
             raise UserError("--images-per-class and --draws must be at least 2")
-        if self.concatenate < 0 or (self.num_views or 1) < 1:
-            raise UserError("--concatenate must be at least 0 and --masks at least 1")
+        if self.concatenate < 0:
+            raise UserError("--concatenate must be at least 0")
 
 
 def probe(
-    trained: Runner,
-    untrained: Iterable[Runner],
-    objective: Trainable,
+    trained: Pair,
+    untrained: Iterable[Pair],
     data: ProbeData,
     *,
     step: int,
@@ -153,9 +162,8 @@ def probe(
     """Probe the layers of a network, of untrained ones like it, and raw pixels.
 
     Args:
-        trained: the network.
-        untrained: at least one like it with fresh weights; taken one at a time.
-        objective: the paper.
+        trained: `data.features` of the network.
+        untrained: those of at least one like it with fresh weights; taken one at a time.
         data: the images.
         step: optimizer steps of the network, for the record.
         settings: what to do; the defaults when absent.
@@ -164,18 +172,14 @@ def probe(
         UserError: when the images have no labels, or are too few.
     """
     settings = settings or ProbeSettings()
-    num_views = settings.num_views or (
-        NUM_VIEWS if has_random_inputs(objective.feature_inputs, data.validation) else 1
-    )
     pixels = data.pixels()
     selection = data.divide(pixels[0].labels, settings)
     pixel_score = score_layers(*pixels, selection)[0]
     low_data = _low_data("pixels", pixels, pixel_score, settings)
     scores: list[tuple[LayerScore, ...]] = []
     concatenated: list[ConcatenatedScore] = []
-    for number, runner in enumerate(itertools.chain([trained], untrained)):
+    for number, features in enumerate(itertools.chain([trained], untrained)):
         name = "untrained" if number else "trained"
-        features = data.features(runner, objective, num_views=num_views)
         scores.append(tuple(score_layers(*features, selection, layers=settings.layers)))
         best, count = best_layer(scores[-1]), settings.concatenate
         if count:
@@ -194,8 +198,10 @@ def probe(
         num_held_out=len(selection.held_out),
         num_validation=len(pixels[1].labels),
         num_classes=len(set(pixels[0].labels.tolist())),
-        num_views=num_views,
+        num_views=len(trained[1].views),
         seed=settings.seed,
+        splits=data.splits,
+        num_equal=data.num_equal,
         concatenated=tuple(concatenated),
         low_data=tuple(low_data),
     )
@@ -207,11 +213,9 @@ def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
     return score_layers(*pixels, data.divide(pixels[0].labels, settings))[0]
 
 
-def score_best_layer(
-    runner: Runner, objective: Trainable, data: ProbeData, settings: ProbeSettings
-) -> LayerScore:
+def score_best_layer(network: Network, data: ProbeData, settings: ProbeSettings) -> LayerScore:
     """Return the score of a network's best layer alone; raises as `probe`."""
-    features = data.features(runner, objective)
+    features = data.features(network)
     selection = data.divide(features[0].labels, settings)
     return best_layer(score_layers(*features, selection, layers=settings.layers))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -32,6 +33,9 @@ class ProbeResult:
         num_classes: classes among the training images.
         num_views: random draws of each validation image's inputs.
         seed: of the division.
+        splits: shard folders: `train`, `validation`, and `selection` where there is one.
+        num_equal: validation images that stand in the shards that were trained or fitted on as
+            well; None where that was too much to compare.
         concatenated: adjacent layers together, the trained network first; empty if not asked for.
         low_data: with few labels, of the trained network, the first untrained one and of raw
             pixels; empty if not asked for.
@@ -47,6 +51,8 @@ class ProbeResult:
     num_classes: int
     num_views: int
     seed: int
+    splits: Mapping[str, str] = field(default_factory=dict)
+    num_equal: int | None = None
     concatenated: tuple[ConcatenatedScore, ...] = ()
     low_data: tuple[LowDataScore, ...] = ()
 
@@ -82,10 +88,9 @@ class ProbeResult:
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return _RESULT.validate_python(
-                {field.name: content[field.name] for field in dataclasses.fields(cls)}
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            names = {each.name for each in dataclasses.fields(cls)}
+            return _RESULT.validate_python({k: v for k, v in content.items() if k in names})
+        except (OSError, ValueError, AttributeError):
             raise UserError(f"{path}: holds no result of `megavis probe`") from None
 
 

@@ -20,7 +20,7 @@ from megavis.data.subset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassResult, name_classes
 from megavis.evaluation.features import has_random_inputs
 from megavis.evaluation.figures import draw_confusion, write_png
-from megavis.evaluation.probe import NUM_VIEWS
+from megavis.evaluation.networks import NUM_VIEWS
 from megavis.model.runner import Runner
 from megavis.objectives.class_heads import CLASSIFIER
 from megavis.objectives.classification import Classification

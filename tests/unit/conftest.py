@@ -72,19 +72,19 @@ def build_gvp(build_paper):
 
 @pytest.fixture(scope="session")
 def shard_folders(tmp_path_factory):
-    """Training and validation shards of 4² pixels: three classes, each of its own colours."""
+    """Three shard folders of 4² pixels: three classes, each of its own colours."""
     from data_tools.__main__ import main as data_tools
     from megavis.tokenizers.palette import Palette
 
     root = tmp_path_factory.mktemp("shards")
     random = np.random.default_rng(0)
     Palette(random.uniform(-1, 1, (NUM_COLORS, 3)).astype(np.float32)).save(root / "palette.npy")
-    for split, count in (("train", 40), ("validation", 12)):
+    for split, count in (("train", 40), ("validation", 12), ("selection", 12)):
         for label, tint in enumerate(([230, 30, 30], [30, 230, 30], [30, 30, 230])):
             folder = root / "images" / split / f"class-{label}"
             folder.mkdir(parents=True)
             for number in range(count):
-                pixels = random.integers(-30, 31, (4, 4, 3)) + tint
+                pixels = random.integers(-90, 91, (4, 4, 3)) + tint
                 Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{number}.png")
         palette = ["--palette", str(root / "palette.npy"), "--size", "4"]
         data_tools(

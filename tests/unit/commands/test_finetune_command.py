@@ -48,10 +48,10 @@ def test_colours_that_tell_the_class_are_learned(
 ):
     words = [f"output={tmp_path}", "training.steps=30", "training.validate_every=10"]
     words += ["finetune.patience=1", "finetune.generative_weight=1"]
-    words += [f"finetune.test={shard_folders}/train"] * two_folders
+    words += [f"finetune.test={shard_folders}/selection"] * two_folders
     assert main(["finetune", str(config), "--device", "cpu", *words]) == 0
     printed = capsys.readouterr().out
-    counts = {"selection": 36, "test": 120} if two_folders else {"selection": 18, "test": 18}
+    counts = {"selection": 36, "test": 36} if two_folders else {"selection": 18, "test": 18}
     for part, count in counts.items():
         path = tmp_path / "tuned" / "evaluation" / f"finetune_{part}.json"
         result = json.loads(path.read_text())

@@ -1,7 +1,6 @@
 """Features against a layer-by-layer pass, and the whole probe on colours that tell the class."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ from megavis.commands.probe import table
 from megavis.commands.probing import read_layers
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
-from megavis.evaluation.features import layer_features, pixel_features
+from megavis.evaluation.features import pixel_features
 from megavis.evaluation.linear import fit_classifier
+from megavis.evaluation.networks import Network, extract
 from megavis.evaluation.probe import ProbeData, ProbeSettings, probe
 from megavis.tokenizers.palette import Palette
 
@@ -26,10 +26,16 @@ def data(shard_folders):
     )
 
 
+def probe_networks(data, network, num_untrained=1, *, step=0, num_views=1, **settings):
+    """Probe a network as if untrained ones had its weights."""
+    features = [data.features(network, num_views=num_views) for _ in range(1 + num_untrained)]
+    return probe(features[0], features[1:], data, step=step, settings=ProbeSettings(**settings))
+
+
 def test_features_are_means_of_what_each_norm_gives(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
 
-    got = layer_features(runner, objective, data.train, limit=10, batch_size=4)
+    got = extract(runner, objective, data.train, num_images=10, batch_size=4)
 
     tokens, labels = data.train.read(np.arange(10))
     embedding, *blocks, head = runner.layers.modules
@@ -66,9 +72,7 @@ def test_images_without_a_label_are_left_out(data, monkeypatch):
 def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
 
-    result = probe(
-        runner, [runner, runner], objective, data, step=3, settings=ProbeSettings(seed=1)
-    )
+    result = probe_networks(data, Network.of(runner, objective), 2, step=3, seed=1)
 
     assert (result.num_fitted, result.num_held_out, result.num_validation) == (96, 24, 36)
     assert result.num_classes == 3
@@ -90,27 +94,30 @@ def test_the_probe_finds_classes_that_colours_tell(build, tmp_path, data):
     assert "raw pixels 100.0%" in lines[-1]
 
 
-def test_further_images_choose_the_layer(build, tmp_path, data):
+def test_further_images_choose_the_layer(build, tmp_path, data, shard_folders):
     objective, runner = build(tmp_path / "c.yaml")
-    chosen_by = replace(data, num_train=60, selection=ShardDataset(data.validation.directory))
+    network = Network.of(runner, objective)
+    further = ShardDataset(shard_folders / "selection")
+    chosen_by = ProbeData(data.train, data.validation, data.palette, 60, None, further)
 
-    result = probe(runner, [runner], objective, chosen_by, step=0)
+    result = probe_networks(chosen_by, network)
 
     assert (result.num_fitted, result.num_held_out, result.num_validation) == (60, 36, 36)
-    # All images are fitted in the end, and the validation images are among them here.
-    held_out, fitted = data.validation.labels, data.train.labels[:60]
-    train = layer_features(runner, objective, data.train, limit=60).layers[1]
-    x = layer_features(runner, objective, data.validation).layers[1]
+    held_out, fitted = further.labels, data.train.labels[:60]
+    sets = (data.train, further, data.validation)
+    train, chosen, judged = (network.features(part).layers[1] for part in sets)
+    train = train[:60]
     (score,) = [score for score in result.trained if score.layer == 1]
     classifier = fit_classifier(train, fitted, penalty=score.penalty)
-    assert score.selection_accuracy == pytest.approx(classifier.score(x, held_out))
-    x, y = np.concatenate([train, x]), np.concatenate([fitted, held_out])
+    assert score.selection_accuracy == pytest.approx(classifier.score(chosen, held_out))
+    # All images are fitted in the end.
+    x, y = np.concatenate([train, chosen]), np.concatenate([fitted, held_out])
     both = fit_classifier(x, y, penalty=score.penalty)
-    assert score.accuracy == pytest.approx(both.score(x[60:], held_out))
+    assert score.accuracy == pytest.approx(both.score(judged, data.validation.labels))
 
-    chosen_by.selection.labels = np.full(36, -1)
+    further.labels = np.full(36, -1)
     with pytest.raises(UserError, match="need labels"):
-        probe(runner, [runner], objective, chosen_by, step=0)
+        chosen_by.divide(np.arange(60), ProbeSettings())
 
 
 def test_sets_that_number_their_classes_differently_are_refused(data, monkeypatch):
@@ -121,8 +128,8 @@ def test_sets_that_number_their_classes_differently_are_refused(data, monkeypatc
 
 def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
-    got = layer_features(runner, objective, data.train, limit=6, num_views=2, batch_size=6)
-    again = layer_features(runner, objective, data.train, limit=6, batch_size=2)
+    got = Network.of(runner, objective).features(data.train, limit=6, num_views=2)
+    again = extract(runner, objective, data.train, num_images=6, batch_size=2)
     np.testing.assert_allclose(got.layers, again.layers, rtol=1e-5, atol=1e-5)
 
     # The second view: the same images, masked as the samples one epoch later would be.
@@ -134,21 +141,22 @@ def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
 
 def test_five_masks_vote_where_inputs_are_masked(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
-    result = probe(runner, [runner], objective, data, step=0)
+    network = Network.of(runner, objective)
+    result = probe_networks(data, network, num_views=network.num_views(data.validation))
     assert result.num_views == 5
     assert all(0 <= score.vote_accuracy <= 1 for score in result.trained)
     assert f"({result.best.vote_accuracy:.1%} by the vote of 5 masks)" in table(result)
 
-    single = probe(runner, [runner], objective, data, step=0, settings=ProbeSettings(num_views=1))
+    single = probe_networks(data, network)
     assert [score.vote_accuracy for score in single.trained] == [None] * 3
     assert [s.accuracy for s in single.trained] == [s.accuracy for s in result.trained]
 
 
 def test_layers_together_and_few_labels_are_scored_beside(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml")
-    settings = ProbeSettings(concatenate=3, images_per_class=(2, 10), draws=3)
+    asked = {"concatenate": 3, "images_per_class": (2, 10), "draws": 3}
 
-    result = probe(runner, [runner, runner], objective, data, step=3, settings=settings)
+    result = probe_networks(data, Network.of(runner, objective), 2, **asked)
 
     assert [score.features for score in result.concatenated] == ["trained", *["untrained"] * 2]
     assert result.concatenated[0].layers == (0, 1, 2)

@@ -5,6 +5,7 @@ import torch
 
 from megavis.data.dataset import ShardDataset
 from megavis.evaluation.features import pixel_features
+from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, probe
 
 
@@ -25,7 +26,8 @@ def test_every_layer_is_scored(build_gvp, image_shards):
         60,
         30,
     )
-    result = probe(runner, [runner], objective, data, step=0)
+    features = data.features(Network.of(runner, objective))
+    result = probe(features, [features], data, step=0)
     assert [score.layer for score in result.trained] == [0, 1, 2, 3]
     assert torch.tensor([score.accuracy for score in result.trained]).isfinite().all()
     assert 0 <= result.pixels.accuracy <= 1

@@ -1,0 +1,133 @@
+"""What the commands that look at features share: networks, the job that runs them, the cache."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megavis.commands.probing import job_closed, probe_data
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.evaluation.feature_cache import FeatureCache
+    from megavis.evaluation.networks import Network
+    from megavis.evaluation.probe import Pair, ProbeSettings
+    from megavis.evaluation.probe_result import ProbeResult
+    from megavis.model.runner import Runner
+    from megavis.notebook import Run
+
+
+@contextlib.contextmanager
+def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[None]:
+    """Join the job of a launcher, or make one of this process alone, and leave it in the end.
+
+    Args:
+        args: with what `add_feature_arguments` adds.
+        alone: want no launcher.
+
+    Raises:
+        UserError: there are several processes where one is wanted, or they do not divide by
+            --tensor-parallel.
+    """
+    from megavis.commands.quiet import quietly
+    from megavis.parallel.launch import read_launch
+
+    launch, tensor_size = read_launch(os.environ), args.tensor_parallel
+    if alone and launch.world_size > 1:
+        raise UserError("this command runs as one process; start it without a launcher")
+    if tensor_size < 1 or launch.world_size % tensor_size:
+        raise UserError(
+            f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
+        )
+    with quietly():
+        from megavis.parallel.context import open_context
+
+        open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
+    with job_closed():
+        yield
+
+
+def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult | None:
+    """Probe an opened run by the options of `add_data_arguments`.
+
+    Every process of a job calls this. The features are computed by all, and the classifiers fitted
+    by the main one; the others get None.
+
+    Raises:
+        UserError: the data does not fit the run, or has no labels.
+    """
+    from megavis.evaluation.probe import probe
+
+    data, cache = probe_data(opened, args), feature_cache(opened, args)
+    trained = network_of(opened, cache)
+    num_views = args.masks or trained.num_views(data.validation)
+    networks = itertools.chain([trained], untrained_networks(opened, args, cache))
+    pairs: Iterator[Pair] = (data.features(network, num_views=num_views) for network in networks)
+    if opened.context.world.size > 1:
+        # All features before the first classifier: nobody waits for the main process to fit it.
+        pairs = iter([pair for pair in pairs if opened.context.is_main])
+        if not opened.context.is_main:
+            return None
+    result = probe(next(pairs), pairs, data, step=opened.step, settings=settings)
+    tell_cache(cache)
+    return result
+
+
+def feature_cache(opened: Run, args: argparse.Namespace) -> FeatureCache | None:
+    """Return where a run's features are kept; None for --no-cache."""
+    from megavis.evaluation.feature_cache import FOLDER, FeatureCache
+
+    return None if args.no_cache else FeatureCache(opened.folder / FOLDER)
+
+
+def tell_cache(cache: FeatureCache | None) -> None:
+    """Say in one line what was read and what was computed."""
+    if cache is not None:
+        sys.stdout.write(f"{cache.report()}\n")
+
+
+def network_of(opened: Run, cache: FeatureCache | None) -> Network:
+    """Return the network of an opened run."""
+    from megavis.evaluation.feature_cache import identity_of_network
+    from megavis.evaluation.networks import Network
+
+    identity = identity_of_network(
+        opened.config,
+        opened.checkpoint,
+        dtype=opened.dtype,
+        tokenizer=opened.objective.tokenizer_identity,
+    )
+    return Network(opened.objective, opened.context, lambda: opened.runner, cache, identity)
+
+
+def untrained_networks(
+    opened: Run, args: argparse.Namespace, cache: FeatureCache | None
+) -> Iterator[Network]:
+    """Return networks like the run's with fresh weights, one after another."""
+    for number in range(args.untrained_networks):
+        yield untrained_network(opened, cache, seed=args.seed + number)
+
+
+def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> Network:
+    """Return a network like the run's with fresh weights, built only if it has to compute."""
+    from megavis.commands.quiet import quietly
+    from megavis.evaluation.feature_cache import identity_of_network
+    from megavis.evaluation.networks import Network
+
+    def build() -> Runner:
+        with quietly():
+            return opened.untrained(seed).runner
+
+    objective = opened.objective
+    identity = identity_of_network(
+        opened.config.model_copy(update={"seed": seed}),
+        None,
+        dtype=opened.dtype,
+        tokenizer=objective.tokenizer_identity,
+    )
+    return Network(objective, opened.context, build, cache, identity)
