@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ _COMMANDS = {
     "doctor": "doctor",
 }
 
+_RECORDED = ("sample", "probe", "figure", "evaluate")
+"""Commands that make something of a run; reports tell how to repeat them."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, 2 for a user's mistake, 75 for what is to go on."""
@@ -56,7 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnfinishedError as error:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75
+    if code == 0 and parsed.command in _RECORDED:
+        _record(parsed, sys.argv[1:] if arguments is None else arguments)
     return code
+
+
+def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Let each run that the command was given remember it, where its folder can be written."""
+    from megavis.training.starts import record_command
+
+    folders = [*getattr(parsed, "run_folders", ()), getattr(parsed, "run_folder", None)]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            if folder is not None:
+                record_command(folder, arguments)
 
 
 if __name__ == "__main__":

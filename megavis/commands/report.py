@@ -1,4 +1,4 @@
-"""`megavis report`: what a run has come to, on one screen."""
+"""`megavis report`: what runs have come to, on one screen and as one web page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.reports.run_record import RunRecord
 
 _LABEL_WIDTH = 18
 
@@ -19,34 +22,53 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
     parser = subparsers.add_parser(
         "report",
-        help="what a run has come to, on one screen",
-        description="Sum up a run from its folder: validation loss before and after, linear probe,"
-        " pictures, and how to watch it in TensorBoard.",
-        epilog="example: megavis report runs/igpt_demo",
+        help="what runs have come to, on one screen and as one web page",
+        description="Sum up runs from their folders: validation loss before and after, linear"
+        " probe, pictures, and how to watch them in TensorBoard. The whole is written as one HTML"
+        " page that needs nothing but itself: curves, events, pictures, all of RUN/evaluation, the"
+        " paper's published numbers beside, config, versions and commands. Several runs are"
+        " compared on one page.",
+        epilog="example: megavis report runs/igpt_demo\n"
+        "         megavis report runs/igpt_s runs/igpt_m --html sizes.html",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("run_folders", metavar="RUN", type=Path, nargs="+", help="run folder")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="the page; default: report.html in the first RUN"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the summary.
+    """Print the summary and write the page.
 
     Raises:
-        UserError: the folder holds no metrics.
+        UserError: a folder holds no metrics, or the page cannot be written.
     """
-    folder: Path = args.run_folder
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        raise UserError(f"{folder} is not a run folder: it holds no metrics.jsonl")
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not records:
-        raise UserError(f"{path} is empty: the run has not begun")
-    lines = [f"{folder}, step {records[-1]['step']}"]
-    lines += [*_losses(records), *_probe(folder), *_pictures(folder)]
-    lines.append(_row("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
-    sys.stdout.write("\n".join(lines) + "\n")
+    from megavis.data.files import write_atomically
+    from megavis.reports.page import render
+    from megavis.reports.run_record import RunRecord
+
+    records = [RunRecord.read(folder) for folder in args.run_folders]
+    for record in records:
+        sys.stdout.write("\n".join(summary(record)) + "\n")
+    path = args.html or args.run_folders[0] / "report.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, render(records).encode())
+    except OSError as error:
+        raise UserError(f"--html {path}: {error.strerror}") from None
+    sys.stdout.write(_row("page", str(path)) + "\n")
     return 0
+
+
+def summary(run: RunRecord) -> list[str]:
+    """Return the lines of one run for a terminal."""
+    folder = run.folder
+    lines = [f"{folder}, step {run.last_step}"]
+    lines += [*_losses(run), *_probe(folder), *_pictures(run.pictures())]
+    lines.append(_row("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
+    return lines
 
 
 def bits_per_dimension(nats_per_token: float, *, dimensions_per_token: int = 3) -> float:
@@ -57,15 +79,18 @@ def bits_per_dimension(nats_per_token: float, *, dimensions_per_token: int = 3) 
     return nats_per_token / math.log(2) / dimensions_per_token
 
 
-def _losses(records: list[dict[str, float]]) -> Iterator[str]:
+def _losses(run: RunRecord) -> Iterator[str]:
     """The first and the last loss, on held-out images where the run has measured these."""
+    # Only the loss of palette tokens is in nats a token.
+    is_of_tokens = (run.folder / "palette.npy").exists() and not run.is_finetuning
     for key, name in (("validation_loss", "validation loss"), ("loss", "training loss")):
-        values = [record[key] for record in records if key in record]
+        values = run.series(key)[1]
         if values:
-            first, last = values[0], values[-1]
-            yield _row(name, f"{first:.4f} before, {last:.4f} after, nats a token")
-            bits = [bits_per_dimension(value) for value in (first, last)]
-            yield _row("", f"{bits[0]:.4f} before, {bits[1]:.4f} after, bits a dimension")
+            unit = ", nats a token" if is_of_tokens else ""
+            yield _row(name, f"{values[0]:.4f} before, {values[-1]:.4f} after{unit}")
+            if is_of_tokens:
+                first, last = (bits_per_dimension(value) for value in (values[0], values[-1]))
+                yield _row("", f"{first:.4f} before, {last:.4f} after, bits a dimension")
             return
 
 
@@ -82,16 +107,12 @@ def _probe(folder: Path) -> Iterator[str]:
     )
 
 
-def _pictures(folder: Path) -> Iterator[str]:
+def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:
     """The newest picture of each kind: `samples-*.png`, `completions-*.png`, `step-*.png`."""
-    newest: dict[str, Path] = {}
-    for path in sorted(folder.glob("samples/*.png")):
-        newest[path.stem.partition("-")[0]] = path
-    if len(newest) > 1:
-        # What `megavis sample` drew is newer and larger than what training drew on its way.
-        newest.pop("step", None)
-    for kind, path in newest.items():
-        yield _row("while training" if kind == "step" else kind, str(path))
+    # What `megavis sample` drew is newer and larger than what training drew on its way.
+    names = [kind for kind in pictures if kind != "step"] or list(pictures)
+    for kind in names:
+        yield _row("while training" if kind == "step" else kind, str(pictures[kind]))
 
 
 def _row(label: str, text: str) -> str:

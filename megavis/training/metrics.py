@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from megavis.data.files import write_atomically
 
@@ -25,6 +25,9 @@ class MetricsWriter:
             first_step: steps after it will be written again; what a killed run wrote about them
                 is dropped, so that the file reads like that of an unbroken run.
         """
+        # Here, so that whoever only reads metrics does not wait for torch.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._path = run_folder / "metrics.jsonl"
         drop_steps_after(self._path, first_step)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
@@ -62,9 +65,13 @@ def drop_steps_after(path: Path, step: int) -> None:
     write_atomically(path, "".join(kept).encode())
 
 
-def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `metrics.jsonl`; none where the run has not begun."""
-    path = run_folder / "metrics.jsonl"
+    return read_json_lines(run_folder / "metrics.jsonl")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return one JSON object a line; none where there is no file."""
     if not path.exists():
         return []
     records = []

@@ -47,6 +47,7 @@ from megavis.training.restarts import count_restart
 from megavis.training.same_run import check_same_run, check_same_tokenizer
 from megavis.training.samples import SampleImages
 from megavis.training.saving import SaveCheckpoint
+from megavis.training.starts import record_start
 from megavis.training.watchdog import Watchdog
 
 
@@ -106,7 +107,7 @@ class TrainingRun:
         interruption = StopOnSignal()
         save = SaveCheckpoint(config.checkpoint.every, self._snapshot, published=self._prune)
         hooks = self._hooks(first_step, interruption, save, extra_hooks)
-        self._prepare_folder()
+        self._prepare_folder(first_step)
         count_restart(self.folder, first_step, config.training.max_restarts, context)
         engine = Engine(config, self.objective, context)
         if checkpoint is not None:
@@ -230,7 +231,7 @@ class TrainingRun:
             check_same_run(self.folder / "config.yaml", self.config)
         return checkpoint
 
-    def _prepare_folder(self) -> None:
+    def _prepare_folder(self, first_step: int) -> None:
         if not self.context.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -238,6 +239,9 @@ class TrainingRun:
         palette = self.train_data.directory / PALETTE_NAME
         if palette.exists():
             shutil.copyfile(palette, self.folder / PALETTE_NAME)
+        device = self.context.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        record_start(self.folder, first_step, processes=self.context.world.size, device=name)
 
 
 def _require_device(loaded: LoadedConfig, device: str | None) -> None:

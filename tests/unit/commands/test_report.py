@@ -19,6 +19,7 @@ def folder(tmp_path):
         {"step": 20, "loss": 3.0, "validation_loss": 3 * math.log(2)},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (run / "palette.npy").touch()
     return run
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megavis.cli import main
+from megavis.training.starts import read_starts
 
 SHORT = ["training.steps=4", "schedule.warmup_steps=2"]
 
@@ -52,7 +53,9 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
     code, found = lines(tiny_config, "name=begun", "model.num_layers=2")
     assert code == 2
     assert "begun with another 'model'" in found[-1]
-    folder = tiny_config.parent / "runs" / "begun" / "checkpoints" / "step-00000004"
+    run_folder = tiny_config.parent / "runs" / "begun"
+    assert [start["first_step"] for start in read_starts(run_folder)] == [0], "dry runs start none"
+    folder = run_folder / "checkpoints" / "step-00000004"
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     code, found = lines(tiny_config, "name=begun")

@@ -1,0 +1,139 @@
+"""A run's numbers beside those that its paper has published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megavis.evaluation.published import PublishedPaper, PublishedTable, published_papers
+from megavis.reports.blocks import Table, percent
+from megavis.reports.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class OwnResult:
+    """A number of a run that a paper's table has too.
+
+    Attributes:
+        measure: as in `PublishedTable`.
+        run: name.
+        what: in words.
+        images: how many of which set.
+        value: with its unit.
+    """
+
+    measure: str
+    run: str
+    what: str
+    images: str
+    value: str
+
+
+@dataclass(frozen=True)
+class PaperComparison:
+    """What a page says of one paper.
+
+    Attributes:
+        title: of the paper.
+        own: the runs' numbers; None where there are none to compare.
+        compared: the paper's tables of the same measures.
+        others: its other tables.
+    """
+
+    title: str
+    own: Table | None
+    compared: Sequence[Table]
+    others: Sequence[Table]
+
+
+_SAME_MEASURE = {
+    "linear_probe": {"linear_probe", "classification"},
+    "low_data": {"low_data"},
+    "finetune": {"finetune", "classification"},
+    "generation": {"generation"},
+}
+"""Which tables stand beside which results."""
+
+
+def compare(runs: Sequence[RunRecord]) -> Iterator[PaperComparison]:
+    """Yield a comparison for each paper that the runs are of."""
+    papers = published_papers()
+    by_title: dict[str, tuple[PublishedPaper, list[RunRecord]]] = {}
+    for run in runs:
+        if paper := papers.get(run.objective):
+            by_title.setdefault(paper.title, (paper, []))[1].append(run)
+    for paper, own_runs in by_title.values():
+        results = [result for run in own_runs for result in own_results(run)]
+        measures = set().union(*(_SAME_MEASURE[result.measure] for result in results))
+        compared = [table for table in paper.tables if table.measure in measures]
+        others = [table for table in paper.tables if table.measure not in measures]
+        yield PaperComparison(
+            paper.title,
+            _own_table(results) if results else None,
+            [_table(table, paper) for table in compared],
+            [_table(table, paper) for table in others],
+        )
+
+
+def _own_table(results: Sequence[OwnResult]) -> Table:
+    rows = [(result.run, result.what, result.images, result.value) for result in results]
+    caption = (
+        "Other images and other sizes than the paper's: to be read beside its numbers, not against"
+        " them, unless data, size and recipe are the same."
+    )
+    title = "This run" if len({result.run for result in results}) == 1 else "These runs"
+    return Table(title, ("run", "", "images", "value"), rows, caption)
+
+
+def _table(table: PublishedTable, paper: PublishedPaper) -> Table:
+    own = {
+        place for place, row in enumerate(table.rows) if any(paper.short in cell for cell in row)
+    }
+    where = f" {table.dataset}." if table.dataset else ""
+    return Table(
+        f"{table.table}: {table.title}",
+        table.columns,
+        table.rows,
+        f"{table.metric[:1].upper()}{table.metric[1:]}.{where}",
+        marked=frozenset(own) if len(own) < len(table.rows) else frozenset(),
+    )
+
+
+def own_results(run: RunRecord) -> Iterator[OwnResult]:
+    """Yield what a run's evaluation has found, as far as papers have a table of it."""
+    for path in run.results():
+        find = _FINDERS.get(path.name)
+        if find is None:
+            continue
+        try:
+            yield from list(find(run, _read(path)))
+        except (KeyError, TypeError, ValueError):
+            continue  # The file's own section shows whatever it holds.
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+    images = f"{result['num_validation']} of {run.setting('data.validation', 'validation')}"
+    best = result["best_layer"]
+    what = f"linear probe, layer {best['layer']}, step {result['step']}"
+    yield OwnResult("linear_probe", run.name, what, images, percent(best["accuracy"]))
+    for score in result.get("low_data") or ():
+        if score["features"] == "trained":
+            what = f"{score['images_per_class']} labels a class, {len(score['accuracies'])} draws"
+            error = f"{100 * (1 - score['mean']):.1f} ± {100 * score['deviation']:.1f} % error"
+            yield OwnResult("low_data", run.name, what, images, error)
+
+
+def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+    images = f"{result['num_images']} of {result['data']} (test)"
+    what = f"fine-tuned, step {result['step']}"
+    yield OwnResult("finetune", run.name, what, images, percent(result["vote"]))
+
+
+_FINDERS = {"probe.json": _probe, "finetune_test.json": _finetune}

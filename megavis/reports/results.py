@@ -1,0 +1,195 @@
+"""The files of `RUN/evaluation/` as blocks of a page: each known kind in its own way, others plain.
+
+Nothing is left out: JSON that no function here knows becomes a table of whatever it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megavis.reports.blocks import (
+    Block,
+    Confusion,
+    Section,
+    Table,
+    csv_table,
+    percent,
+    picture,
+    tables_of,
+    words,
+)
+from megavis.reports.charts import Chart, Line, line_chart
+from megavis.reports.run_record import RunRecord
+from megavis.training.metrics import read_json_lines
+
+_MOST_NAMES = 25
+"""Classes of a confusion matrix whose names and counts can be read; of more, the PNG is shown."""
+_FIGURES = {
+    "attention": "Where each head looks",
+    "completions": "Lower halves from upper ones",
+    "correlation": "How alike tokens are over their distance",
+    "depth": "Linear probe by layer",
+    "groups": "Hidden patches, group by group",
+    "jigsaw": "Images put together from predicted places",
+    "likelihood": "Accuracy over validation loss",
+    "mixture": "Patches of two images, put back",
+    "neighbors": "Nearest neighbours by layer",
+    "patches": "Prediction error by place",
+    "positions": "Patches put into their place, over the mask ratio",
+}
+
+
+def result_sections(run: RunRecord) -> Iterator[Section]:
+    """Yield a section for each name in `evaluation/`: its JSON, its CSV and its picture."""
+    files: dict[str, dict[str, Path]] = {}
+    for path in run.results():
+        files.setdefault(path.stem, {})[path.suffix] = path
+    for stem in sorted(files, key=lambda stem: ([*_KNOWN, stem].index(stem), stem)):
+        by_suffix = files[stem]
+        blocks = [*_blocks(run, stem, by_suffix)]
+        if blocks:
+            yield Section(_heading(stem), blocks)
+
+
+def _heading(stem: str) -> str:
+    if stem in _HEADINGS:
+        return _HEADINGS[stem]
+    heading = words(_FIGURES.get(stem, stem)).replace("-", " ")
+    return heading[:1].upper() + heading[1:]
+
+
+def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block]:
+    drawn = False
+    if ".json" in files:
+        content = json.loads(files[".json"].read_text(encoding="utf-8"))
+        blocks = _known_blocks(stem, run, content) or tables_of(content, title="")
+        drawn = any(isinstance(block, Chart | Confusion) for block in blocks)
+        yield from blocks
+    if ".jsonl" in files:
+        yield from tables_of(read_json_lines(files[".jsonl"]), title="")
+    if ".png" in files and not drawn:
+        yield picture(files[".png"], title="", on_white=True)
+    if ".csv" in files:
+        yield csv_table(files[".csv"], title="The numbers")
+
+
+def _known_blocks(stem: str, run: RunRecord, content: Any) -> list[Block]:
+    """Return what a known file is shown as; nothing where it is not of the form that is known."""
+    try:
+        return list(_KNOWN[stem](run, content)) if stem in _KNOWN else []
+    except (KeyError, TypeError, IndexError, ValueError):
+        return []
+
+
+def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis probe`: accuracy by depth, what was chosen, neighbouring layers, few labels."""
+    data = _probed_on(run, result)
+    if len(result["trained"]) > 1:
+        yield _depth_chart(result, data)
+    best, pixels = result["best_layer"], result["pixels"]
+    rows = [
+        (f"step {result['step']}, layer {best['layer']}", percent(best["accuracy"])),
+        ("untrained network, its best layer", percent(result["untrained_accuracy"])),
+        ("raw pixels", percent(pixels["accuracy"])),
+    ]
+    if result["num_views"] > 1:
+        vote = f"step {result['step']}, vote of {result['num_views']} masks"
+        rows.insert(1, (vote, percent(best["vote_accuracy"])))
+    rows += _concatenated(result.get("concatenated") or ())
+    chosen = f"The layer did best on {result['num_held_out']} images that no accuracy here is of."
+    yield Table(
+        "Best layer", ("features", "accuracy"), rows, f"{chosen} {data}", marked=frozenset({0})
+    )
+    if result.get("low_data"):
+        yield _low_data(result, data)
+
+
+def _probed_on(run: RunRecord, result: dict[str, Any]) -> str:
+    where = run.setting("data.validation", "")
+    return (
+        f"{result['num_validation']} validation images{f' of {where}' if where else ''},"
+        f" {result['num_classes']} classes; fitted on {result['num_fitted']}, seed"
+        f" {result['seed']}."
+    )
+
+
+def _depth_chart(result: dict[str, Any], data: str) -> Block:
+    layers = [score["layer"] for score in result["trained"]]
+    lines = [Line(layers, _accuracies(result["trained"]), 0, f"step {result['step']}", marks=True)]
+    networks = [_accuracies(scores) for scores in result["untrained"]]
+    if networks:
+        columns = list(zip(*networks, strict=True))
+        mean = [sum(column) / len(column) for column in columns]
+        band = [min(column) for column in columns], [max(column) for column in columns]
+        name = f"untrained, mean and range of {len(networks)}"
+        lines.append(Line(layers, mean, None, name, marks=True, band=band))
+    pixels = 100 * result["pixels"]["accuracy"]
+    lines.append(Line([layers[0], layers[-1]], [pixels] * 2, 1, "raw pixels", dashed=True))
+    title = "Accuracy by depth"
+    return line_chart(title, lines, x="layer", y="accuracy (%)", caption=data)
+
+
+def _accuracies(scores: list[dict[str, Any]]) -> list[float]:
+    return [100 * score["accuracy"] for score in scores]
+
+
+def _concatenated(scores: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield adjacent layers together: the trained network's, and the mean of untrained ones."""
+    for features in dict.fromkeys(score["features"] for score in scores):
+        own = [score for score in scores if score["features"] == features]
+        layers = ", ".join(str(layer) for layer in own[0]["layers"])
+        several = f", mean of {len(own)}" if len(own) > 1 else ""
+        name = f"{features}, layers {layers} together ({own[0]['num_features']} features){several}"
+        yield name, percent(fmean(score["accuracy"] for score in own))
+
+
+def _low_data(result: dict[str, Any], data: str) -> Table:
+    scores = result["low_data"]
+    counts = sorted({score["images_per_class"] for score in scores})
+    rows = []
+    known = ("trained", "untrained", "pixels")
+    for features in sorted({score["features"] for score in scores}, key=known.index):
+        own = {s["images_per_class"]: s for s in scores if s["features"] == features}
+        cells = [
+            f"{100 * own[count]['mean']:.1f} ± {100 * own[count]['deviation']:.1f}"
+            for count in counts
+        ]
+        rows.append((features, *cells))
+    draws = len(scores[0]["accuracies"])
+    title = f"Few labels: accuracy in %, mean ± standard deviation over {draws} draws"
+    columns = ("features", *(f"{count} a class" for count in counts))
+    return Table(title, columns, rows, data, marked=frozenset({0}))
+
+
+def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """Fine-tuning: accuracies and the confusion matrix."""
+    rows = [("top-1", percent(result["top1"])), ("top-5", percent(result["top5"]))]
+    if result["num_views"] > 1:
+        rows.append((f"vote of {result['num_views']} draws", percent(result["vote"])))
+    role = {"selection": "chose the step", "test": "chose nothing"}[result["part"]]
+    caption = (
+        f"{result['num_images']} images of {result['data']}, which {role}; step {result['step']},"
+        f" seed {run.setting('seed', '–')}."
+    )
+    yield Table("Accuracy", ("", "accuracy"), rows, caption)
+    if len(result["class_names"]) <= _MOST_NAMES:
+        yield Confusion(
+            "Confusion", result["class_names"], result["confusion"], "Rows: class. Columns: answer."
+        )
+
+
+_KNOWN: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
+    "probe": _probe,
+    "finetune_test": _classes,
+    "finetune_selection": _classes,
+}
+_HEADINGS = {
+    "probe": "Linear probe",
+    "finetune_selection": "Fine-tuning: the images that chose the step",
+    "finetune_test": "Fine-tuning: the images that judge",
+    "watch": "Checkpoints as they appeared",
+}

@@ -1,0 +1,144 @@
+"""All that a run folder holds, read without torch: config, metrics, starts, results, pictures."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.manifest import Manifest, read_manifest
+from megavis.config.errors import UserError
+from megavis.training.metrics import read_metrics
+from megavis.training.starts import read_commands, read_starts
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run.
+
+    Attributes:
+        folder: where it lies.
+        config_text: `config.yaml` as it stands; empty where there is none.
+        config: the same as a tree.
+        metrics: the lines of `metrics.jsonl`, at least one.
+        starts: the lines of `starts.jsonl`.
+        commands: the lines of `commands.jsonl`.
+    """
+
+    folder: Path
+    config_text: str
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    commands: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """Read a run folder.
+
+        Raises:
+            UserError: the folder holds no metrics.
+        """
+        path = folder / "metrics.jsonl"
+        if not path.exists():
+            raise UserError(f"{folder} is not a run folder: it holds no metrics.jsonl")
+        metrics = read_metrics(folder)
+        if not metrics:
+            raise UserError(f"{path} is empty: the run has not begun")
+        config = folder / "config.yaml"
+        text = config.read_text(encoding="utf-8") if config.exists() else ""
+        return cls(
+            folder,
+            config_text=text,
+            config=yaml.safe_load(text) or {},
+            metrics=metrics,
+            starts=read_starts(folder),
+            commands=read_commands(folder),
+        )
+
+    @property
+    def name(self) -> str:
+        """The run's name, or its folder's where it has no config."""
+        return str(self.config.get("name") or self.folder.resolve().name)
+
+    @property
+    def objective(self) -> str:
+        """The objective's name; empty where there is no config."""
+        return str(self.setting("objective.name", ""))
+
+    @property
+    def is_finetuning(self) -> bool:
+        """True where the run learns classes."""
+        return bool(self.config.get("finetune"))
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps taken, as far as they were logged."""
+        return int(self.metrics[-1]["step"])
+
+    @functools.cached_property
+    def manifest(self) -> Manifest | None:
+        """Of the newest checkpoint; None where there is none that can be read."""
+        try:
+            checkpoint = latest_checkpoint(self.folder)
+            return read_manifest(checkpoint) if checkpoint else None
+        except (UserError, OSError):
+            return None
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights in the newest checkpoint."""
+        if self.manifest is None:
+            return None
+        weights = (t for name, t in self.manifest.tensors.items() if name.startswith("weight/"))
+        return sum(math.prod(tensor.shape) for tensor in weights)
+
+    @property
+    def seconds_in_steps(self) -> float | None:
+        """How long the logged steps took, by their speed: without validation, saving, waiting."""
+        seconds, seen = 0.0, 0.0
+        for record in self.metrics:
+            if "samples_seen" not in record:
+                continue
+            if record.get("samples_per_s"):
+                seconds += (record["samples_seen"] - seen) / record["samples_per_s"]
+            seen = record["samples_seen"]
+        return seconds or None
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a value of the config by its dotted key."""
+        node: Any = self.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return default if node is None else node
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Return the steps at which a number was logged, and its finite values."""
+        points = [
+            (record["step"], record[key])
+            for record in self.metrics
+            if isinstance(record.get(key), int | float) and math.isfinite(record[key])
+        ]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def median(self, key: str) -> float | None:
+        """Return the median of what was logged under a key; None where nothing was."""
+        values = self.series(key)[1]
+        return statistics.median(values) if values else None
+
+    def results(self) -> Iterator[Path]:
+        """Yield the files of `evaluation/`, by name."""
+        yield from sorted(path for path in self.folder.glob("evaluation/*") if path.is_file())
+
+    def pictures(self) -> dict[str, Path]:
+        """Return the newest picture of each kind in `samples/`, as `samples`, `completions`."""
+        return {
+            path.stem.partition("-")[0]: path for path in sorted(self.folder.glob("samples/*.png"))
+        }

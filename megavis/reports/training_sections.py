@@ -1,0 +1,185 @@
+"""What happened in training: headline facts, curves of several runs in one picture, events."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from megavis.reports.blocks import Table, number, text, words
+from megavis.reports.charts import Chart, Line, line_chart
+from megavis.reports.run_record import RunRecord
+
+Colored = Sequence[tuple[int, str, RunRecord]]
+"""Runs with the number of their colour and their name in legends, which one run alone needs not."""
+
+
+def headline(run: RunRecord) -> list[tuple[str, str]]:
+    """Return what a run is and what it has come to, as names and texts."""
+    facts: list[tuple[str, str | None]] = [
+        ("model", _model(run)),
+        ("parameters", None if run.num_parameters is None else _millions(run.num_parameters)),
+        ("data", _data(run)),
+        ("step", f"{run.last_step} of {run.setting('training.steps', '–')}"),
+        ("images seen", _images_seen(run)),
+        ("layout", _layout(run)),
+        ("speed", _speed(run)),
+        ("time in steps", _duration(run.seconds_in_steps)),
+        *_losses(run),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def overview(runs: Sequence[RunRecord]) -> Table:
+    """Return the facts of several runs side by side."""
+    facts = [dict(headline(run)) for run in runs]
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    rows = [(name, *(one.get(name, "–") for one in facts)) for name in names]
+    return Table("", ("", *(run.name for run in runs)), rows)
+
+
+def _model(run: RunRecord) -> str | None:
+    if not run.setting("model"):
+        return None
+    names = {"num_layers": "layers", "hidden_size": "wide", "num_attention_heads": "heads"}
+    return ", ".join(f"{run.setting(f'model.{key}')} {name}" for key, name in names.items())
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def _data(run: RunRecord) -> str | None:
+    train = run.setting("data.train")
+    if isinstance(train, list):
+        train = ", ".join(str(part.get("path")) for part in train)
+    size = run.setting("data.image_size")
+    return f"{train}, {size} × {size}" if train and size else train
+
+
+def _images_seen(run: RunRecord) -> str | None:
+    seen, batch = run.series("samples_seen")[1], run.setting("training.batch_size")
+    return f"{number(seen[-1])}, {batch} a step" if seen else None
+
+
+def _layout(run: RunRecord) -> str | None:
+    precision, zero = run.setting("training.precision", ""), run.setting("parallel.zero_stage", 0)
+    if run.manifest is None:
+        return precision or None
+    names = {"tensor": "tensor", "pipeline": "pipeline", "data": "data"}
+    sizes = {name: _size(run, f"{key}_parallel_size") for key, name in names.items()}
+    count = sizes["tensor"] * sizes["pipeline"] * sizes["data"]
+    split = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    processes = "1 process" if count == 1 else f"{count} processes: {split}"
+    return f"{processes}, ZeRO-{zero}, {precision}"
+
+
+def _size(run: RunRecord, key: str) -> int:
+    layout = run.manifest.layout if run.manifest else {}
+    return layout.get(key) or layout.get(key.replace("_parallel", "_model_parallel")) or 1
+
+
+def _speed(run: RunRecord) -> str | None:
+    images, tokens, mfu = (run.median(key) for key in ("samples_per_s", "tokens_per_s", "mfu"))
+    if images is None:
+        return None
+    speed = f"{images:.3g} images/s"
+    if tokens is not None:
+        speed += f", {number(round(tokens))} tokens/s"
+    return speed if mfu is None else f"{speed}, MFU {mfu:.1%}"
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 360_000 else f"{seconds / 86400:.1f} days"
+
+
+def _losses(run: RunRecord) -> Iterator[tuple[str, str]]:
+    for key, name in (("validation_loss", "validation loss"), ("loss", "training loss")):
+        values = run.series(key)[1]
+        if values:
+            yield name, f"{values[0]:.4f} → {values[-1]:.4f}"
+
+
+def training_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield curves: losses of comparable runs together, other measures of all runs together."""
+    colored = [(place, run.name if len(runs) > 1 else "", run) for place, run in enumerate(runs)]
+    kinds = list(dict.fromkeys(_comparable(run) for run in runs))
+    for kind in kinds:
+        members = [member for member in colored if _comparable(member[2]) == kind]
+        yield from _loss_chart(f"Loss: {kind}" if len(kinds) > 1 else "Loss", members)
+    for key, name, caption in (
+        ("lr", "Learning rate", ""),
+        ("grad_norm", "Gradient norm", "Before clipping; infinite ones are left out."),
+        ("samples_per_s", "Images a second", "Of the whole job, in training steps alone."),
+    ):
+        yield from _measure_chart(key, name, colored, caption)
+    for key in _validation_measures(runs):
+        name = words(key.removeprefix("validation_"))
+        measured = [member for member in colored if member[2].series(key)[0]]
+        yield from _measure_chart(key, f"Validation: {name}", measured, _held_out(measured))
+
+
+def _comparable(run: RunRecord) -> str:
+    """Return what two runs must share for their losses to mean the same."""
+    return f"{run.objective or 'run'}{', fine-tuning' if run.is_finetuning else ''}"
+
+
+def _validation_measures(runs: Sequence[RunRecord]) -> list[str]:
+    keys = itertools.chain.from_iterable(record for run in runs for record in run.metrics)
+    found = dict.fromkeys(key for key in keys if key.startswith("validation_"))
+    return [key for key in found if key != "validation_loss"]
+
+
+def _loss_chart(title: str, runs: Colored) -> Iterator[Chart]:
+    lines = []
+    for place, name, run in runs:
+        held_out = run.series("validation_loss")
+        lines.append(Line(*run.series("loss"), place, "" if held_out[0] else name, faint=True))
+        lines.append(Line(*held_out, place, name, marks=True))
+    shown = [line for line in lines if line.x]
+    caption = f"Thin: batches in training. Dots: {_held_out(runs)}"
+    if shown:
+        yield line_chart(title, shown, x="step", y="loss", caption=caption)
+
+
+def _held_out(runs: Colored) -> str:
+    counts = {text(run.setting("training.validation_images")) for _, _, run in runs}
+    return f"{' or '.join(sorted(counts))} validation images."
+
+
+def _measure_chart(key: str, title: str, runs: Colored, caption: str) -> Iterator[Chart]:
+    marks = key.startswith("validation_")
+    lines = [Line(*run.series(key), place, name, marks=marks) for place, name, run in runs]
+    shown = [line for line in lines if line.x]
+    if shown:
+        yield line_chart(title, shown, x="step", y="", caption=caption)
+
+
+def events_table(runs: Sequence[RunRecord]) -> Table | None:
+    """Return what happened besides steps, by time in each run; None where nothing did."""
+    rows = [(run.name, str(step), what) for run in runs for step, what in sorted(_events(run))]
+    return Table("Events", ("run", "step", "what"), rows) if rows else None
+
+
+def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
+    for place, start in enumerate(run.starts):
+        first = start.get("first_step", 0)
+        again = "started" if place == 0 else "went on" if first else "started again"
+        processes = start.get("processes", 1)
+        yield first, f"{again} {start.get('time', '')} on {processes} × {start.get('device', '?')}"
+    told: Callable[[int], str]
+    for key, told in (
+        ("steps_skipped", lambda n: f"{n} steps skipped: gradients not finite"),
+        ("checkpoints_not_saved", lambda n: f"{n} checkpoints could not be written so far"),
+    ):
+        before = 0
+        for record in run.metrics:
+            count = int(record.get(key, 0))
+            if count and (key == "steps_skipped" or count > before):
+                yield record["step"], told(count)
+            before = max(before, count)

@@ -1,0 +1,81 @@
+"""When and how a run was started, and what was then made of it: a line a time in its folder.
+
+`starts.jsonl` has the first start and every resume, `commands.jsonl` what `megavis` was asked
+to make of the run: enough to repeat both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megavis.training.metrics import read_json_lines
+
+STARTS_NAME = "starts.jsonl"
+COMMANDS_NAME = "commands.jsonl"
+PACKAGES = ("megavis", "torch", "deepspeed", "megatron-core", "numpy")
+
+
+def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
+    """Add a line; the main process calls this. Raises OSError.
+
+    Args:
+        run_folder: the run.
+        first_step: steps that it goes on from.
+        facts: about the job: device, number of processes.
+    """
+    content = {
+        "first_step": first_step,
+        **facts,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "versions": versions(),
+    }
+    _append(run_folder / STARTS_NAME, sys.argv, content)
+
+
+def record_command(run_folder: Path, arguments: Sequence[str]) -> None:
+    """Add a line about a command that has made something of the run. Raises OSError."""
+    _append(run_folder / COMMANDS_NAME, ["megavis", *arguments], {})
+
+
+def _append(path: Path, arguments: Sequence[str], content: Mapping[str, Any]) -> None:
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    line = json.dumps({"time": time, "command": command_line(arguments), **content})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+def read_starts(run_folder: Path) -> list[dict[str, Any]]:
+    """Return all starts, oldest first; none of runs from before they were recorded."""
+    return read_json_lines(run_folder / STARTS_NAME)
+
+
+def read_commands(run_folder: Path) -> list[dict[str, Any]]:
+    """Return all recorded commands, oldest first."""
+    return read_json_lines(run_folder / COMMANDS_NAME)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return a command as one would type it, without the path of whatever ran it."""
+    program, *words = arguments
+    name = "megavis" if Path(program).name in ("megavis", "cli.py") else Path(program).name
+    return shlex.join([name, *words])
+
+
+def versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the packages that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,31 @@
+"""The papers' tables: whole, and a few numbers read off the papers by hand."""
+
+import pytest
+
+from megavis.evaluation.published import published_papers
+
+pytestmark = pytest.mark.once
+
+PRINTED = [
+    ("igpt", "Table 1", ("CIFAR-100", "ResNet-152", "yes", "78.0")),
+    ("igpt", "Table 4", ("iGPT-L", "26.8 ± 1.5", "12.4 ± 0.6", "5.7 ± 0.1")),
+    ("givt", "Table 1", ("masked", "GIVT-MaskGIT", "t_C = 35", "16", "4.64", "0.85", "0.49")),
+    ("darl", "Table 5", ("generative", "DARL (DIFF)", "81.9", "84.9", "85.9", "")),
+    ("gvp", "Table 5", ("GVP-p2p", "800", "69.6", "84.0")),
+    ("mp3", "Table 3", ("MP3", "2K", "2D relative", "84.2", "73.2")),
+]
+
+
+@pytest.mark.parametrize(("objective", "number", "row"), PRINTED)
+def test_digits_are_as_printed(objective, number, row):
+    tables = {table.table: table for table in published_papers()[objective].tables}
+    assert row in tables[number].rows
+
+
+def test_every_row_has_a_text_for_each_column():
+    papers = published_papers()
+    assert set(papers) == {"igpt", "givt", "givt_maskgit", "darl", "gvp", "mp3"}
+    for paper in papers.values():
+        assert len({table.table for table in paper.tables}) == len(paper.tables)
+        for table in paper.tables:
+            assert {len(row) for row in table.rows} == {len(table.columns)}, table.table

@@ -1,0 +1,139 @@
+"""What the page of one run or several says; how it looks is for the browser's tests."""
+
+import fnmatch
+import re
+import subprocess
+import sys
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megavis.cli import main
+from megavis.reports.page import render
+from megavis.reports.run_record import RunRecord
+
+pytestmark = pytest.mark.once
+ROOT = Path(__file__).parents[3]
+
+
+class Words(HTMLParser):
+    """The text of a page, without style."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.skipped = [], False
+
+    def handle_starttag(self, tag, attributes):
+        self.skipped = tag == "style"
+
+    def handle_data(self, data):
+        if not self.skipped:
+            self.words += data.split()
+
+
+def words_of(page):
+    reader = Words()
+    reader.feed(page)
+    return " ".join(reader.words)
+
+
+@pytest.fixture(scope="module")
+def text(run_folder):
+    return words_of(render([RunRecord.read(run_folder)]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Generative Pretraining from Pixels",
+        "2 layers, 32 wide, 4 heads",
+        "40 of 40",
+        "16 images/s, 1024 tokens/s",
+        "6.2383 → 2.0794",
+        # 4 intervals of 80 images at 16 a second.
+        "20 s",
+        "2 steps skipped: gradients not finite",
+        "1 checkpoints could not be written so far",
+        "went on 2026-01-01T00:00:00+00:00 on 2 × cpu",
+        # The probe and where its numbers are from.
+        "step 40, layer 1 75.7 %",
+        "100 validation images of demo/validation, 3 classes; fitted on 200, seed 0.",
+        "trained 55.0 ± 7.0",
+        "top-1 90.4 %",
+        "30 images of demo/validation, which chose nothing; step 20, seed 3.",
+        # What no function knows is shown all the same.
+        "New thing",
+        "num images 12 345",
+        "0.1235",
+        "17.41",
+        # Beside the paper.
+        "first linear probe, layer 1, step 40 100 of demo/validation 75.7 %",
+        "4 labels a class, 2 draws 100 of demo/validation 45.0 ± 7.0 % error",
+        "iGPT-XL 64² · 3 6801 15360 72.0",
+        "megavis train small.yaml seed=3",
+        "torch 2.11.0",
+    ],
+)
+def test_it_says(text, said):
+    assert said in text
+
+
+def test_several_runs_share_their_curves(page_of_two):
+    page = page_of_two
+    assert "<h1>2 runs</h1>" in page
+    loss = page[page.index("<h4>Loss</h4>") :]
+    loss = loss[: loss.index("</figure>")]
+    for color in (0, 1):
+        assert f"stroke: var(--series-{color})" in loss
+    assert "&lt;b&gt;second&lt;/b&gt;" in loss
+    assert "<b>" not in page
+
+
+def test_nothing_on_it_has_an_address_elsewhere(page_of_two):
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", page_of_two)
+    assert "url(" not in re.sub(r"url\(#\w+\)", "", page_of_two)
+    assert "<script" not in page_of_two
+
+
+def test_a_result_of_another_form_than_known_is_shown_plainly(run_folder, tmp_path):
+    folder = tmp_path / "odd"
+    (folder / "evaluation").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
+    (folder / "evaluation" / "probe.json").write_text('{"best_layer": {"accuracy": 0.25}}')
+    text = words_of(render([RunRecord.read(folder)]))
+    assert "best layer value accuracy 0.25" in text
+    assert "1.5000 → 1.5000" in text
+
+
+def test_the_command_writes_it_beside_the_run_without_torch(run_folder):
+    code = (
+        "import sys; from megavis.cli import main; code = main(sys.argv[1:]);"
+        " sys.exit(code or 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "report", str(run_folder)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    page = run_folder / "report.html"
+    assert str(page) in process.stdout
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(run_folder, capsys):
+    assert main(["report", str(run_folder), "--html", "/dev/null/report.html"]) == 2
+    assert "--html /dev/null/report.html: File exists" in capsys.readouterr().err
+
+
+def test_the_package_ships_what_it_reads():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = [
+        f"{package.replace('.', '/')}/{pattern}"
+        for package, names in settings["tool"]["setuptools"]["package-data"].items()
+        for pattern in names
+    ]
+    files = [path for path in (ROOT / "megavis").rglob("*.*") if path.is_file()]
+    names = [path.relative_to(ROOT).as_posix() for path in files]
+    data = [name for name in names if not name.endswith((".py", ".pyc"))]
+    assert data
+    assert not [name for name in data if not any(fnmatch.fnmatch(name, p) for p in patterns)]

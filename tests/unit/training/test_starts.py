@@ -1,0 +1,37 @@
+"""What a run folder remembers of how it was started and used."""
+
+import pytest
+
+from megavis.cli import _record, main
+from megavis.training.starts import command_line, read_commands, read_starts, record_start
+
+pytestmark = pytest.mark.once
+
+
+def test_each_start_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/megavis", "train", "a b.yaml", "seed=1"])
+    for step in (0, 40):
+        record_start(tmp_path, step, processes=2, device="cpu")
+    (tmp_path / "starts.jsonl").open("a").write('{"time": "torn')
+    first, second = read_starts(tmp_path)
+    assert first["command"] == "megavis train 'a b.yaml' seed=1"
+    assert (first["first_step"], second["first_step"]) == (0, 40)
+    assert first["processes"] == 2
+    assert {"python", "megavis", "torch"} <= set(first["versions"])
+
+
+def test_a_module_s_path_reads_like_the_command():
+    assert command_line(["/x/megavis/cli.py", "probe", "runs/a"]) == "megavis probe runs/a"
+
+
+def test_a_failed_command_is_not_remembered(tmp_path, capsys):
+    assert main(["probe", str(tmp_path)]) == 2
+    assert read_commands(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path):
+    from argparse import Namespace
+
+    folders = [tmp_path, tmp_path / "absent"]
+    _record(Namespace(run_folders=folders), ["figure", "depth", str(tmp_path)])
+    assert read_commands(tmp_path)[0]["command"] == f"megavis figure depth {tmp_path}"
