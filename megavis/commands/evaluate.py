@@ -6,16 +6,19 @@ import argparse
 from typing import Any
 
 from megavis.commands.evaluate_reconstruction import add_reconstruction
+from megavis.commands.evaluate_samples import add_samples
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its verbs, a file each, to the parser."""
     parser = subparsers.add_parser(
         "evaluate",
-        help="how good reconstructed images are",
+        help="how good generated and reconstructed images are: FID, SSIM and others",
         description="Measure images that a run has made.",
-        epilog="example: megavis evaluate reconstruction runs/vae",
+        epilog="example: megavis evaluate samples samples.npz --reference statistics.npz"
+        " --inception weights.pth",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    add_samples(verbs)
     add_reconstruction(verbs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands import sample_latents
+from megavis.commands.sample_npz import write_samples
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
+    parser.add_argument(
+        "--npz",
+        type=Path,
+        metavar="FILE",
+        help="write --num-images images, classes in turns, as evaluation takes them; a command that"
+        " was cut off goes on",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
     parser.add_argument(
         "--tensor-model-parallel-size", type=int, default=1, help="processes that share each layer"
@@ -117,6 +125,9 @@ def _picture(opened: Run, args: argparse.Namespace) -> Any:
 
     if isinstance(opened.objective, OneByOne | Uncovers):
         return sample_latents.picture(opened, args)
+    if args.npz is not None:
+        write_samples(opened, args)
+        return None
     if isinstance(opened.objective, PatchByPatch):
         return _picture_of_patches(opened, opened.objective, args)
     if not isinstance(opened.objective, TokenByToken):

@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.sample_npz import write_drawn
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     givt.add_argument(
         "--show-rounds", action="store_true", help="a draw from the prior and every round, a row"
-    )
-    givt.add_argument(
-        "--npz", type=Path, help="write --num-images images, classes alike, for ADM's evaluation"
     )
     givt.add_argument(
         "--moments",
@@ -129,8 +126,6 @@ def _later(args: argparse.Namespace, labels: Tensor) -> Tensor | None:
 
 
 def _write_npz(opened: Run, args: argparse.Namespace, pictures: LatentPictures) -> None:
-    from megavis.sampling.npz import write_npz
-
     objective: Any = opened.objective
     classes = objective.num_classes
 
@@ -139,21 +134,8 @@ def _write_npz(opened: Run, args: argparse.Namespace, pictures: LatentPictures) 
         return pictures.draw(numbers % classes if classes else numbers * 0 - 1, numbers)
 
     sampler = pictures.sampler
-    write_npz(
-        args.npz,
-        draw,
-        num_images=args.num_images,
-        batch_size=args.batch_size,
-        context=opened.context,
-        settings={
-            "step": opened.step,
-            "seed": args.seed,
-            **asdict(sampler.choice),
-            **asdict(sampler.schedule),
-        },
-    )
-    if opened.context.is_main:
-        sys.stdout.write(f"{args.npz}\n")
+    settings = {**asdict(sampler.choice), **asdict(sampler.schedule)}
+    write_drawn(opened, args, draw, settings=settings)
 
 
 def _compare_moments(opened: Run, args: argparse.Namespace, pictures: LatentPictures) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.model.weight_files import read_weights_file
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class PerceptualDistance:
         Raises:
             UserError: a file is missing, or holds something else.
         """
-        weights = _read(path)
-        given = None if linear is None else _read(linear)
+        weights = read_weights_file(path)
+        given = None if linear is None else read_weights_file(linear)
         try:
             return cls(weights, given)
         except UserError as error:
@@ -195,16 +195,6 @@ def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
         found = "missing" if given is None else f"of shape {given}"
         raise UserError(f"{name} of the linear weights is {found}; the network wants {wanted}")
     return linear[name]
-
-
-def _read(path: str | Path) -> dict[str, Tensor]:
-    try:
-        if str(path).endswith(".safetensors"):
-            return load_file(path)
-        # Tensors alone: torch refuses to unpickle anything else.
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:
-        raise UserError(f"{path} is no file of network weights: {error}") from None
 
 
 def _normalise(pixels: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""`megavis sample --npz`: many images of any run that draws some, for evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavis.notebook import Run
+    from megavis.objectives.base import PatchByPatch
+    from megavis.sampling.npz import Draw
+
+
+def write_samples(opened: Run, args: argparse.Namespace) -> None:
+    """Draw images id by id or patch by patch into `args.npz`.
+
+    Raises:
+        UserError: the run draws no images so.
+    """
+    from megavis.objectives.base import PatchByPatch, TokenByToken
+
+    if args.prefix:
+        raise UserError("--npz holds images from nothing; leave --prefix out")
+    objective = opened.objective
+    if isinstance(objective, TokenByToken):
+        choice = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        write_drawn(opened, args, _draw_ids(opened, args.seed, choice), settings=choice)
+    elif isinstance(objective, PatchByPatch):
+        objective.check_drawing()
+        choice = {"num_steps": args.sampling_steps, "temperature": args.temperature}
+        write_drawn(
+            opened, args, _draw_patches(opened, objective, args.seed, choice), settings=choice
+        )
+    else:
+        name = opened.config.objective.name
+        raise UserError(f"--npz is for runs that draw images from nothing; {name} draws none")
+
+
+def write_drawn(
+    opened: Run, args: argparse.Namespace, draw: Draw, *, settings: Mapping[str, Any]
+) -> None:
+    """Write images as the options name file and number; `settings` decide about them.
+
+    Raises:
+        UserError: the file was begun with other settings.
+    """
+    from megavis.sampling.npz import write_npz
+
+    write_npz(
+        args.npz,
+        draw,
+        num_images=args.num_images,
+        batch_size=args.batch_size,
+        context=opened.context,
+        settings={"step": opened.step, "seed": args.seed, **settings},
+    )
+    if opened.context.is_main:
+        sys.stdout.write(f"{args.npz}\n")
+
+
+def _draw_ids(opened: Run, seed: int, choice: Mapping[str, Any]) -> Draw:
+    import torch
+
+    from megavis.sampling.autoregressive import generate
+    from megavis.sampling.pictures import to_pixels
+
+    objective: Any = opened.objective
+    palette = opened.palette
+
+    def draw(numbers: Tensor) -> Tensor:
+        first, count = int(numbers[0]), len(numbers)
+        ids = generate(
+            opened.runner, objective, batch_size=count, first_image=first, seed=seed, **choice
+        )
+        return torch.from_numpy(to_pixels(objective.to_raster(ids), palette))
+
+    return draw
+
+
+def _draw_patches(
+    opened: Run, objective: PatchByPatch, seed: int, choice: Mapping[str, Any]
+) -> Draw:
+    from megavis.model.orders import to_raster
+    from megavis.sampling.patchwise import generate_patches
+
+    def draw(numbers: Tensor) -> Tensor:
+        numbers = numbers.to(opened.context.device)
+        order = objective.orders(numbers)
+        patches = generate_patches(
+            opened.runner,
+            objective,
+            order=order,
+            prefix=None,
+            numbers=numbers,
+            seed=seed,
+            **choice,
+        )
+        return objective.images_of(to_raster(patches, order))
+
+    return draw

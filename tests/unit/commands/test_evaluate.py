@@ -1,0 +1,129 @@
+"""`megavis evaluate`, from images to the numbers, with a small network."""
+
+import json
+from pathlib import Path
+
+import foolbox
+import numpy as np
+import pytest
+import torch
+from inception_weights import random_images
+from PIL import Image
+
+from megavis.cli import main
+from megavis.data.files import sha256_of_file
+from megavis.evaluation import feature_networks
+from megavis.evaluation.feature_networks import Activations, EfficientNetFeatures, NetworkName
+from megavis.evaluation.manifolds import precision_and_recall
+
+pytestmark = pytest.mark.once
+
+CPU = ["--device", "cpu"]
+
+
+class Small:
+    """Mean colours of three rows as nine features, of which three are also logits."""
+
+    def __init__(self, is_published=False):
+        self.about = NetworkName("small", "ab" * 32, "none", is_published)
+
+    def __call__(self, images):
+        features = images[:, :3].float().mean(2).flatten(1) / 255.0
+        return Activations(features, 8 * features[:, :3], spatial=features[:, 3:])
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    network = Small()
+    monkeypatch.setattr(feature_networks, "open_network", lambda *_: network)
+    return network
+
+
+def test_samples_of_a_run_beside_held_out_images(network, shards, tmp_path, capsys):
+    run, reference = tmp_path / "run", tmp_path / "reference.npz"
+    npz = run / "samples" / "images.npz"
+    npz.parent.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    words = ["samples", str(run), "--reference", str(reference), *CPU]
+    assert main(["evaluate", *words]) == 2
+    assert f"draw some: megavis sample {run} --num-images 50000" in capsys.readouterr().err
+    images = random_images(10, 8)
+    np.savez(npz, arr_0=images.numpy())
+    made = ["--num-images", "30", "--out", str(reference), *CPU]
+    assert main(["evaluate", "statistics", str(shards / "validation"), *made]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", *words]) == 0
+    said = capsys.readouterr()
+    assert "Fréchet distance (features of small), not FID: " in said.out
+    for part in (f"N 10 of {npz}", f"{sha256_of_file(reference)[:8]} (N 30)", "resize none"):
+        assert part in said.out
+    assert "published numbers take 50,000 samples, these are 10: compare" in said.err
+    record = json.loads((run / "evaluation" / "samples.json").read_text())
+    assert not {"fid", "sfid", "inception_score"} & record.keys()
+    features = network(images).features
+    held_out = torch.from_numpy(np.load(reference)["features"])
+    distances = [
+        distance(features[:, part], held_out[:, part]) for part in (slice(0, 9), slice(3, 9))
+    ]
+    assert record["frechet_distance"] == pytest.approx(distances[0], rel=1e-4)
+    assert record["spatial_frechet_distance"] == pytest.approx(distances[1], rel=1e-4)
+    shares = precision_and_recall(features, held_out)
+    assert (record["precision"], record["recall"]) == pytest.approx(shares)
+
+
+def distance(first, second):
+    """Equation 6 of Heusel et al. by the vectors alone, without any covariance.
+
+    Of centred vectors A, B in rows, Tr (AᵀA BᵀB)^½ is the sum of the singular values of ABᵀ.
+    """
+    means = [part.double().mean(0) for part in (first, second)]
+    a, b = (
+        (part.double() - mean) / (len(part) - 1) ** 0.5
+        for part, mean in zip((first, second), means, strict=True)
+    )
+    overlap = torch.linalg.svdvals(a @ b.t()).sum()
+    spread = a.square().sum() + b.square().sum()
+    return ((means[0] - means[1]).square().sum() + spread - 2 * overlap).item()
+
+
+def test_adm_s_files_hold_statistics_and_some_images(network, tmp_path, capsys):
+    """Statistics of all images count for the distance, the images for precision and recall."""
+    network.about = NetworkName("small", "ab" * 32, "none", is_published=True)
+    np.savez(tmp_path / "samples.npz", random_images(20, 8, seed=1).numpy())
+    statistics = {"mu": np.full(9, 0.5), "sigma": 0.1 * np.eye(9)}
+    spatial = {"mu_s": np.full(6, 0.5), "sigma_s": 0.1 * np.eye(6)}
+    images = random_images(15, 8, seed=2)
+    np.savez(tmp_path / "adm.npz", arr_0=images.numpy(), **statistics, **spatial)
+    words = ["samples", str(tmp_path / "samples.npz"), *CPU, "--reference"]
+    assert main(["evaluate", *words, str(tmp_path / "adm.npz")]) == 0
+    said = capsys.readouterr().out
+    for part in ("FID: ", "sFID ", "inception score (mean of 10 splits) ", "precision "):
+        assert part in said
+    assert "of another tool, N unknown" in said
+    record = json.loads((tmp_path / "samples.npz.evaluation.json").read_text())
+    ours = network(random_images(20, 8, seed=1)).features
+    expected = precision_and_recall(ours, network(images).features)
+    assert (record["precision"], record["recall"]) == pytest.approx(expected)
+    np.savez(tmp_path / "theirs.npz", **statistics)  # as pytorch-fid writes them
+    assert main(["evaluate", *words, str(tmp_path / "theirs.npz")]) == 0
+    assert "precision" not in capsys.readouterr().out
+    np.savez(tmp_path / "theirs.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    assert main(["evaluate", *words, str(tmp_path / "theirs.npz")]) == 2
+    assert "has 2048 features, small abababab gives 9" in capsys.readouterr().err
+
+
+def test_the_network_of_the_extra_knows_imagenet_classes():
+    """Its pixels are prepared as it was trained: it names photographs of ImageNet."""
+    files = sorted((Path(foolbox.__file__).parent / "data").glob("imagenet_*.jpg"))[:6]
+    # `imagenet_03_366.jpg`: the last number is the class.
+    network = EfficientNetFeatures(torch.device("cpu"))
+    named = [
+        network(torch.from_numpy(np.array(Image.open(file).convert("RGB")))[None]).logits.argmax()
+        for file in files
+    ]
+    right = sum(
+        int(file.stem.split("_")[2]) == int(n) for file, n in zip(files, named, strict=True)
+    )
+    assert right >= 5
+    assert network.about.sha256.startswith("57934424")
+    assert not network.about.is_published

@@ -1,0 +1,118 @@
+"""Fréchet distance, class score, precision and recall against torch-fidelity and torchmetrics.
+
+What torch-fidelity said stands in a file, since it wants torchvision (tests/data/inception).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from inception_weights import random_features
+from torchmetrics.image.fid import FrechetInceptionDistance
+
+from megavis.evaluation import manifolds
+from megavis.evaluation.class_score import RunningClassScore
+from megavis.evaluation.gaussian import RunningGaussian, frechet_distance
+from megavis.evaluation.manifolds import precision_and_recall
+
+pytestmark = pytest.mark.once
+
+GOLDEN = np.load(Path(__file__).parents[2] / "data" / "inception" / "golden.npz")
+
+
+def gaussian(features, batch_size=37):
+    running = RunningGaussian()
+    for batch in features.split(batch_size):
+        running.add(batch)
+    return running.result()
+
+
+class Itself(torch.nn.Module):
+    """What torchmetrics takes for a network: features in, features out."""
+
+    def __init__(self, num_features):
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features):
+        return features
+
+
+def distance_of_torchmetrics(first, second):
+    metric = FrechetInceptionDistance(feature=Itself(first.shape[1])).set_dtype(torch.float64)
+    metric.update(first.double(), real=True)
+    metric.update(second.double(), real=False)
+    return metric.compute().item()
+
+
+def test_mean_and_covariance_in_batches_are_those_of_numpy():
+    # Far from zero, where sums of squares would cancel.
+    features = random_features()[0] + 1e4
+    found, whole = gaussian(features), features.double().numpy()
+    np.testing.assert_allclose(found.mean, whole.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found.covariance, np.cov(whole, rowvar=False), atol=1e-9)
+
+
+def test_the_distance_is_that_of_torch_fidelity_and_torchmetrics():
+    first, second, _ = random_features()
+    found = frechet_distance(gaussian(first), gaussian(second))
+    assert found == pytest.approx(float(GOLDEN["frechet_inception_distance"]), rel=1e-6)
+    assert found == pytest.approx(distance_of_torchmetrics(first, second), rel=1e-6)
+
+
+def test_the_distance_holds_where_covariances_are_singular():
+    """Fewer images than features; and two lines at right angles, which overlap nowhere."""
+    random = np.random.RandomState(0)
+    first, second = (
+        torch.from_numpy(random.standard_normal((n, 64)).astype(np.float32)) for n in (20, 30)
+    )
+    found = frechet_distance(gaussian(first), gaussian(second))
+    assert found == pytest.approx(distance_of_torchmetrics(first, second), rel=1e-3)
+    assert frechet_distance(gaussian(first), gaussian(first)) == pytest.approx(0.0, abs=1e-10)
+    lines = torch.zeros(2, 5, 64)
+    lines[0, :, 0], lines[1, :, 1] = torch.arange(5.0), torch.arange(5.0) * 2
+    # Means (2, 0) and (0, 4), variances 2.5 and 10.
+    assert frechet_distance(*map(gaussian, lines)) == pytest.approx(20.0 + 12.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [23, 64])
+def test_the_class_score_is_that_of_torch_fidelity(batch_size):
+    logits = random_features()[2]
+    score = RunningClassScore(len(logits))
+    for batch in logits.split(batch_size):
+        score.add(batch)
+    golden = (float(GOLDEN[f"inception_score_{name}"]) for name in ("mean", "std"))
+    assert score.result() == pytest.approx(tuple(golden), rel=1e-6)
+
+
+def test_precision_and_recall_are_those_of_torch_fidelity(monkeypatch):
+    # Several blocks of distances.
+    monkeypatch.setattr(manifolds, "_BLOCK", 5000)
+    first, second, _ = random_features()
+    golden = (float(GOLDEN["precision"]), float(GOLDEN["recall"]))
+    assert precision_and_recall(first, second) == pytest.approx(golden, rel=1e-6)
+
+
+def test_precision_and_recall_are_what_the_paper_s_equations_say():
+    """Equations 1 and 2 of Kynkäänniemi et al., point by point."""
+    random = np.random.RandomState(3)
+    samples, reference = random.standard_normal((25, 3)), random.standard_normal((30, 3)) + 0.7
+
+    def inside(point, others):
+        for i, centre in enumerate(others):
+            distances = sorted(
+                np.linalg.norm(centre - other) for j, other in enumerate(others) if j != i
+            )
+            if np.linalg.norm(point - centre) <= distances[2 - 1]:
+                return True
+        return False
+
+    plainly = (
+        np.mean([inside(point, reference) for point in samples]),
+        np.mean([inside(point, samples) for point in reference]),
+    )
+    pair = (torch.from_numpy(samples), torch.from_numpy(reference))
+    assert precision_and_recall(*pair, neighbors=2) == pytest.approx(plainly)
+    assert min(plainly) > 0.2
+    assert max(plainly) < 0.95

@@ -1,0 +1,44 @@
+"""The Inception network against what torch-fidelity's own made of the same weights and images."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from inception_weights import random_images, random_weights
+
+from megavis.config.errors import UserError
+from megavis.data.files import sha256_of_file
+from megavis.evaluation import feature_networks
+from megavis.evaluation.feature_networks import InceptionFeatures
+from megavis.evaluation.inception import Inception
+
+pytestmark = pytest.mark.once
+
+GOLDEN = np.load(Path(__file__).parents[2] / "data" / "inception" / "golden.npz")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def weights_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    torch.save(random_weights(), path)
+    return path
+
+
+@pytest.mark.parametrize("size", [32, 331])
+def test_features_are_those_of_torch_fidelity(weights_file, size, monkeypatch):
+    # Only the published weights, known by their hash, make published metrics.
+    if size == 331:
+        monkeypatch.setattr(feature_networks, "PUBLISHED_WEIGHTS", sha256_of_file(weights_file)[:8])
+    network = InceptionFeatures(weights_file, CPU)
+    assert network.about.is_published == (size == 331)
+    seen = network(random_images(2, size))
+    for name in ("features", "logits", "spatial"):
+        golden = torch.from_numpy(GOLDEN[f"{name}_{size}"])
+        torch.testing.assert_close(getattr(seen, name), golden, rtol=1e-5, atol=1e-5)
+
+
+def test_other_weights_are_refused():
+    with pytest.raises(UserError, match="not the weights of Inception: Missing key"):
+        Inception.from_weights({"fc.weight": torch.zeros(1008, 2048)})
