@@ -1,8 +1,8 @@
 """One second of sound as 100 frames of 40 mel-frequency cepstral coefficients.
 
-"Position Prediction as an Effective Pretraining Strategy", section 3.1: windows of 30 ms, one every
-10 ms. Mel bands and logarithm are those of TC-ResNet's released code (Choi et al., 2019), whose
-preprocessing the paper takes over: 64 bands from 80 to 7600 Hz on HTK's scale, ln(power + 1e-6).
+Windows of 30 ms, one every 10 ms, mel bands and logarithm as in TC-ResNet's released code
+("Temporal Convolution for Real-time Keyword Spotting on Mobile Devices", Choi et al., 2019): 64
+bands from 80 to 7600 Hz on HTK's scale, ln(power + 1e-6).
 """
 
 from __future__ import annotations

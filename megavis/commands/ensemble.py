@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         description="Average the class probabilities of several fine-tuned runs, each at the step"
         " that it chose, and print the accuracy of each and of all together. The runs may be of"
         " different papers; their held-out shards must hold the same images.",
-        epilog="example: megavis ensemble runs/mp3_finetune_demo runs/mp3_without_positions",
+        epilog="example: megavis ensemble runs/one_finetuned runs/another_finetuned",
     )
     parser.add_argument("run_folders", metavar="RUN", type=Path, nargs="+", help="two or more")
     parser.add_argument(

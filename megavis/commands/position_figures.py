@@ -23,23 +23,23 @@ def add_position_figures(figures: Any) -> None:
     """Add them to the figures of `megavis figure`."""
     positions = figures.add_parser(
         "positions",
-        help="patches put in their place, by mask ratio (MP3, Figure 3)",
+        help="patches put in their place, by mask ratio",
         description="Let the model name the place of every patch of held-out images at several mask"
         " ratios, and draw how often it is the true one.",
-        epilog="example: megavis figure positions runs/mp3_demo",
+        epilog="example: megavis figure positions runs/demo",
     )
     add_image_arguments(positions, num_images=1000)
     positions.set_defaults(run=draw_positions)
     for name, text, run in (
-        ("jigsaw", "images put together from predicted places (MP3, Figures 2, 12, 13)", jigsaw),
-        ("mixture", "patches of two images, mixed and put together (MP3, Figure 14)", mixture),
+        ("jigsaw", "images put together from predicted places", jigsaw),
+        ("mixture", "patches of two images, mixed and put together", mixture),
     ):
         parser = figures.add_parser(
             name,
             help=text,
             description=f"Draw {text} at mask ratios 0, 0.25, 0.5 and 0.75. Context patches are"
             " outlined in green; patches that fall on the same place are averaged.",
-            epilog=f"example: megavis figure {name} runs/mp3_demo --num-images 4",
+            epilog=f"example: megavis figure {name} runs/demo --num-images 4",
         )
         add_image_arguments(parser, num_images=4)
         parser.add_argument("--seed", type=int, default=0, help="of context and shuffling")

@@ -33,10 +33,10 @@ def add_token_figures(figures: Any) -> None:
     """Add them to the figures of `megavis figure`."""
     neighbors = figures.add_parser(
         "neighbors",
-        help="accuracy of nearest neighbours by layer (MP3, Figure 9)",
+        help="accuracy of nearest neighbours by layer",
         description="Classify held-out images by the nearest training images among the features of"
         " each layer, of the run and of an untrained network like it.",
-        epilog="example: megavis figure neighbors runs/mp3_demo --train-images 2000",
+        epilog="example: megavis figure neighbors runs/demo --train-images 2000",
     )
     add_image_arguments(neighbors, num_images=1000)
     neighbors.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
@@ -45,19 +45,19 @@ def add_token_figures(figures: Any) -> None:
     neighbors.set_defaults(run=draw_neighbors)
     attention = figures.add_parser(
         "attention",
-        help="where each head looks, and how widely (MP3, Figures 8 and 11)",
+        help="where each head looks, and how widely",
         description="Average the attention of every head over held-out images by the offset of what"
         " is looked at, and print its entropy.",
-        epilog="example: megavis figure attention runs/mp3_demo",
+        epilog="example: megavis figure attention runs/demo",
     )
     add_image_arguments(attention, num_images=256)
     attention.set_defaults(run=draw_attention)
     correlation = figures.add_parser(
         "correlation",
-        help="how alike the last layer's tokens are, by place (MP3, Figure 10)",
+        help="how alike the last layer's tokens are, by place",
         description="Correlate the last layer's tokens of every two places, within an image and"
         " between two.",
-        epilog="example: megavis figure correlation runs/mp3_demo",
+        epilog="example: megavis figure correlation runs/demo",
     )
     add_image_arguments(correlation, num_images=512)
     correlation.set_defaults(run=draw_correlation)

@@ -1,7 +1,7 @@
 """Where heads look, relative to where they look from, and how widely.
 
-"Position Prediction as an Effective Pretraining Strategy", section 4.2.5, figures 8 and 11. Read
-from the projections of each block, so that no kernel has to give its weights away.
+Read from the projections of each block, so that no kernel has to give its weights away. Whose
+figures these are: docs/evaluation.md.
 
 Legend: b images, n heads, s tokens, the last r² of them a square grid of cells, d head size.
 """
@@ -157,7 +157,7 @@ def attention_rows(maps: AttentionMaps) -> list[Row]:
 
 
 def draw_attention(maps: AttentionMaps, *, name: str) -> Figure:
-    """Draw every head of every layer with its entropy; a row a layer (figure 11)."""
+    """Draw every head of every layer with its entropy; a row a layer."""
     from matplotlib.figure import Figure
 
     layers, heads = maps.entropies.shape

@@ -1,6 +1,6 @@
 """How much the last layer's tokens are alike, by place: in one image, and between two.
 
-"Position Prediction as an Effective Pretraining Strategy", appendix D and figure 10.
+Pearson's correlation over the features of a token; whose figure it is: docs/evaluation.md.
 
 Legend: b images, r² places, h hidden size.
 """
@@ -100,7 +100,7 @@ def correlation_rows(found: Correlations) -> list[Row]:
 
 
 def draw_correlations(found: Correlations, *, name: str) -> Figure:
-    """Draw a grid of grids: at each place the correlations with all places (figure 10)."""
+    """Draw a grid of grids: at each place the correlations with all places."""
     from matplotlib.figure import Figure
 
     side = math.isqrt(len(found.within))

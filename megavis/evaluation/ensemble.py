@@ -1,7 +1,7 @@
 """Several fine-tuned networks as one: the mean of their class probabilities.
 
-"Position Prediction as an Effective Pretraining Strategy", section 4.2.3: networks that were
-pre-trained in different ways err on different images.
+Networks that were pre-trained in different ways err on different images. Who found that:
+docs/evaluation.md.
 
 Legend: m networks, b images, c classes.
 """

@@ -1,8 +1,7 @@
 """Classes by nearest neighbours among the features of each layer.
 
-"Position Prediction as an Effective Pretraining Strategy", appendix C and figure 9. The paper does
-not say how neighbours vote; here by the cosine of centred features, each of the k nearest one vote,
-ties to the class of the nearest.
+After the paper that docs/evaluation.md names. It does not say how neighbours vote; here by the
+cosine of centred features, each of the k nearest one vote, ties to the class of the nearest.
 
 Legend: t training images, v validation images, h hidden size.
 """
@@ -76,7 +75,7 @@ def accuracy_by_layer(
 
 
 def draw_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
-    """Draw accuracy over layers (figure 9)."""
+    """Draw accuracy over layers."""
     figure, axes = plain_axes("layer", f"accuracy of {k} nearest neighbours (%)")
     layers = [score.layer for score in scores]
     axes.plot(layers, [100 * s.trained for s in scores], "o-", color="#1f5fa8", label=name)

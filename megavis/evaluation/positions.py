@@ -1,6 +1,6 @@
 """Which place each patch is put into: how often it is the true one, and what the image becomes.
 
-"Position Prediction as an Effective Pretraining Strategy", figures 2, 3 and 12 to 15.
+For every objective that names places; whose figures these are: docs/evaluation.md.
 
 Legend: b images, n patches of an image and places for them, c context patches, d numbers of a
 patch.
@@ -100,7 +100,7 @@ def position_accuracy(
 
 
 def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: float) -> Figure:
-    """Draw accuracy over η (figure 3).
+    """Draw accuracy over η.
 
     Args:
         scores: by rising η.
@@ -124,7 +124,7 @@ def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: 
 
 
 def reassemble(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Put each patch into its place and average those that fall on the same one (appendix F).
+    """Put each patch into its place and average those that fall on the same one.
 
     Args:
         patches: float `[b, n, d]`.
@@ -161,7 +161,7 @@ def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
 def jigsaw_rows(
     runner: Runner, objective: NamesPlaces, image: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> tuple[list[list[np.ndarray]], list[float]]:
-    """Take one image apart and let the model put it together (figure 2).
+    """Take one image apart and let the model put it together.
 
     Args:
         runner: the model.
@@ -193,7 +193,7 @@ def jigsaw_rows(
 def mixture_rows(
     runner: Runner, objective: NamesPlaces, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> list[list[np.ndarray]]:
-    """Shuffle the patches of two images together and let the model sort each half (figure 14).
+    """Shuffle the patches of two images together and let the model sort each half.
 
     Args:
         runner: the model.

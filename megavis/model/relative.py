@@ -1,8 +1,7 @@
 """A learned bias on attention for each offset between two cells of a grid.
 
-"BEiT: BERT Pre-Training of Image Transformers" (section 2.5 and its released code), whose biases
-"Position Prediction as an Effective Pretraining Strategy" takes for fine-tuning (section 4.2.3):
-every layer and head has its own, and all start at zero.
+"BEiT: BERT Pre-Training of Image Transformers" (section 2.5 and its released code): every layer and
+head has its own, and all start at zero.
 
 Legend: b images, n heads of this process, q queries, c keys, H × W the grid.
 """

@@ -46,6 +46,14 @@ assert not [name for name in {HEAVY} if name in sys.modules]
     assert process.stdout.count("example: ") == len(_COMMANDS)
 
 
+def test_a_paper_is_named_by_its_own_files_alone():
+    """What this paper brought (figures, relative positions, frames) serves any objective."""
+    own = {ROOT / "megavis" / folder for folder in ("objectives", "tokenizers")}
+    texts = {path: path.read_text().lower() for path in SOURCES if not own & set(path.parents)}
+    naming = [path for path, text in texts.items() if "mp3" in text or "position pred" in text]
+    assert not naming
+
+
 def test_no_file_is_longer_than_400_lines():
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert not {str(path): length for path, length in lengths.items() if length > 400}
