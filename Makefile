@@ -12,12 +12,13 @@ BIN := $(abspath $(VENV))/bin
 # What is run may look for ninja, torchrun or megavis by name.
 RUN := PATH="$(BIN):$$PATH"
 
-.PHONY: help install lint test demo clean
+.PHONY: help install lint test test-cluster demo clean
 
 help:
 	@echo "make demo     train a small iGPT on photographs and show what it completes (CPU)"
 	@echo "make test     format, lint, types, import direction, all tests"
 	@echo "              (SELECT='not once': those that may differ between versions of packages)"
+	@echo "make test-cluster  of these those alone that start a SLURM (docs/scaling.md)"
 	@echo "make lint     the same without the tests"
 	@echo "make install  only the environment, in $(VENV)"
 	@echo "make clean    remove the environment and the caches"
@@ -50,6 +51,10 @@ SELECT ?=
 test: lint
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m "$(SELECT)" --numprocesses 2 --dist loadfile
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m "$(SELECT)"
+
+# They skip, and say why, where Debian's packages or the rights are missing.
+test-cluster: $(STAMP)
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m cluster -rs
 
 demo: $(STAMP)
 	$(RUN) bash launch/demo.sh

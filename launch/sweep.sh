@@ -15,8 +15,10 @@
 # %x is the job's name, %A the array's number, %a the task's.
 #SBATCH --output=%x-%A-%a.log
 #SBATCH --open-mode=append
-# A task that is preempted, or loses its node, is queued again and goes on from its checkpoint.
+# A task that is preempted, loses its node or comes to its time limit is queued again and goes on from
+# its checkpoint.
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 set -euo pipefail
 
 if (($# == 0)) || [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -24,15 +26,7 @@ if (($# == 0)) || [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
   exit 2
 fi
 
-# What these are for stands in torchrun.sh.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-
 # sbatch runs a copy of this file from its spool folder: the checkout is where sbatch was called.
 cd "${SLURM_SUBMIT_DIR:-.}"
-if [[ -f .venv/bin/activate ]]; then
-  # shellcheck source=/dev/null
-  source .venv/bin/activate
-fi
-
-exec srun --kill-on-bad-exit=1 python -m megavis.cli sweep "$@" --index "$SLURM_ARRAY_TASK_ID"
+# In this process, which is the one that gets the signal.
+exec bash launch/slurm_step.sh sweep "$@" --index "$SLURM_ARRAY_TASK_ID"

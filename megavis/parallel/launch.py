@@ -76,7 +76,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch:
         local_rank=int(environment.get("SLURM_LOCALID", "0")),
         master_address=environment.get("MASTER_ADDR") or first_host(nodes),
         # Every task computes the same port, and two jobs on a node rarely share one.
-        master_port=int(environment.get("MASTER_PORT") or 20000 + job % 20000),
+        master_port=int(environment.get("MASTER_PORT") or 20000 + job % 12768),
     )
 
 

@@ -4,9 +4,12 @@ They are forks of one server that has imported everything.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_runs import long_words
+from run_jobs import train_run
 
 from megavis.parallel.workers import WorkerPool
 
@@ -30,3 +33,13 @@ def run_job() -> Iterator[Callable[..., list[Any]]]:
     yield run
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def long_run(
+    run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run of `long_words` that two processes finished without a break."""
+    folder = tmp_path_factory.mktemp("long")
+    run_job(train_run, 2, str(tiny_config), long_words(folder, "unbroken"))
+    return folder / "unbroken"

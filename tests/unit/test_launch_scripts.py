@@ -32,6 +32,7 @@ def programs(tmp_path):
 @pytest.fixture
 def start(tmp_path):
     """Start a script with stand-ins first on the PATH and no variables of a scheduler."""
+    (tmp_path / "launch").symlink_to(LAUNCH)
 
     def run(script, *words, **variables):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER"))}
@@ -61,7 +62,7 @@ def test_scripts_parse_and_pass_shellcheck(script):
     subprocess.run(["shellcheck", script], check=True)
 
 
-@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh", "slurm.sh"])
+@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh", "slurm.sh", "sweep.sh"])
 def test_a_script_without_words_says_how_to_use_it(start, script):
     process = start(script)
     output, _ = process.communicate(timeout=20)
@@ -116,8 +117,45 @@ def test_slurm_starts_one_srun_and_queues_itself_again(start, programs, tmp_path
     programs("scontrol")
     assert start("slurm.sh", "a.yaml", "name=b", SLURM_JOB_ID="5").wait(20) == code
     srun, _, scontrol = logged(tmp_path, "srun").partition(" scontrol ")
-    assert srun == "--kill-on-bad-exit=1 python -m megavis.cli train a.yaml name=b"
+    assert srun == "--wait=60 python -m megavis.cli train a.yaml name=b"
     assert scontrol == ("requeue 5" if again else "")
+
+
+def test_slurm_gives_up_what_never_begins(start, programs, tmp_path):
+    programs("srun", "exit 1")
+    programs("scontrol")
+    script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
+    assert script.wait(20) == 1
+    # Saved and stopped in between: what failed before that does not count any more.
+    programs("srun", "exit 75")
+    assert start("slurm.sh", "a.yaml", SLURM_JOB_ID="5").wait(20) == 75
+    programs("srun", "exit 1")
+    for _ in range(4):
+        script = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
+        _, errors = script.communicate(timeout=20)
+    assert "failed four times within five minutes each; not queued again" in errors
+    assert (tmp_path / "log").read_text().count("scontrol requeue 5") == 5
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_a_task_of_an_array_means_itself(start, programs, tmp_path):
+    programs("srun", "exit 75")
+    programs("scontrol")
+    # The last task has the number of the whole array.
+    array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    script = start("sweep.sh", "a.yaml", "--grid", "seed=1,2,3,4", **array)
+    assert script.wait(20) == 75
+    command = "python -m megavis.cli sweep a.yaml --grid seed=1,2,3,4 --index 3"
+    assert logged(tmp_path, "srun") == f"--wait=60 {command} scontrol requeue 7_3"
+
+
+def test_slurm_runs_inside_a_container(start, programs, tmp_path):
+    programs("srun")
+    options = {"CONTAINER": "a.sif", "SRUN_OPTIONS": "--mpi=none -l"}
+    assert start("slurm.sh", "a.yaml", SLURM_JOB_ID="5", **options).wait(20) == 0
+    inside = f"apptainer exec --nv --bind {tmp_path} --pwd {tmp_path} a.sif"
+    command = "python -m megavis.cli train a.yaml"
+    assert logged(tmp_path, "srun") == f"--wait=60 --mpi=none -l {inside} {command}"
 
 
 def test_slurm_asks_the_run_to_save_when_time_is_nearly_up(start, programs, tmp_path):

@@ -41,7 +41,7 @@ def test_torchrun_wins_inside_a_slurm_allocation():
 
 
 def test_srun_gives_rank_size_and_meeting_place():
-    assert read_launch(SLURM) == Launch(5, 8, 1, "gpu03", 20000 + 70123 % 20000)
+    assert read_launch(SLURM) == Launch(5, 8, 1, "gpu03", 20000 + 70123 % 12768)
 
 
 def test_srun_meets_where_the_user_says():
