@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnfinishedError as error:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75
-    if code == 0 and parsed.command in _RECORDED:
+    was_typed = not getattr(parsed, "until_input_ends", False)
+    if code == 0 and was_typed and parsed.command in _RECORDED:
         _record(parsed, sys.argv[1:] if arguments is None else arguments)
     return code
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megavis.commands.evaluate_reconstruction import add_reconstruction
 from megavis.commands.evaluate_samples import add_samples
+from megavis.commands.evaluate_watch import add_watch
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,3 +23,4 @@ def add_parser(subparsers: Any) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_samples(verbs)
     add_reconstruction(verbs)
+    add_watch(verbs)

@@ -27,6 +27,8 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
     yield from check_finetuning(config)
+    if config.evaluation is not None and config.data.validation is None:
+        yield "data.validation", "is missing, and `evaluation` measures on it"
     if config.schedule.halve_every and config.schedule.decay != "constant":
         yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
     if config.optimizer.algorithm == "lars" and config.finetune is None:

@@ -28,6 +28,7 @@ _PICTURES = {
     "samples": "Samples",
     "completions": "Completions: the original, what was given, what the run draws",
     "step": "Drawn while training",
+    "watch": "Drawn beside training",
 }
 """What each kind of picture in `samples/` is, in the order of the page."""
 

@@ -5,6 +5,7 @@ Nothing is left out: JSON that no function here knows becomes a table of whateve
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block
         drawn = any(isinstance(block, Chart | Confusion) for block in blocks)
         yield from blocks
     if ".jsonl" in files:
-        yield from tables_of(read_json_lines(files[".jsonl"]), title="")
+        records = read_json_lines(files[".jsonl"])
+        yield from _known_blocks(stem, run, records) or tables_of(records, title="")
     if ".png" in files and not drawn:
         yield picture(files[".png"], title="", on_white=True)
     if ".csv" in files:
@@ -109,7 +111,8 @@ def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
 
 
 def _probed_on(run: RunRecord, result: dict[str, Any]) -> str:
-    where = run.setting("data.validation", "")
+    splits = result.get("splits") or {}
+    where = splits.get("validation") or run.setting("data.validation", "")
     return (
         f"{result['num_validation']} validation images{f' of {where}' if where else ''},"
         f" {result['num_classes']} classes; fitted on {result['num_fitted']}, seed"
@@ -182,8 +185,31 @@ def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
         )
 
 
+def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
+    """`megavis evaluate watch`: each measure over the steps of the checkpoints."""
+    records = sorted(records, key=lambda record: record["step"])
+    for title, keys, unit, factor in _OVER_STEPS:
+        lines = []
+        for color, key in enumerate(keys):
+            measured = [record for record in records if key in record]
+            steps = [record["step"] for record in measured]
+            values = [factor * record[key] for record in measured]
+            if steps:
+                name = words(key) if len(keys) > 1 else ""
+                lines.append(Line(steps, values, color, name, marks=True))
+        if lines:
+            yield line_chart(title, lines, x="step", y=unit)
+    table = tables_of(records, title="The numbers")[0]
+    yield dataclasses.replace(table, closed=True)
+
+
+_OVER_STEPS = (
+    ("Accuracy by step", ("probe_accuracy", "neighbors_accuracy"), "accuracy (%)", 100),
+    ("Validation loss by step", ("validation_loss",), "loss", 1),
+)
 _KNOWN: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
     "probe": _probe,
+    "watch": _watch,
     "finetune_test": _classes,
     "finetune_selection": _classes,
 }

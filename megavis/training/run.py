@@ -28,6 +28,7 @@ from megavis.objectives.classification import Classification
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
+from megavis.training.beside import evaluation_beside
 from megavis.training.engine import Engine
 from megavis.training.finetune import Finetuning
 from megavis.training.hooks import (
@@ -296,4 +297,6 @@ def run_training(
         hooks: side jobs besides the usual ones.
     """
     with open_job(loaded, launch, device=device) as context:
-        TrainingRun.open(loaded, context).train(hooks)
+        run = TrainingRun.open(loaded, context)
+        with evaluation_beside(run.config, is_main=context.is_main):
+            run.train(hooks)

@@ -1,0 +1,106 @@
+"""What `megavis evaluate watch` measures of a checkpoint, each measure by its name."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megavis.data.dataset import ShardDataset
+    from megavis.evaluation.linear import Selection
+    from megavis.evaluation.probe import Pair, ProbeData
+    from megavis.notebook import Run
+
+MEASURES = ("loss", "probe", "neighbors", "samples")
+_NEIGHBORS = 20
+_PICTURES = 16
+
+
+class CheckpointMeasures:
+    """The measures of one opened checkpoint; what they share is computed once."""
+
+    def __init__(self, opened: Run, args: argparse.Namespace) -> None:
+        """Remember the run and the options of `add_data_arguments`."""
+        self.opened, self.args = opened, args
+
+    def numbers(self, name: str) -> Mapping[str, float]:
+        """Return the numbers of `loss`, `probe` or `neighbors`, by the name of each.
+
+        Raises:
+            UserError: the run's images do not allow it.
+        """
+        return {"loss": self._loss, "probe": self._probe, "neighbors": self._neighbors}[name]()
+
+    def picture(self) -> np.ndarray:
+        """Return what the run draws now, uint8 `[H, W, 3]`.
+
+        Raises:
+            UserError: the paper's models cannot be drawn so.
+        """
+        from megavis.commands.sample import take_turns
+        from megavis.data.loader import read_batch
+        from megavis.sampling.gallery import gallery_of
+
+        gallery = gallery_of(self.opened.objective, self.opened.folder)
+        places = take_turns(self._validation, _PICTURES)
+        examples = read_batch(self._validation, places, places).to(self.opened.context.device)
+        return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
+
+    def _loss(self) -> Mapping[str, float]:
+        from megavis.evaluation.likelihood import mean_loss
+
+        opened, limit = self.opened, self.args.validation_images
+        loss = mean_loss(opened.runner, opened.objective, self._validation, limit=limit)
+        return {"validation_loss": loss}
+
+    def _probe(self) -> Mapping[str, float]:
+        from megavis.evaluation.linear import best_layer, score_layers
+
+        best = best_layer(score_layers(*self._features, self._division))
+        return {"probe_accuracy": best.accuracy, "probe_layer": best.layer}
+
+    def _neighbors(self) -> Mapping[str, float]:
+        """The layer is chosen on the training images that choose the probe's layer too."""
+        from megavis.evaluation.neighbors import accuracy_by_layer
+
+        train, validation = self._features
+        parts = (self._division.fitted, self._division.held_out)
+        selection = accuracy_by_layer(*(train.subset(part) for part in parts), k=_NEIGHBORS)
+        layer = max(range(len(selection)), key=selection.__getitem__)
+        accuracy = accuracy_by_layer(train, validation, k=_NEIGHBORS)[layer]
+        return {"neighbors_accuracy": accuracy, "neighbors_layer": layer}
+
+    @functools.cached_property
+    def _validation(self) -> ShardDataset:
+        from megavis.commands.probing import open_shards
+
+        folder = self.args.validation or self.opened.config.data.validation
+        if folder is None:
+            raise UserError("the run has no data.validation; name a shard folder with --validation")
+        return open_shards(self.opened, folder)
+
+    @functools.cached_property
+    def _data(self) -> ProbeData:
+        from megavis.commands.probing import probe_data
+
+        return probe_data(self.opened, self.args)
+
+    @functools.cached_property
+    def _features(self) -> Pair:
+        from megavis.commands.networks import network_of
+
+        # Not kept on disk: a checkpoint is looked at once.
+        return self._data.features(network_of(self.opened, None))
+
+    @functools.cached_property
+    def _division(self) -> Selection:
+        from megavis.evaluation.probe import ProbeSettings
+
+        train, _ = self._features
+        return self._data.divide(train.labels, ProbeSettings(seed=self.args.seed))

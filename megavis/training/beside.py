@@ -1,0 +1,92 @@
+"""Evaluation beside training: `megavis evaluate watch` as a child process of the main process.
+
+Training gives it nothing but a pipe that closes when training ends, also when training is killed;
+what it measures are the checkpoints. So no step waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megavis.config.schema import EvaluationConfig, RunConfig
+
+LOG_NAME = "watch.log"
+# What a launcher tells its own processes; the child is none of them.
+_OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextlib.contextmanager
+def evaluation_beside(config: RunConfig, *, is_main: bool) -> Iterator[None]:
+    """Evaluate checkpoints while the block trains, where the config says so.
+
+    At the end the newest checkpoint's measures are waited for, `evaluation.finish_within` seconds
+    at most; after an error, or a signal, not at all.
+
+    Args:
+        config: of the run.
+        is_main: True on the one process that does it.
+    """
+    if config.evaluation is None or not is_main:
+        yield
+        return
+    folder = Path(config.folder)
+    (folder / "evaluation").mkdir(parents=True, exist_ok=True)
+    path = folder / "evaluation" / LOG_NAME
+    with path.open("ab") as log:
+        child = subprocess.Popen(  # noqa: S603 - our own command
+            watch_command(folder, config.evaluation, seed=config.seed),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=_environment(config.evaluation),
+        )
+    try:
+        yield
+        _finish(child, path, within=config.evaluation.finish_within)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> list[str]:
+    """Return the command that does what the config's section says."""
+    options = {
+        "--what": ",".join(settings.what),
+        "--every": settings.every,
+        "--train-images": settings.train_images,
+        "--validation-images": settings.validation_images,
+        "--device": settings.device,
+        "--seed": seed,
+        "--interval": settings.interval,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    program = [sys.executable, "-m", "megavis.cli", "evaluate", "watch", str(folder)]
+    return [*program, *words, "--until-input-ends"]
+
+
+def _environment(settings: EvaluationConfig) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
+    kept["OMP_NUM_THREADS"] = str(settings.threads)
+    if settings.device == "cpu":
+        kept["CUDA_VISIBLE_DEVICES"] = ""
+    return kept
+
+
+def _finish(child: subprocess.Popen[bytes], log: Path, *, within: float) -> None:
+    """Let the child come to its end; tell where it did not, or not well."""
+    assert child.stdin is not None
+    child.stdin.close()
+    try:
+        code = child.wait(within)
+    except subprocess.TimeoutExpired:
+        trouble = f"not done {within:g} s after the end (evaluation.finish_within)"
+    else:
+        if code == 0:
+            return
+        trouble = f"ended with code {code}"
+    sys.stderr.write(f"WARNING: evaluation beside training: {trouble}; see {log}\n")

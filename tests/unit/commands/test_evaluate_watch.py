@@ -1,0 +1,180 @@
+"""Checkpoints are measured as they appear, by a watch of one's own or beside training."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from megavis.checkpoint.folder import step_folder
+from megavis.cli import main
+from megavis.config.load import load_config
+from megavis.config.schema import EvaluationConfig
+from megavis.objectives import objective_configs
+from megavis.training import beside
+from megavis.training.metrics import read_json_lines
+
+pytestmark = pytest.mark.once
+FEW = ["--train-images", "100", "--validation-images", "40"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_config):
+    words = ["name=watched", "training.validate_every=4", "training.validation_images=40"]
+    assert main(["train", str(tiny_config), *words]) == 0
+    return tiny_config.parent / "runs" / "watched"
+
+
+@pytest.fixture
+def copied(run_folder, tmp_path):
+    return shutil.copytree(run_folder, tmp_path / "watched")
+
+
+def measured(folder):
+    return read_json_lines(folder / "evaluation" / "watch.jsonl")
+
+
+def test_each_checkpoint_is_measured_once(run_folder, copied, capsys):
+    what = ["--what", "loss,probe,neighbors,samples"]
+    assert main(["evaluate", "watch", str(copied), *what, *FEW, "--every", "5"]) == 0
+    (last,) = measured(copied)
+    assert last["step"] == 12, "the last one, whatever its number"
+    told = {line["step"]: line for line in read_json_lines(run_folder / "metrics.jsonl")}
+    assert last["validation_loss"] == pytest.approx(told[12]["validation_loss"], rel=1e-6)
+    assert 0 <= last["neighbors_accuracy"] <= 1
+    assert (copied / "samples" / "watch-00000012.png").exists()
+    assert list((copied / "tensorboard" / "evaluation").glob("events*"))
+
+    capsys.readouterr()
+    assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 0
+    assert [line["step"] for line in measured(copied)] == [12, 4, 8]
+    assert "step 4: validation_loss" in capsys.readouterr().out
+
+
+def test_the_probe_is_that_of_the_likelihood_figure(copied):
+    for step in (4, 8):
+        shutil.rmtree(step_folder(copied, step))
+    assert main(["evaluate", "watch", str(copied), "--what", "probe", *FEW]) == 0
+    assert main(["figure", "likelihood", str(copied), *FEW, "--no-cache"]) == 0
+    _, row = (copied / "evaluation" / "likelihood.csv").read_text().splitlines()
+    (line,) = measured(copied)
+    assert float(row.split(",")[-1]) == pytest.approx(line["probe_accuracy"])
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_told(copied, monkeypatch, capsys):
+    from megavis.checkpoint import reader
+
+    opened = reader.CheckpointReader.__init__
+
+    def prune_first(self, folder, *args, **kwargs):
+        if folder == step_folder(copied, 4):
+            shutil.rmtree(folder)
+        opened(self, folder, *args, **kwargs)
+
+    monkeypatch.setattr(reader.CheckpointReader, "__init__", prune_first)
+    assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 0
+    assert "step 4 was pruned before it was read" in capsys.readouterr().out
+    assert [line["step"] for line in measured(copied)] == [8, 12]
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_a_pruned_one(copied, capsys):
+    (step_folder(copied, 4) / "manifest.json").unlink()
+    assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 2
+    assert "manifest.json: missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--every", "0"], "--every must be at least 1"),
+        (["--validation", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_sentence(copied, capsys, words, complaint):
+    assert main(["evaluate", "watch", str(copied), *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_no_run_and_no_such_measure(tmp_path, capsys):
+    assert main(["evaluate", "watch", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["evaluate", "watch", str(tmp_path), "--what", "beauty"])
+    assert "'beauty' is not one of loss, probe" in capsys.readouterr().err
+
+
+def test_what_training_starts_ends_when_its_input_does(copied, monkeypatch):
+    settings = EvaluationConfig(what=("loss",), every=12)
+    command = beside.watch_command(copied, settings, seed=5)
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert main(command[3:]) == 0
+    (line,) = measured(copied)
+    assert (line["step"], line["seed"]) == (12, 5)
+
+
+@pytest.fixture
+def watched_config(tiny_config, tmp_path):
+    path = tmp_path / "watched.yaml"
+    path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [loss], finish_within: 0.5}}\n")
+    return load_config(path, [f"output={tmp_path}"], objectives=objective_configs()).config
+
+
+CHILDREN = {
+    "ends": "import sys; sys.stdin.read(); print('measured')",
+    "fails": "import sys; sys.stdin.read(); sys.exit(2)",
+    "lasts": "import time; time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize(
+    ("child", "warning"),
+    [("ends", ""), ("fails", "ended with code 2"), ("lasts", "not done 0.5 s after the end")],
+)
+def test_the_end_of_training(watched_config, monkeypatch, capsys, child, warning):
+    command = [sys.executable, "-S", "-c", CHILDREN[child]]
+    monkeypatch.setattr(beside, "watch_command", lambda *_, **__: command)
+    with beside.evaluation_beside(watched_config, is_main=True):
+        pass
+    told = capsys.readouterr().err
+    assert warning in told
+    assert bool(told) == bool(warning)
+
+
+def test_an_error_of_training_ends_it_at_once(watched_config, monkeypatch):
+    monkeypatch.setattr(beside, "watch_command", lambda *_, **__: ["sleep", "60"])
+    started = []
+    popen = beside.subprocess.Popen
+    monkeypatch.setattr(
+        beside.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[0]
+    )
+
+    def fail():
+        with beside.evaluation_beside(watched_config, is_main=True):
+            raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed"):
+        fail()
+    assert started[0].returncode == -9
+
+
+def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
+    path = tmp_path / "blind.yaml"
+    path.write_text(f"{tiny_config.read_text()}evaluation: {{}}\n")
+    assert main(["train", str(path), "data.validation="]) == 2
+    assert "`evaluation` measures on it" in capsys.readouterr().err
+
+
+def test_the_report_draws_them(copied):
+    from megavis.reports.page import render
+    from megavis.reports.run_record import RunRecord
+
+    (copied / "evaluation").mkdir(exist_ok=True)
+    lines = [{"step": s, "probe_accuracy": s / 20, "validation_loss": 9 - s} for s in (4, 8)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (copied / "evaluation" / "watch.jsonl").write_text(text)
+    page = render([RunRecord.read(copied)])
+    assert "Checkpoints as they appeared" in page
+    assert "<h4>Accuracy by step</h4>" in page
