@@ -20,6 +20,7 @@ _COMMANDS = {
     "plan": "plan",
     "sample": "sample",
     "probe": "probe",
+    "transfer": "transfer",
     "evaluate": "evaluate",
     "figure": "figure",
     "finetune": "finetune",

@@ -193,12 +193,14 @@ def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[floa
     Args:
         classifier: what `fit_classifier` returns.
         x: features `[b, width]`.
-        y: int64 `[b]`, each a class that the classifier has seen.
+        y: int64 `[b]`; a class that the classifier has not seen has probability 0.
     """
-    places = np.searchsorted(classifier.classes_, y)
+    classes = classifier.classes_
+    places = np.searchsorted(classes, y).clip(max=len(classes) - 1)
+    seen = classes[places] == y
     probabilities = classifier.predict_proba(x)
-    right = probabilities[np.arange(len(y)), places]
-    accuracy = (probabilities.argmax(axis=1) == places).mean()
+    right = probabilities[np.arange(len(y)), places] * seen
+    accuracy = ((probabilities.argmax(axis=1) == places) & seen).mean()
     return float(accuracy), float(np.log(right.clip(min=1e-12)).mean())
 
 

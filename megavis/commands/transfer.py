@@ -1,0 +1,175 @@
+"""`megavis transfer`: the linear probe of a run on a list of labelled data sets, as one table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.commands.probing import (
+    job_closed,
+    open_run,
+    probe_data,
+    read_counts,
+    read_layers,
+)
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.evaluation.probe import ProbeData
+    from megavis.evaluation.transfer import Task
+    from megavis.notebook import Run
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "transfer",
+        help="linear probes on a list of labelled data sets, as one table",
+        description="Fit a linear classifier on frozen features for each data set. Layer and"
+        " regularisation are chosen on held-out training images, the classifier is then fitted on"
+        " all training images and meets the test images once. Writes transfer.md and transfer.csv.",
+        epilog="example: megavis transfer runs/igpt_demo --data-sets"
+        " cifar10:shards/cifar10,pets:shards/pets --examples 1000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument(
+        "--data-sets",
+        required=True,
+        type=read_data_sets,
+        metavar="NAME:FOLDER,...",
+        help="shards, FOLDER/train and FOLDER/test; where there is FOLDER/validation, it is held"
+        " out, else a fifth of the training images",
+    )
+    parser.add_argument(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="the first N training images alone, a fifth of them held out; VTAB has 1000;"
+        " default: all",
+    )
+    parser.add_argument(
+        "--layers", default="all", help="that may be the best: all (default), or such as 0,3,6"
+    )
+    parser.add_argument("--layer", type=int, metavar="L", help="score this layer beside the best")
+    parser.add_argument(
+        "--images-per-class",
+        type=read_counts,
+        default=(),
+        metavar="N,N",
+        help="the best layer also with so few labels, for example 25; default: no",
+    )
+    parser.add_argument(
+        "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of held-out part and subsets; default: 0"
+    )
+    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Probe each data set, write and print the table.
+
+    Raises:
+        UserError: the run or a data set cannot be opened, or they do not fit together.
+    """
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        from megavis.evaluation.transfer import TransferSettings, transfer
+        from megavis.evaluation.transfer_table import markdown_of, write_transfer
+
+    if (args.examples is not None and args.examples < 1) or args.seed < 0:
+        raise UserError("--examples must be at least 1, and --seed at least 0")
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        num_layers = opened.config.model.num_layers
+        settings = TransferSettings(
+            layers=read_layers(args.layers, num_layers),
+            layer=_checked_layer(args.layer, num_layers),
+            images_per_class=args.images_per_class,
+            draws=args.draws,
+            seed=args.seed,
+        )
+        tasks = (_task(opened, args, name, folder) for name, folder in args.data_sets.items())
+        results = [transfer(task, settings) for task in tasks]
+    title = _title(opened, args)
+    out = args.out or opened.folder / "evaluation"
+    written = write_transfer(out, results, title=title, step=opened.step, seed=args.seed)
+    sys.stdout.write(markdown_of(results, title=title) + "".join(f"{path}\n" for path in written))
+    return 0
+
+
+def read_data_sets(text: str) -> dict[str, str]:
+    """Read `name:folder` pairs with commas between them.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else, or names one twice.
+    """
+    pairs = [part.partition(":")[::2] for part in text.split(",")]
+    if not all(name and folder for name, folder in pairs) or len(dict(pairs)) < len(pairs):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a list of different names, as cifar10:shards/cifar10,pets:shards/pets"
+        )
+    return dict(pairs)
+
+
+def _checked_layer(layer: int | None, num_layers: int) -> int | None:
+    if layer is not None and not 0 <= layer <= num_layers:
+        raise UserError(f"--layer {layer}: say a number from 0 to {num_layers}")
+    return layer
+
+
+def _task(opened: Run, args: argparse.Namespace, name: str, folder: str) -> Task:
+    """Return the features of a data set. Raises UserError as `probe_data`."""
+    from megavis.evaluation.probe import ProbeSettings
+    from megavis.evaluation.transfer import Task, first_examples
+
+    data = _open(opened, args, folder)
+    train, test = data.features(opened.runner, opened.objective)
+    if args.examples is None:
+        selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
+    else:
+        train, selection = first_examples(train, args.examples, name=name)
+    return Task(name, train, test, selection, _splits(data))
+
+
+def _open(opened: Run, args: argparse.Namespace, folder: str) -> ProbeData:
+    from megavis.evaluation.transfer import num_fitted
+
+    held_out = Path(folder) / "validation"
+    options = argparse.Namespace(
+        train=f"{folder}/train",
+        validation=f"{folder}/test",
+        selection=str(held_out) if held_out.is_dir() else None,
+        train_images=args.examples,
+        validation_images=None,
+    )
+    if args.examples is not None and options.selection is not None:
+        options.train_images = num_fitted(args.examples)
+    return probe_data(opened, options)
+
+
+def _splits(data: ProbeData) -> dict[str, str]:
+    """Return which images these are, in the words of the shards' own manifests."""
+    folders = {"train": data.train, "selection": data.selection, "test": data.validation}
+    return {
+        part: f"{shards.manifest.source.description} ({shards.directory})"
+        for part, shards in folders.items()
+        if shards is not None
+    }
+
+
+def _title(opened: Run, args: argparse.Namespace) -> str:
+    images = "all training images" if args.examples is None else f"{args.examples} training images"
+    return (
+        f"# Transfer of {opened.config.name}, step {opened.step}\n\n"
+        f"Linear classifiers on frozen features, fitted on {images}. Layer and penalty were chosen"
+        f" on the held-out part of these; the test images chose nothing. Seed {args.seed}."
+    )

@@ -1,0 +1,148 @@
+"""Transfer against scikit-learn alone, what chooses and what does not, and the tables."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.evaluation.features import LabelledFeatures
+from megavis.evaluation.linear import PENALTIES, Selection, choose_penalty
+from megavis.evaluation.low_data import score_low_data
+from megavis.evaluation.transfer import Task, TransferSettings, first_examples, transfer
+from megavis.evaluation.transfer_table import write_transfer
+
+pytestmark = pytest.mark.once
+
+NOISE = (4.0, 1.5, 2.5)
+
+
+def features(count, *, seed):
+    """Four uneven clouds seen by three layers, of which the middle one sees best."""
+    random = np.random.default_rng(seed)
+    labels = random.choice(4, count, p=[0.4, 0.3, 0.2, 0.1])
+    clouds = 2 * np.eye(5)[labels]
+    layers = [clouds + random.normal(0, noise, clouds.shape) for noise in NOISE]
+    return LabelledFeatures(np.stack(layers).astype(np.float32), labels)
+
+
+@pytest.fixture(scope="module")
+def task():
+    selection = Selection(np.arange(96), np.arange(96, 120))
+    splits = {"train": "toy, training set", "test": "toy, test set"}
+    return Task("toy", features(120, seed=0), features(80, seed=1), selection, splits)
+
+
+def fitted(x, y, penalty):
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    regression = LogisticRegression(C=1 / (penalty * len(x)), max_iter=300)
+    return make_pipeline(StandardScaler(), regression).fit(x, y)
+
+
+def expected(task):
+    """Layer, penalty, held-out and test accuracy and mean over classes, by the plainest loops."""
+    from sklearn.metrics import log_loss
+
+    y = task.train.labels
+    candidates = []
+    for layer, x in enumerate(task.train.layers):
+        for penalty in PENALTIES:
+            model = fitted(x[:96], y[:96], penalty)
+            held_out = model.predict_proba(x[96:])
+            right = np.mean(model.classes_[held_out.argmax(1)] == y[96:])
+            loss = log_loss(y[96:], held_out, labels=model.classes_)
+            candidates.append((right, -loss, layer, penalty))
+    right, _, layer, penalty = max(candidates, key=lambda each: each[:2])
+    answers = fitted(task.train.layers[layer], y, penalty).predict(task.test.layers[layer])
+    hits = answers == task.test.labels
+    classes = [hits[task.test.labels == label].mean() for label in range(4)]
+    return layer, penalty, right, hits.mean(), sum(classes) / 4
+
+
+def test_the_best_layer_is_chosen_and_scored_as_by_scikit_learn(task):
+    result = transfer(task, TransferSettings())
+    [score] = result.scores
+    layer, penalty, held_out, accuracy, class_accuracy = expected(task)
+    assert (score.layer, score.penalty) == (layer, penalty)
+    assert layer == 1
+    assert score.selection_accuracy == pytest.approx(held_out)
+    assert score.accuracy == pytest.approx(accuracy)
+    assert score.class_accuracy == pytest.approx(class_accuracy)
+    assert (result.num_train, result.num_held_out, result.num_test) == (120, 24, 80)
+
+
+def test_the_test_images_choose_nothing(task):
+    other = replace(task, test=features(40, seed=9))
+    one, two = (transfer(each, TransferSettings()).scores[0] for each in (task, other))
+    assert one.accuracy != two.accuracy
+    assert (one.layer, one.penalty, one.selection_accuracy) == (
+        two.layer,
+        two.penalty,
+        two.selection_accuracy,
+    )
+
+
+def test_a_given_layer_and_few_labels_stand_beside_the_best(task):
+    settings = TransferSettings(layer=0, images_per_class=(5,), draws=3, seed=4)
+    best, given, few = transfer(task, settings).scores
+    assert (best.layer, best.layer_from) == (1, "held-out images")
+    assert (given.layer, given.layer_from) == (0, "--layer")
+    assert given.accuracy < best.accuracy
+    [reference] = score_low_data(
+        "", task.train, task.test, layer=1, images_per_class=(5,), draws=3, seed=4
+    )
+    assert (few.accuracy, few.deviation) == (reference.mean, reference.deviation)
+    assert few.labels == "5 a class"
+
+
+def test_the_first_examples_are_divided_four_to_one():
+    train = features(50, seed=0)
+    few, selection = first_examples(train, 30, name="toy")
+    assert (few.labels == train.labels[:30]).all()
+    assert (selection.fitted == np.arange(24)).all()
+    assert (selection.held_out == np.arange(24, 30)).all()
+    with pytest.raises(UserError, match="--examples 51: toy gives 50 labelled"):
+        first_examples(train, 51, name="toy")
+    one_class = replace(train, labels=np.zeros_like(train.labels))
+    with pytest.raises(UserError, match="fewer than two classes"):
+        first_examples(one_class, 30, name="toy")
+
+
+@pytest.mark.parametrize("hidden", [0, 3])
+def test_a_held_out_class_that_was_not_fitted_is_never_right(hidden):
+    """Few examples may lack a class; its images are wrong answers of probability 0."""
+    train = features(200, seed=3)
+    y = train.labels
+    selection = Selection(np.flatnonzero(y[:150] != hidden), np.arange(150, 200))
+    choice = choose_penalty(train.layers[1], y, [selection])
+    x = train.layers[1]
+    model = fitted(x[selection.fitted], y[selection.fitted], choice.penalty)
+    assert choice.accuracy == pytest.approx(np.mean(model.predict(x[150:]) == y[150:]))
+    assert choice.log_likelihood < np.mean(y[150:] == hidden) * np.log(1e-12)
+
+
+def test_tables_hold_every_number_with_its_sizes(task, tmp_path):
+    settings = TransferSettings(layer=0, images_per_class=(5,), draws=3)
+    results = [transfer(each, settings) for each in (task, replace(task, name="other"))]
+    readable, table = write_transfer(tmp_path, results, title="# Title", step=7, seed=0)
+    rows = list(csv.DictReader(table.open()))
+    assert [row["data_set"] for row in rows] == ["toy"] * 3 + ["other"] * 3
+    best = results[0].scores[0]
+    assert float(rows[0]["accuracy"]) == best.accuracy
+    assert rows[0]["train"] == "toy, training set"
+    assert (rows[0]["step"], rows[0]["num_test"], rows[2]["penalty"]) == ("7", "80", "")
+    lines = readable.read_text().splitlines()
+    assert lines[0] == "# Title"
+    shown = f"| toy | {100 * best.accuracy:.1f} | {100 * best.class_accuracy:.1f} | all | 1 |"
+    assert lines[4].startswith(shown)
+    assert lines[4].endswith("| 96 + 24 | 80 | 4 |")
+    assert "| 0 (given) |" in lines[5]
+    assert " ± " in lines[6]
+    assert lines[10].startswith(f"| mean of the best layers | {100 * best.accuracy:.1f} |")
+    assert lines[-1] == "- other: train: toy, training set; test: toy, test set"
