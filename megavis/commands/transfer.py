@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.networks import feature_cache, feature_job, network_of, tell_cache
 from megavis.commands.probing import (
-    job_closed,
+    add_feature_arguments,
     open_run,
     probe_data,
     read_counts,
@@ -17,8 +19,8 @@ from megavis.commands.probing import (
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.evaluation.probe import ProbeData
-    from megavis.evaluation.transfer import Task
+    from megavis.evaluation.probe import Pair, ProbeData
+    from megavis.evaluation.transfer import Task, TransferResult
     from megavis.notebook import Run
 
 
@@ -69,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_feature_arguments(parser)
     parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
     parser.set_defaults(run=run)
 
@@ -82,28 +85,49 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.evaluation.transfer import TransferSettings, transfer
         from megavis.evaluation.transfer_table import markdown_of, write_transfer
 
     if (args.examples is not None and args.examples < 1) or args.seed < 0:
         raise UserError("--examples must be at least 1, and --seed at least 0")
-    with job_closed():
-        opened = open_run(args.run_folder, step=args.step, device=args.device)
-        num_layers = opened.config.model.num_layers
-        settings = TransferSettings(
-            layers=read_layers(args.layers, num_layers),
-            layer=_checked_layer(args.layer, num_layers),
-            images_per_class=args.images_per_class,
-            draws=args.draws,
-            seed=args.seed,
-        )
-        tasks = (_task(opened, args, name, folder) for name, folder in args.data_sets.items())
-        results = [transfer(task, settings) for task in tasks]
+    with feature_job(args):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        results = _results(opened, args)
+    if not results:
+        return 0
     title = _title(opened, args)
     out = args.out or opened.folder / "evaluation"
     written = write_transfer(out, results, title=title, step=opened.step, seed=args.seed)
     sys.stdout.write(markdown_of(results, title=title) + "".join(f"{path}\n" for path in written))
     return 0
+
+
+def _results(opened: Run, args: argparse.Namespace) -> list[TransferResult]:
+    """Return one result a data set; none on other processes than the main one."""
+    from megavis.evaluation.transfer import TransferSettings, transfer
+
+    num_layers = opened.config.model.num_layers
+    settings = TransferSettings(
+        layers=read_layers(args.layers, num_layers),
+        layer=_checked_layer(args.layer, num_layers),
+        images_per_class=args.images_per_class,
+        draws=args.draws,
+        seed=args.seed,
+    )
+    cache = feature_cache(opened, args)
+    network = network_of(opened, cache)
+    # All are opened before the first is looked at: a mistake is told at once.
+    data_sets = {name: _open(opened, args, folder) for name, folder in args.data_sets.items()}
+    pairs: Iterator[Pair] = (data.features(network) for data in data_sets.values())
+    if opened.context.world.size > 1:
+        # All features before the first classifier: nobody waits for the main process to fit it.
+        pairs = iter([pair for pair in pairs if opened.context.is_main])
+        if not opened.context.is_main:
+            return []
+    results = [
+        transfer(_task(name, data, next(pairs), args), settings) for name, data in data_sets.items()
+    ]
+    tell_cache(cache)
+    return results
 
 
 def read_data_sets(text: str) -> dict[str, str]:
@@ -126,18 +150,17 @@ def _checked_layer(layer: int | None, num_layers: int) -> int | None:
     return layer
 
 
-def _task(opened: Run, args: argparse.Namespace, name: str, folder: str) -> Task:
-    """Return the features of a data set. Raises UserError as `probe_data`."""
+def _task(name: str, data: ProbeData, features: Pair, args: argparse.Namespace) -> Task:
+    """Return a data set with its division. Raises UserError where there are too few images."""
     from megavis.evaluation.probe import ProbeSettings
     from megavis.evaluation.transfer import Task, first_examples
 
-    data = _open(opened, args, folder)
-    train, test = data.features(opened.runner, opened.objective)
+    train, test = features
     if args.examples is None:
         selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
     else:
         train, selection = first_examples(train, args.examples, name=name)
-    return Task(name, train, test, selection, _splits(data))
+    return Task(name, train, test, selection, _splits(data), num_equal=data.num_equal)
 
 
 def _open(opened: Run, args: argparse.Namespace, folder: str) -> ProbeData:

@@ -34,6 +34,7 @@ class Task:
         test: features that only report.
         selection: division of `train`.
         splits: which images `train` and `test` are, for the record.
+        num_equal: test images that were trained on all the same; None where that is not known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Task:
     test: LabelledFeatures
     selection: Selection
     splits: Mapping[str, str]
+    num_equal: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class TransferResult:
         num_train: training images, which the last classifier is fitted on.
         num_held_out: how many of these chose layer and penalty.
         num_test: images that the accuracies are of.
+        num_equal: test images that were trained on all the same; None where that is not known.
         num_classes: classes among the training images.
         scores: the best layer first.
     """
@@ -115,6 +118,7 @@ class TransferResult:
     num_train: int
     num_held_out: int
     num_test: int
+    num_equal: int | None
     num_classes: int
     scores: tuple[TransferScore, ...]
 
@@ -171,6 +175,7 @@ def transfer(task: Task, settings: TransferSettings) -> TransferResult:
         num_train=len(train.labels),
         num_held_out=len(task.selection.held_out),
         num_test=len(task.test.labels),
+        num_equal=task.num_equal,
         num_classes=len(np.unique(train.labels)),
         scores=(*scores, *_few_labels(task, best, settings)),
     )

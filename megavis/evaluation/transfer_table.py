@@ -35,6 +35,7 @@ def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[
             "num_train": result.num_train,
             "num_held_out": result.num_held_out,
             "num_test": result.num_test,
+            "num_equal": "" if result.num_equal is None else result.num_equal,
             "num_classes": result.num_classes,
             "train": result.splits["train"],
             "selection": result.splits.get("selection", ""),

@@ -43,9 +43,11 @@ def cifar(shard_folders, tmp_path_factory):
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     for name in names:
         labels = np.arange(30, dtype=np.uint8) % 3
-        planes = random.integers(0, 120, (30, 3, 32 * 32), np.uint8)
+        # As coarse as the shards, in which finer ones would be averaged away, and images equal.
+        planes = random.integers(0, 150, (30, 3, 4, 4), np.uint8)
         planes[np.arange(30), labels] += 100
-        rows = np.concatenate([labels[:, None], planes.reshape(30, -1)], axis=1)
+        pixels = planes.repeat(8, axis=2).repeat(8, axis=3).reshape(30, -1)
+        rows = np.concatenate([labels[:, None], pixels], axis=1)
         (files / f"{name}.bin").write_bytes(rows.tobytes())
     (files / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n")
     words = ["--palette", str(shard_folders / "palette.npy"), "--size", "4"]
