@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,15 @@ from megavis.commands.networks import feature_cache, feature_job, network_of, te
 from megavis.commands.probing import (
     add_feature_arguments,
     open_run,
-    probe_data,
+    open_shards,
     read_counts,
     read_layers,
+    training_shards,
 )
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
+    from megavis.data.overlap import Shards
     from megavis.evaluation.probe import Pair, ProbeData
     from megavis.evaluation.transfer import Task, TransferResult
     from megavis.notebook import Run
@@ -116,7 +118,11 @@ def _results(opened: Run, args: argparse.Namespace) -> list[TransferResult]:
     cache = feature_cache(opened, args)
     network = network_of(opened, cache)
     # All are opened before the first is looked at: a mistake is told at once.
-    data_sets = {name: _open(opened, args, folder) for name, folder in args.data_sets.items()}
+    trained_on = training_shards(opened)
+    data_sets = {
+        name: _open(opened, folder, trained_on, examples=args.examples)
+        for name, folder in args.data_sets.items()
+    }
     pairs: Iterator[Pair] = (data.features(network) for data in data_sets.values())
     if opened.context.world.size > 1:
         # All features before the first classifier: nobody waits for the main process to fit it.
@@ -163,20 +169,28 @@ def _task(name: str, data: ProbeData, features: Pair, args: argparse.Namespace) 
     return Task(name, train, test, selection, _splits(data), num_equal=data.num_equal)
 
 
-def _open(opened: Run, args: argparse.Namespace, folder: str) -> ProbeData:
+def _open(
+    opened: Run, folder: str, trained_on: Sequence[Shards], *, examples: int | None
+) -> ProbeData:
+    """Open the splits of a data set.
+
+    Raises:
+        UserError: they do not fit the run or each other, or the test images were trained on.
+    """
+    from megavis.evaluation.probe import ProbeData
     from megavis.evaluation.transfer import num_fitted
 
     held_out = Path(folder) / "validation"
-    options = argparse.Namespace(
-        train=f"{folder}/train",
-        validation=f"{folder}/test",
-        selection=str(held_out) if held_out.is_dir() else None,
-        train_images=args.examples,
-        validation_images=None,
+    selection = open_shards(opened, str(held_out)) if held_out.is_dir() else None
+    if examples is not None and selection is not None:
+        examples = num_fitted(examples)
+    return ProbeData(
+        open_shards(opened, f"{folder}/train"),
+        open_shards(opened, f"{folder}/test"),
+        num_train=examples,
+        selection=selection,
+        trained_on=trained_on,
     )
-    if args.examples is not None and options.selection is not None:
-        options.train_images = num_fitted(args.examples)
-    return probe_data(opened, options)
 
 
 def _splits(data: ProbeData) -> dict[str, str]:
