@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from data_tools.close_ups import cut_close_ups
 from data_tools.report import Progress, say
 from megavis.config.errors import UserError
 from megavis.data.files import write_atomically
@@ -96,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="close-ups: pixels of the photograph on a crop's side; absent: from a quarter of its"
-        " height on",
+        help="close-ups: pixels on a crop's side, of the photograph as it is or shrunk, enlarged to"
+        " --size and brought to one contrast; absent: from a quarter of its height on, as they are",
     )
     parser.add_argument("--seed", type=int, default=0)
 
@@ -127,19 +128,18 @@ def run(arguments: argparse.Namespace) -> int:
         for number, photograph in enumerate(photographs()):
             image = load_photograph(photograph)
             for split, total in counts.items():
-                count = share(total, number=number, parts=len(photographs()))
-                seed = [arguments.seed, number, _STREAMS[split]]
-                crops = cut_crops(
-                    image,
-                    photograph,
-                    split=split,
-                    count=count,
-                    size=arguments.size,
-                    seed=seed,
-                    sides=sides,
-                )
+                options = {
+                    "count": share(total, number=number, parts=len(photographs())),
+                    "size": arguments.size,
+                    "seed": [arguments.seed, number, _STREAMS[split]],
+                }
+                if sides is None:
+                    crops = cut_crops(image, photograph, split=split, **options)
+                else:
+                    inside = cut_region(image, edge=photograph.held_out, split=split)
+                    crops = cut_close_ups(inside, sides=sides, turned=split == "train", **options)
                 _save(crops, partial / split / photograph.name)
-                progress.advance(count)
+                progress.advance(options["count"])
     write_atomically(partial / RECORD_NAME, json.dumps(record, indent=2).encode() + b"\n")
     if out.exists():
         out.rmdir()
@@ -193,6 +193,13 @@ def region(image: Image.Image, *, edge: str, split: str) -> Region:
     return Region(start, across - near - deep, length, deep)
 
 
+def cut_region(image: Image.Image, *, edge: str, split: str) -> Image.Image:
+    """Return the pixels of the region of a split."""
+    inside = region(image, edge=edge, split=split)
+    right, bottom = inside.left + inside.width, inside.top + inside.height
+    return image.crop((inside.left, inside.top, right, bottom))
+
+
 def cut_crops(
     image: Image.Image,
     photograph: Photograph,
@@ -201,34 +208,22 @@ def cut_crops(
     count: int,
     size: int,
     seed: list[int],
-    sides: tuple[int, int] | None = None,
 ) -> Iterator[Image.Image]:
     """Yield random square crops of one split, resized to `size`.
 
     The side is log-uniform from a quarter of the photograph's height to the region's shorter
-    side, or between `sides`; half of the training crops are mirrored.
+    side; half of the training crops are mirrored.
     """
     random = np.random.default_rng(seed)
     inside = region(image, edge=photograph.held_out, split=split)
     largest = min(inside.width, inside.height)
     smallest = min(image.height // 4, largest)
-    if sides is not None:
-        smallest, largest = (min(side, largest) for side in sides)
-    right, bottom = inside.left + inside.width, inside.top + inside.height
-    whole = image.crop((inside.left, inside.top, right, bottom))
     for _ in range(count):
         side = round(math.exp(random.uniform(math.log(smallest), math.log(largest))))
         left = inside.left + int(random.integers(0, inside.width - side + 1))
         top = inside.top + int(random.integers(0, inside.height - side + 1))
-        if sides is None:
-            crop = image.crop((left, top, left + side, top + side))
-            crop = crop.resize((size, size), Image.Resampling.BICUBIC)
-        else:
-            # What is enlarged by itself is flat at its border, which tells a patch where it
-            # stands: the filter sees what lies around the crop, but only inside its region.
-            x, y = left - inside.left, top - inside.top
-            box = (x, y, x + side, y + side)
-            crop = whole.resize((size, size), Image.Resampling.BICUBIC, box=box)
+        crop = image.crop((left, top, left + side, top + side))
+        crop = crop.resize((size, size), Image.Resampling.BICUBIC)
         if split == "train" and random.random() < 0.5:
             crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         yield crop

@@ -15,7 +15,7 @@ show() {
 
 run=runs/mp3_demo
 
-show python -m data_tools photographs demo/close_ups --size 32 --sides 8 32 --crops 20000 \
+show python -m data_tools photographs demo/close_ups --size 32 --sides 5 12 --crops 30000 \
   --validation-crops 1000
 for part in train validation; do
   show python -m data_tools jpeg "demo/close_ups/$part" --out "demo/close_ups_$part" --size 32

@@ -7,7 +7,15 @@ import pytest
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.photographs import cut_crops, load_photograph, photographs, region, share
+from data_tools.close_ups import cut_close_ups
+from data_tools.photographs import (
+    cut_crops,
+    cut_region,
+    load_photograph,
+    photographs,
+    region,
+    share,
+)
 
 
 def test_regions_are_disjoint():
@@ -27,9 +35,8 @@ def test_regions_are_disjoint():
         assert 0.17 < (owner == 3).mean() < 0.22
 
 
-@pytest.mark.parametrize("sides", [None, (4, 12)])
 @pytest.mark.parametrize("edge", ["left", "right", "bottom"])
-def test_no_pixel_of_one_split_reaches_the_other(edge, sides):
+def test_no_pixel_of_one_split_reaches_the_other(edge):
     """Paint all but a region red: none of its crops may show any of it."""
     photograph = next(p for p in photographs() if p.held_out == edge)
     for split in ("train", "selection", "validation"):
@@ -37,8 +44,9 @@ def test_no_pixel_of_one_split_reaches_the_other(edge, sides):
         inside = region(image, edge=edge, split=split)
         right, bottom = inside.left + inside.width, inside.top + inside.height
         image.paste((0, 0, 0), (inside.left, inside.top, right, bottom))
-        crops = cut_crops(image, photograph, split=split, count=40, size=16, seed=[1], sides=sides)
+        crops = cut_crops(image, photograph, split=split, count=40, size=16, seed=[1])
         assert all(not np.asarray(crop).any() for crop in crops)
+        assert not np.asarray(cut_region(image, edge=edge, split=split)).any()
 
 
 def test_shares():
@@ -73,18 +81,32 @@ def test_the_command(tmp_path, capsys):
     assert read(tmp_path / "a") == files
 
 
+def close_ups(image, *, sides=(5, 12), turned=False, count=20):
+    options = {"count": count, "size": 32, "seed": [0]}
+    cut = cut_close_ups(image, sides=sides, turned=turned, **options)
+    return np.stack([np.asarray(crop, np.float64) for crop in cut])
+
+
 def test_close_ups_go_on_at_their_border():
-    """Of a slope every enlarged crop is a slope, up to its last pixel."""
-    slope = np.arange(500, dtype=np.float64)[None, :, None] * np.ones((400, 1, 3)) / 2
-    image = Image.fromarray(slope.round().astype(np.uint8))
-    photograph = photographs()[0]
-    for split in ("train", "validation"):
-        crops = cut_crops(
-            image, photograph, split=split, count=20, size=32, seed=[0], sides=(16, 16)
-        )
-        for crop in crops:
-            rows = np.asarray(crop, np.float64)[:, :, 1]
-            rise = (rows[:, -1] - rows[:, 0]) / 31
-            assert np.abs(np.abs(rise) - 0.25).max() < 0.05
-            straight = rows[:, :1] + rise[:, None] * np.arange(32)
-            assert np.abs(rows - straight).max() <= 1.5
+    """Of a slope every enlarged square is a slope of the one contrast, up to its last pixel."""
+    slope = np.arange(240, dtype=np.float64)[None, :, None] * np.ones((200, 1, 3))
+    rows = close_ups(Image.fromarray(slope.astype(np.uint8)), sides=(28, 40))[..., 1]
+    # The deviation of a slope of 32 steps of height r is r · √((32² - 1) / 12).
+    rise = 50 / ((32**2 - 1) / 12) ** 0.5
+    expected = 127.5 + rise * (np.arange(32) - 15.5)
+    assert np.abs(rows - expected).max() < 1.5 * rise
+
+
+def test_close_ups_have_one_mean_and_contrast_and_none_is_flat():
+    """All of a photograph but its striped half is flat: that half is what is drawn."""
+    stripes = np.full((120, 120, 3), (200, 30, 90), np.uint8)
+    stripes[:, :60] += np.where(np.arange(60) // 4 % 2, 10, -10).astype(np.uint8)[:, None]
+    found = close_ups(Image.fromarray(stripes), turned=True)
+    assert np.abs(found.mean((1, 2)) - 127.5).max() < 1
+    assert np.abs(found.std((1, 2)) - 50).max() < 1
+    directions = np.abs(np.diff(found, axis=1)).sum((1, 2, 3)) > np.abs(np.diff(found, axis=2)).sum(
+        (1, 2, 3)
+    )
+    assert 0 < directions.sum() < len(directions)
+    flat = close_ups(Image.new("RGB", (60, 60), (9, 9, 9)), count=2)
+    assert (np.abs(flat - 127.5) < 1).all()
