@@ -24,13 +24,14 @@ num_nodes=${NUM_NODES:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Where a process dies, the launcher ends the others; where one hangs, megavis ends all after
 # training.hang_timeout. RESTARTS=3 starts them again so many times, from the newest checkpoint.
-# Say NCCL_DEBUG=INFO to see which network NCCL chose. Where it chose the wrong one:
-#   NCCL_SOCKET_IFNAME=eth0   the interface for the first contact
-#   NCCL_IB_HCA=mlx5          the InfiniBand adapters for the data
+# What a network may need besides: docs/scaling.md, "Networks".
 # Not set here: CUDA_DEVICE_MAX_CONNECTIONS. Megatron-Core recommends 1 with sequence parallelism,
 # so that a collective is issued before the matrix product it overlaps with; ZeRO-3, whose gathers
 # overlap with the layer before, is better off without.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# Seconds from a SIGTERM that torchrun passes on until it kills: a step and a checkpoint must fit in.
+# Its own 30 are few for that.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
 if ((num_nodes == 1)); then
   # Standalone picks a free port: two jobs on one node do not collide.
@@ -43,4 +44,6 @@ else
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
   )
 fi
-exec torchrun "${meeting[@]}" --max-restarts "${RESTARTS:-0}" --nproc-per-node "$PROCESSES" --module megavis.cli train "$@"
+# elastic.py is torchrun, but for its exit code.
+exec python "$(dirname "$0")/elastic.py" "${meeting[@]}" --max-restarts "${RESTARTS:-0}" \
+  --nproc-per-node "$PROCESSES" --module megavis.cli train "$@"

@@ -71,27 +71,27 @@ def test_a_script_without_words_says_how_to_use_it(start, script):
 
 
 def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp_path):
-    programs("torchrun")
+    programs("python")
     assert start("torchrun.sh", "a.yaml", "training.steps=3").wait(20) == 0
-    assert logged(tmp_path, "torchrun") == (
-        "--standalone --max-restarts 0 --nproc-per-node 3"
+    assert logged(tmp_path, "python") == (
+        f"{LAUNCH}/elastic.py --standalone --max-restarts 0 --nproc-per-node 3"
         " --module megavis.cli train a.yaml training.steps=3"
     )
 
 
 def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):
-    programs("torchrun")
+    programs("python")
     where = {"NUM_NODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node00", "PROCESSES": "8"}
     where["RESTARTS"] = "5"
     assert start("torchrun.sh", "a.yaml", **where).wait(20) == 0
-    assert logged(tmp_path, "torchrun") == (
-        "--nnodes 4 --node-rank 2 --master-addr node00 --master-port 29500"
+    assert logged(tmp_path, "python") == (
+        f"{LAUNCH}/elastic.py --nnodes 4 --node-rank 2 --master-addr node00 --master-port 29500"
         " --max-restarts 5 --nproc-per-node 8 --module megavis.cli train a.yaml"
     )
 
 
 def test_torchrun_on_several_nodes_wants_to_know_which(start, programs):
-    programs("torchrun")
+    programs("python")
     process = start("torchrun.sh", "a.yaml", NUM_NODES="4")
     _, errors = process.communicate(timeout=20)
     assert process.returncode != 0
