@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.evaluation.published import PublishedPaper, PublishedTable, published_papers
-from megavis.reports.blocks import Table, percent
+from megavis.reports.blocks import Table, number, percent
 from megavis.reports.run_record import RunRecord
 
 
@@ -136,4 +136,12 @@ def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
     yield OwnResult("finetune", run.name, what, images, percent(result["vote"]))
 
 
-_FINDERS = {"probe.json": _probe, "finetune_test.json": _finetune}
+def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+    reference = result["reference"]["source"]
+    images = f"{result['samples']['num_images']} beside {reference}"
+    for key, name in (("fid", "FID"), ("frechet_distance", result["title"])):
+        if key in result:
+            yield OwnResult("generation", run.name, name, images, number(result[key]))
+
+
+_FINDERS = {"probe.json": _probe, "finetune_test.json": _finetune, "samples.json": _samples}

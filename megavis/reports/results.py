@@ -5,6 +5,7 @@ Nothing is left out: JSON that no function here knows becomes a table of whateve
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,18 @@ from megavis.reports.blocks import (
     Section,
     Table,
     csv_table,
+    number,
     percent,
     picture,
     tables_of,
+    text,
     words,
 )
 from megavis.reports.charts import Chart, Line, line_chart
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
+_SHOWN = (".json", ".jsonl", ".csv", ".png")
 _MOST_NAMES = 25
 """Classes of a confusion matrix whose names and counts can be read; of more, the PNG is shown."""
 _FIGURES = {
@@ -51,9 +55,16 @@ def result_sections(run: RunRecord) -> Iterator[Section]:
         files.setdefault(path.stem, {})[path.suffix] = path
     for stem in sorted(files, key=lambda stem: ([*_KNOWN, stem].index(stem), stem)):
         by_suffix = files[stem]
-        blocks = [*_blocks(run, stem, by_suffix)]
+        try:
+            blocks: Sequence[Block] = [*_blocks(run, stem, by_suffix)]
+        except (ValueError, csv.Error) as error:
+            blocks = [Table("", ("cannot be read",), [(str(error),)])]
         if blocks:
             yield Section(_heading(stem), blocks)
+    others = [path for path in run.results() if path.suffix not in _SHOWN]
+    if others:
+        rows = [(path.name, number(path.stat().st_size)) for path in others]
+        yield Section("Other files", [Table("", ("file", "bytes"), rows, str(others[0].parent))])
 
 
 def _heading(stem: str) -> str:
@@ -203,12 +214,29 @@ def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
     yield dataclasses.replace(table, closed=True)
 
 
+def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis evaluate samples`: distances, with all that must be said beside them."""
+    network, samples, reference = (result[key] for key in ("network", "samples", "reference"))
+    names = {"fid": "FID", "sfid": "sFID", "frechet_distance": result["title"]}
+    numbers = {key: value for key, value in result.items() if isinstance(value, float)}
+    rows = [(names.get(key, words(key)), number(value)) for key, value in numbers.items()]
+    caption = (
+        f"{samples['num_images']} images of {samples['source']}; reference {reference['source']}"
+        f" {reference['sha256'][:8]} (N {text(reference['num_images'])}); network"
+        f" {network['name']} {network['sha256'][:8]}, resize {network['resize']}."
+    )
+    if result["caution"]:
+        caption += f" {result['caution'][:1].upper()}{result['caution'][1:]}."
+    yield Table("Distance from real images", ("", "value"), rows, caption)
+
+
 _OVER_STEPS = (
     ("Accuracy by step", ("probe_accuracy", "neighbors_accuracy"), "accuracy (%)", 100),
     ("Validation loss by step", ("validation_loss",), "loss", 1),
 )
 _KNOWN: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
     "probe": _probe,
+    "samples": _samples,
     "watch": _watch,
     "finetune_test": _classes,
     "finetune_selection": _classes,
@@ -217,5 +245,6 @@ _HEADINGS = {
     "probe": "Linear probe",
     "finetune_selection": "Fine-tuning: the images that chose the step",
     "finetune_test": "Fine-tuning: the images that judge",
+    "samples": "Generated images",
     "watch": "Checkpoints as they appeared",
 }

@@ -55,6 +55,15 @@ CLASSES = {
     "class_names": ["astronaut", "brick", "coffee"],
     "confusion": [[9, 1, 0], [0, 10, 0], [2, 0, 8]],
 }
+GENERATED = {
+    "title": "FID",
+    "fid": 12.3456,
+    "precision": 0.5,
+    "network": {"name": "Inception", "sha256": "0123456789", "resize": "bilinear"},
+    "samples": {"source": "a.npz", "sha256": "ab", "num_images": 64},
+    "reference": {"source": "b.npz", "sha256": "fedcba9876", "num_images": 50000},
+    "caution": "compare only with the same N",
+}
 
 
 def write_json(path, content):
@@ -89,6 +98,8 @@ def write_run(folder, name):
     evaluation = folder / "evaluation"
     write_json(evaluation / "probe.json", PROBE)
     write_json(evaluation / "finetune_test.json", CLASSES)
+    write_json(evaluation / "samples.json", GENERATED)
+    (evaluation / "watch.log").write_text("step 20")
     write_json(evaluation / "new_thing.json", {"num_images": 12345, "scores": [{"a": 0.12345}]})
     (evaluation / "groups.csv").write_text("groups,psnr\n1,17.412345\n")
     write_png(evaluation / "groups.png")

@@ -63,6 +63,11 @@ def text(run_folder):
         "trained 55.0 ± 7.0",
         "top-1 90.4 %",
         "30 images of demo/validation, which chose nothing; step 20, seed 3.",
+        "FID 12.35 precision 0.5",
+        "64 images of a.npz; reference b.npz fedcba98 (N 50 000); network Inception 01234567,"
+        " resize bilinear. Compare only with the same N.",
+        "first FID 64 beside b.npz 12.35",
+        "Other files file bytes watch.log 7",
         # What no function knows is shown all the same.
         "New thing",
         "num images 12 345",
@@ -102,7 +107,10 @@ def test_a_result_of_another_form_than_known_is_shown_plainly(run_folder, tmp_pa
     (folder / "evaluation").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
     (folder / "evaluation" / "probe.json").write_text('{"best_layer": {"accuracy": 0.25}}')
+    (folder / "evaluation" / "torn.json").write_text('{"a')
+    (folder / "evaluation" / "torn.png").write_text("no picture")
     text = words_of(render([RunRecord.read(folder)]))
+    assert "Torn cannot be read" in text
     assert "best layer value accuracy 0.25" in text
     assert "1.5000 → 1.5000" in text
 
