@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("loss", "probe", "neighbors", "samples")
 _NEIGHBORS = 20
-_PICTURES = 16
+_PICTURES = 8
 
 
 class CheckpointMeasures:

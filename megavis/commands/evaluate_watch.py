@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 RESULTS_NAME = "watch.jsonl"
+_SETTINGS = ("train_images", "validation_images", "seed")
+"""Options that a line of results keeps; the numbers of images are at most."""
 
 
 def add_watch(verbs: Any) -> None:
@@ -191,7 +193,12 @@ def _measured(args: argparse.Namespace, step: int) -> dict[str, Any] | None:
         if step_folder(args.run_folder, step).is_dir():
             raise
         return None
-    return {"step": step, **numbers, "seed": args.seed, "seconds": time.perf_counter() - began}
+    return {
+        "step": step,
+        **numbers,
+        "seconds": time.perf_counter() - began,
+        **{name: getattr(args, name) for name in _SETTINGS},
+    }
 
 
 def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
@@ -200,7 +207,7 @@ def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     with (folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-    shown = {name: record[name] for name in record if name not in ("step", "seed")}
+    shown = {name: record[name] for name in record if name not in ("step", *_SETTINGS)}
     with _board(run_folder) as board:
         for name, value in shown.items():
             board.add_scalar(f"evaluation/{name}", value, record["step"])

@@ -23,6 +23,7 @@ _VARIABLES = {_INK: "--ink-soft", _GRID: "--rule", _OTHER: "--other"}
 _VARIABLES |= {f"#0000e{number}": f"--series-{number}" for number in range(NUM_COLORS)}
 _WIDTH, _HEIGHT = 480, 270
 _MOST_POINTS = 400
+_TICKS = [1, 2, 2.5, 5, 10]
 _STYLE: Any = {
     "svg.fonttype": "none",  # Text stays text, in the page's font.
     "svg.hashsalt": "megavis",
@@ -114,9 +115,9 @@ def line_chart(title: str, lines: Sequence[Line], *, x: str, y: str, caption: st
         axes = figure.add_subplot(xlabel=x, ylabel=y)
         for line in lines:
             _draw(axes, line)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=_TICKS))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICKS))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.margins(x=0.02)
         file = io.StringIO()

@@ -199,6 +199,11 @@ def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
 def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
     """`megavis evaluate watch`: each measure over the steps of the checkpoints."""
     records = sorted(records, key=lambda record: record["step"])
+    last = records[-1]
+    caption = (
+        f"{text(last['validation_images'] or 'All')} validation images, classifiers fitted on"
+        f" {text(last['train_images'])} at most, seed {last['seed']}."
+    )
     for title, keys, unit, factor in _OVER_STEPS:
         lines = []
         for color, key in enumerate(keys):
@@ -209,7 +214,7 @@ def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
                 name = words(key) if len(keys) > 1 else ""
                 lines.append(Line(steps, values, color, name, marks=True))
         if lines:
-            yield line_chart(title, lines, x="step", y=unit)
+            yield line_chart(title, lines, x="step", y=unit, caption=caption)
     table = tables_of(records, title="The numbers")[0]
     yield dataclasses.replace(table, closed=True)
 

@@ -161,17 +161,21 @@ def _measure_chart(key: str, title: str, runs: Colored, caption: str) -> Iterato
 
 
 def events_table(runs: Sequence[RunRecord]) -> Table | None:
-    """Return what happened besides steps, by time in each run; None where nothing did."""
-    rows = [(run.name, str(step), what) for run in runs for step, what in sorted(_events(run))]
-    return Table("Events", ("run", "step", "what"), rows) if rows else None
+    """Return what happened besides steps, by step in each run; None where nothing did."""
+    events = [(run.name, str(step), what) for run in runs for step, what in sorted(_events(run))]
+    columns = ("run", "step", "what")
+    first = 0 if len(runs) > 1 else 1
+    rows = [event[first:] for event in events]
+    return Table("Events", columns[first:], rows) if rows else None
 
 
 def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
     for place, start in enumerate(run.starts):
         first = start.get("first_step", 0)
         again = "started" if place == 0 else "went on" if first else "started again"
-        processes = start.get("processes", 1)
-        yield first, f"{again} {start.get('time', '')} on {processes} × {start.get('device', '?')}"
+        time = str(start.get("time", ""))[:16].replace("T", " ")
+        where = f"{start.get('processes', 1)} × {start.get('device', '?')}"
+        yield first, f"{again} {time} UTC on {where}"
     told: Callable[[int], str]
     for key, told in (
         ("steps_skipped", lambda n: f"{n} steps skipped: gradients not finite"),

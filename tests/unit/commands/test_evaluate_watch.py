@@ -172,9 +172,11 @@ def test_the_report_draws_them(copied):
     from megavis.reports.run_record import RunRecord
 
     (copied / "evaluation").mkdir(exist_ok=True)
-    lines = [{"step": s, "probe_accuracy": s / 20, "validation_loss": 9 - s} for s in (4, 8)]
+    settings = {"train_images": 100, "validation_images": None, "seed": 3}
+    lines = [{"step": step, "probe_accuracy": step / 20, **settings} for step in (4, 8)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (copied / "evaluation" / "watch.jsonl").write_text(text)
     page = render([RunRecord.read(copied)])
     assert "Checkpoints as they appeared" in page
     assert "<h4>Accuracy by step</h4>" in page
+    assert "All validation images, classifiers fitted on 100 at most, seed 3." in page

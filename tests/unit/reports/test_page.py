@@ -56,7 +56,7 @@ def text(run_folder):
         "20 s",
         "2 steps skipped: gradients not finite",
         "1 checkpoints could not be written so far",
-        "went on 2026-01-01T00:00:00+00:00 on 2 × cpu",
+        "went on 2026-01-01 00:00 UTC on 2 × cpu",
         # The probe and where its numbers are from.
         "step 40, layer 1 75.7 %",
         "100 validation images of demo/validation, 3 classes; fitted on 200, seed 0.",
