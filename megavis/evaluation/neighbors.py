@@ -77,6 +77,7 @@ def accuracy_by_layer(
 def draw_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
     """Draw accuracy over layers."""
     figure, axes = plain_axes("layer", f"accuracy of {k} nearest neighbours (%)")
+    axes.locator_params("x", integer=True)
     layers = [score.layer for score in scores]
     axes.plot(layers, [100 * s.trained for s in scores], "o-", color="#1f5fa8", label=name)
     axes.plot(layers, [100 * s.untrained for s in scores], "o-", color="#8a8a8a", label="untrained")
