@@ -8,7 +8,7 @@ from statistics import fmean
 
 from megavis.data.files import write_atomically
 from megavis.evaluation.figures import Row, write_table
-from megavis.evaluation.transfer import TransferResult, TransferScore
+from megavis.evaluation.transfer import OPTION, TransferResult, TransferScore
 
 _HEADER = (
     "data set",
@@ -75,7 +75,7 @@ def _row(result: TransferResult, score: TransferScore) -> list[str]:
         f"{100 * score.accuracy:.1f}{spread}",
         _percent(score.class_accuracy),
         score.labels,
-        f"{score.layer}" + (" (given)" if score.layer_from == "--layer" else ""),
+        f"{score.layer}" + (" (given)" if score.layer_from == OPTION else ""),
         "by draw" if score.penalty is None else f"{score.penalty:g}",
         _percent(score.selection_accuracy),
         "" if few else f"{fitted} + {result.num_held_out}",
