@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megavis.config.errors import UnfinishedError, UserError
+from megavis.config.errors import CorruptionError, UnfinishedError, UserError
 
 # Each command and its module; `import` is a word of Python, so its module has another name.
 _COMMANDS = {
@@ -38,7 +38,7 @@ _RECORDED = ("sample", "probe", "figure", "evaluate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code, 2 for a user's mistake, 75 for what is to go on."""
+    """Run one command; returns the exit code: 2, 71 and 75 as `config/errors.py` has them."""
     parser = argparse.ArgumentParser(
         prog="megavis", description="Pretrain generative vision Transformers on any layout."
     )
@@ -58,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except CorruptionError as error:
+        sys.stderr.write(f"corrupted: {error}\n")
+        return 71
     except UnfinishedError as error:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megavis.config.errors import UserError
 from megavis.data.files import flush_folder, write_atomically
 
 _STEP = re.compile(r"step-(\d{8,})")
+_ASIDE = ".set-aside"
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
@@ -46,6 +48,39 @@ def saved_steps(run_folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for name in names if (match := _STEP.fullmatch(name)))
 
 
+def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Path]:
+    """Return what a run may go on from, newest first: what `latest` names, and older ones.
+
+    All that are there, where `latest` is missing or does not name one of them; those up to a step,
+    where one is given.
+    """
+    steps = [step for step in saved_steps(run_folder) if up_to is None or step <= up_to]
+    folders = [step_folder(run_folder, step) for step in reversed(steps)]
+    pointer = run_folder / "checkpoints" / "latest"
+    named = pointer.read_text(errors="replace").strip() if pointer.exists() else ""
+    names = [folder.name for folder in folders]
+    return folders[names.index(named) :] if named in names else folders
+
+
+def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> None:
+    """Rename checkpoints that no run is to go on from; the newest good one is the latest then."""
+    write_atomically(run_folder / "checkpoints" / "latest", f"{newest.name}\n".encode())
+    for folder in folders:
+        target = folder.with_name(folder.name + _ASIDE)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(folder, target)
+
+
+def remove_partial(run_folder: Path) -> None:
+    """Delete what a killed process was still writing; nobody else writes into the run now."""
+    for folder in (run_folder, run_folder / "checkpoints"):
+        for path in folder.glob(".*.partial*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def publish(run_folder: Path, step: int) -> Path:
     """Make a completely written checkpoint appear, and `latest` name it, in this order."""
     target = step_folder(run_folder, step)
@@ -61,9 +96,16 @@ def publish(run_folder: Path, step: int) -> Path:
 def prune(
     run_folder: Path, *, keep_last: int, keep_every: int, keep_step: int | None = None
 ) -> None:
-    """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_step`."""
+    """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_step`.
+
+    Those that were set aside go when they are older than the ones that are kept.
+    """
     latest = latest_checkpoint(run_folder)
-    for step in saved_steps(run_folder)[:-keep_last]:
+    steps = saved_steps(run_folder)
+    for folder in (run_folder / "checkpoints").glob(f"step-*{_ASIDE}"):
+        if folder.name < step_folder(run_folder, steps[-keep_last:][0]).name:
+            shutil.rmtree(folder)
+    for step in steps[:-keep_last]:
         folder = step_folder(run_folder, step)
         if (keep_every and step % keep_every == 0) or step == keep_step or folder == latest:
             continue

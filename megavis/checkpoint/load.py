@@ -24,10 +24,15 @@ def load_training_state(
 ) -> Manifest:
     """Read weights, moments and step count into a DeepSpeed engine of any layout.
 
+    Args:
+        folder: a checkpoint whose files were checked (`newest_whole_checkpoint`).
+        layers: this process's.
+        states: of the engine.
+        context: of the job.
+
     Raises:
-        UserError: on every process, when a file is damaged or the model is another one.
+        UserError: on every process, when the model is another one.
     """
-    check_files(folder, context)
     with CheckpointReader(folder) as reader:
         averages = states.averages and reader.evaluated == AVERAGE
         states.create_states(reader.manifest.optimizer_step, with_average=averages)
@@ -82,13 +87,17 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
         return reader.manifest
 
 
-def check_files(folder: Path, context: ParallelContext) -> None:
+def check_files(folder: Path, context: ParallelContext) -> Manifest:
     """Compare sizes and SHA-256 of all files with the manifest, shared out over the processes.
+
+    Returns:
+        The manifest.
 
     Raises:
         UserError: on every process, naming the first damaged file.
     """
-    files = sorted(read_manifest(folder).files.items())
+    manifest = read_manifest(folder)
+    files = sorted(manifest.files.items())
     mine = files[context.world.rank :: context.world.size]
     found = (complaint_about(folder / name, stored) for name, stored in mine)
     complaint = next((text for text in found if text), None)
@@ -97,6 +106,7 @@ def check_files(folder: Path, context: ParallelContext) -> None:
     for text in complaints:
         if text:
             raise UserError(text)
+    return manifest
 
 
 def _fill_buffers(reader: CheckpointReader, layers: LocalLayers) -> None:

@@ -72,6 +72,26 @@ class LossScale(_Part):
     """Overflows that are still forgiven before the scale falls, plus one."""
 
 
+class LossHistory(_Part):
+    """What a run knows of its losses when it judges the next one."""
+
+    recent: tuple[float, ...] = ()
+    """Losses of the last good steps, oldest first."""
+    bad_since: int | None = None
+    """The first of the bad steps in a row that it ends with, counted from 1; None after a good one.
+    """
+
+
+class WentBack(_Part):
+    """That training came back to a checkpoint from bad steps, and leaves data out from here on."""
+
+    times: int
+    """So many times by now."""
+    first_bad_step: int
+    last_bad_step: int
+    """Counted from 1, of the last time."""
+
+
 class Manifest(_Part):
     """The whole checkpoint."""
 
@@ -79,7 +99,13 @@ class Manifest(_Part):
     step: int
     """Optimizer steps taken."""
     samples_seen: int
-    """Images consumed; with the seed this is the whole data position."""
+    """Images trained on; with the seed and `batches_skipped` this is the whole data position."""
+    batches_skipped: int = 0
+    """Batches of the sample order that were left out so far: step t, counted from 0, reads batch
+    t + this."""
+    losses: LossHistory = LossHistory()
+    went_back: WentBack | None = None
+    """Present where the run went back to this very checkpoint."""
     optimizer_step: int
     """Adam's own count, which is lower than `step` where fp16 skipped steps."""
     loss_scale: LossScale | None = None

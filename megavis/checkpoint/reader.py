@@ -139,6 +139,6 @@ def complaint_about(path: Path, stored: StoredFile) -> str | None:
     if sha256_of_file(path) != stored.sha256:
         return (
             f"{path}: its SHA-256 is not the manifest's, so its bytes have changed since it was"
-            " saved; resume from an older checkpoint by naming it in checkpoints/latest"
+            " saved"
         )
     return None

@@ -21,6 +21,7 @@ from megavis.checkpoint.manifest import (
     CHECKSUMS,
     MANIFEST,
     LogicalTensor,
+    LossHistory,
     LossScale,
     Manifest,
     Slice,
@@ -42,6 +43,8 @@ class Progress:
     seed: int
     tokenizer: str | None
     loss_scale: LossScale | None = None
+    batches_skipped: int = 0
+    losses: LossHistory = LossHistory()
 
 
 @dataclass
@@ -128,6 +131,8 @@ class Snapshot:
         manifest = Manifest(
             step=progress.step,
             samples_seen=progress.samples_seen,
+            batches_skipped=progress.batches_skipped,
+            losses=progress.losses,
             optimizer_step=self._optimizer_step,
             loss_scale=progress.loss_scale,
             seed=progress.seed,

@@ -119,14 +119,17 @@ class ParameterStates:
         return int(adam.param_groups[0].get("step", 0))
 
     def create_states(self, optimizer_step: int, *, with_average: bool) -> None:
-        """Make the optimizer's states exist, with a step count, before they can be set."""
+        """Make the optimizer's states exist, with a step count, before they can be set.
+
+        Those that exist stay the same tensors, which DeepSpeed has links to.
+        """
         optimizer = self.optimizer
         for master in self._masters():
             state = optimizer.state[master]
             if "momentum" not in self._moments:
                 state["step"] = torch.tensor(float(optimizer_step), device=master.device)
             for kind in (*self._moments, *((AVERAGE,) if with_average else ())):
-                state[kind] = torch.zeros_like(master)
+                state.setdefault(kind, torch.zeros_like(master))
         for group in optimizer.param_groups:
             if "step" in group:  # NVIDIA Apex and LARS count by group.
                 group["step"] = optimizer_step

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         from megavis.config.load import load_config
         from megavis.objectives import objective_configs
         from megavis.parallel.launch import read_launch
-        from megavis.training.run import open_job
+        from megavis.training.job import open_job
         from megavis.training.search import PAPER_RATES, best_of, search_rates
         from megavis.training.search_table import markdown_of, write_search
 

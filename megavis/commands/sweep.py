@@ -113,7 +113,7 @@ def _chosen(points: list[Point], index: int | None) -> list[Point]:
 
 
 def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
-    from megavis.training.run import open_job
+    from megavis.training.job import open_job
     from megavis.training.sweep import train_point
 
     if launch.rank == 0:

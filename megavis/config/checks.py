@@ -36,6 +36,7 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     if config.optimizer.ema_decay and config.parallel.offload_optimizer == "nvme":
         text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"
         yield "optimizer.ema_decay", text
+    yield from _check_rollbacks(config)
     if config.schedule.warmup_steps > config.training.steps:
         yield (
             "schedule.warmup_steps",
@@ -199,6 +200,23 @@ def _check_offload(parallel: ParallelConfig) -> Iterator[Complaint]:
     offloads = (parallel.offload_optimizer, parallel.offload_parameters)
     if "nvme" in offloads and not parallel.nvme_path:
         yield "parallel.nvme_path", "names the folder for nvme offload and must be given"
+
+
+def _check_rollbacks(config: RunConfig) -> Iterator[Complaint]:
+    """A checkpoint that is old enough must still be there when the bad steps are known."""
+    training, keep = config.training, config.checkpoint
+    if not training.max_rollbacks:
+        return
+    if not training.max_bad_steps:
+        yield "training.max_rollbacks", "goes back after training.max_bad_steps, which is 0"
+    reach = training.rollback_margin + training.max_bad_steps
+    if (keep.keep_last - 1) * keep.every < reach:
+        yield (
+            "training.max_rollbacks",
+            f"goes back by {reach} steps (rollback_margin + max_bad_steps) or more; keep"
+            f" checkpoints for so long: (checkpoint.keep_last - 1) × checkpoint.every is"
+            f" {(keep.keep_last - 1) * keep.every}",
+        )
 
 
 def _nearest_multiple(value: int, unit: int) -> int:

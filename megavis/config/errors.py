@@ -5,6 +5,13 @@ class UserError(ValueError):
     """A user's mistake: the command line prints it as one message and exits with code 2."""
 
 
+class CorruptionError(RuntimeError):
+    """Processes that must agree do not: exit code 71.
+
+    `sysexits.h` calls the code EX_OSERR, an error of the system below.
+    """
+
+
 class UnfinishedError(RuntimeError):
     """A run that was asked to stop, is saved, and is to be started again: exit code 75.
 

@@ -10,27 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, SerializeAsAny, Tag
+from pydantic import Discriminator, Field, SerializeAsAny, Tag
 
-Complaint = tuple[str, str]
-"""Which key is wrong, and a sentence that says what would be right."""
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A group of keys: strict types, no unknown keys, immutable once read."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+from megavis.config.section import Complaint, Fraction, NonNegative, Positive, Section, Share
 
 
 class ObjectiveConfig(Section):
@@ -287,9 +269,23 @@ class TrainingConfig(Section):
     hang_timeout: Annotated[float, Field(ge=0)] = 180.0
     """Seconds that a step of several processes may take before the job is ended as hung; what comes
     between two steps may take ten times as long. 0: any time."""
-    max_skipped_steps: NonNegative = 10
-    """Steps in a row that change nothing, their gradients not being finite, before training ends.
-    0: any number. Not with fp16, whose loss scale is found by skipping."""
+    spike_threshold: Annotated[float, Field(ge=0)] = 0.0
+    """A step is bad when its loss lies more than so many deviations (1.4826 times the median
+    distance from the median) above the median of the good steps before it; 0: no finite loss is."""
+    spike_window: Annotated[int, Field(ge=2)] = 100
+    """Good steps that it is compared with; before there are so many, no finite loss is bad."""
+    max_bad_steps: NonNegative = 10
+    """Bad steps in a row, spikes or gradients that are not finite, after which training goes back,
+    or ends. 0: any number. With fp16 spikes alone: its loss scale is found by skipping steps."""
+    max_rollbacks: NonNegative = 0
+    """Times that training goes back to one and the same checkpoint, and leaves out the data up to
+    the last bad step; 0: it ends instead."""
+    rollback_margin: NonNegative = 100
+    """Steps by which that checkpoint is older than the first bad step, and batches beyond the last
+    one that are left out too."""
+    check_replicas_every: NonNegative = 0
+    """Steps between two looks, and one before every checkpoint, whether processes that hold the
+    same weights have the same bits, and the same images give the same loss; 0: never."""
     max_restarts: NonNegative = 3
     """Automatic restarts (of SLURM, of torchrun) without a new checkpoint between them."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Agreement:
@@ -48,3 +51,54 @@ class Agreement:
         self._work.wait()
         self._work = None
         return bool(self._flag)
+
+
+class LateMeans:
+    """Means over all processes of what each has on its device, known two calls later.
+
+    The first call copies the numbers to the host beside the device's work, the second sends them
+    over the hosts' network, the third has their means: no step waits, and all processes have equal
+    means at the same call.
+    """
+
+    def __init__(self) -> None:
+        """Join the other processes of the job; every process calls this."""
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every process is a member"
+        self._group = group
+        self._copied: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._sent: deque[tuple[int, Tensor, dist.Work]] = deque()
+
+    def exchange(self, key: int, values: Tensor) -> list[tuple[int, list[float]]]:
+        """Give numbers `[n]` under a key; return the keys and means that are known by now."""
+        known = self._receive()
+        self._send()
+        copied = values.detach().double().to("cpu", non_blocking=True)
+        event = None
+        if values.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._copied.append((key, copied, event))
+        return known
+
+    def settle(self) -> list[tuple[int, list[float]]]:
+        """Wait for all that is on its way and return it; every process calls this."""
+        known = self._receive()
+        self._send()
+        return known + self._receive()
+
+    def _send(self) -> None:
+        while self._copied:
+            key, values, event = self._copied.popleft()
+            if event is not None:
+                event.synchronize()
+            work = dist.all_reduce(values, group=self._group, async_op=True)
+            self._sent.append((key, values, work))
+
+    def _receive(self) -> list[tuple[int, list[float]]]:
+        known = []
+        while self._sent:
+            key, values, work = self._sent.popleft()
+            work.wait()
+            known.append((key, (values / self._group.size()).tolist()))
+        return known

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
@@ -22,6 +23,7 @@ from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
 from megavis.training.run import TrainingRun
+from megavis.training.same_run import check_same_tokenizer
 
 _FLOAT32 = 4
 Shapes = dict[str, tuple[int, ...]]
@@ -148,10 +150,12 @@ def _disk(config: RunConfig, num_parameters: int) -> Finding:
 def _resume(run: TrainingRun, shapes: Shapes) -> Finding:
     """Say where the run would go on, and whether the checkpoint there is of this model."""
     try:
-        checkpoint = run.checkpoint_to_resume()
+        run.refuse_another_run()
+        checkpoint = latest_checkpoint(run.folder)
         if checkpoint is None:
             return Finding("resume", True, f"{run.folder} has no checkpoint: starts at step 0")
         manifest = read_manifest(checkpoint)
+        check_same_tokenizer(manifest, run.train_data, run.tokenizer)
     except UserError as error:
         return Finding("resume", False, str(error))
     for name, shape in shapes.items():

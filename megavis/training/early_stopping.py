@@ -48,7 +48,7 @@ class EarlyStopping:
 
     def __call__(self, state: StepState) -> None:
         """Look at the step's accuracy where it was measured, after the first step."""
-        if state.loss is None or ACCURACY not in state.record:
+        if state.step == 0 or ACCURACY not in state.record:
             return
         # The main process tells: another last bit elsewhere must not part the processes.
         context = state.engine.context

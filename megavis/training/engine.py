@@ -58,8 +58,6 @@ class Engine:
             stages=context.pipeline.group if self._pipelined else None,
             parts=context.data.group if config.parallel.zero_stage else None,
         )
-        self._norms_of_zero_0: list[tuple[int, Tensor]] = []
-        self._skipped: list[int] = []
         self._norm_of_zero_0: GradientNorm | None = None
         if config.parallel.zero_stage == 0:
             self._norm_of_zero_0 = GradientNorm(
@@ -118,12 +116,7 @@ class Engine:
             group["lr"] = rate * group["learning_rate_scale"]
         self.deepspeed.train()
         self._seed_dropout(step)
-        loss = self._step(batches)
-        if self._norm_of_zero_0 is not None:
-            self._norms_of_zero_0.append((step + 1, self._norm_of_zero_0.value))
-        elif self.deepspeed.optimizer.overflow:
-            self._skipped.append(step + 1)
-        return loss
+        return self._step(batches)
 
     def _step(self, batches: Iterator[Batch]) -> Tensor:
         if self._pipelined:
@@ -174,18 +167,14 @@ class Engine:
             return float(self._norm_of_zero_0.value)
         return float(self.deepspeed.get_global_grad_norm())
 
-    def take_skipped_steps(self) -> list[int]:
-        """Return the steps since the last call whose gradients were not finite, counted from 1.
+    def last_step_was_skipped(self) -> Tensor:
+        """Return 1 where the last step's gradients were not finite and it changed nothing, else 0.
 
-        They have changed nothing. Under ZeRO-0 this waits for the device.
+        A scalar; under ZeRO-0 on the device.
         """
-        norms, self._norms_of_zero_0 = self._norms_of_zero_0, []
-        skipped, self._skipped = self._skipped, []
-        if norms:
-            steps, values = zip(*norms, strict=True)
-            finite = torch.stack(values).isfinite().tolist()
-            skipped = [step for step, good in zip(steps, finite, strict=True) if not good]
-        return skipped
+        if self._norm_of_zero_0 is not None:
+            return (~self._norm_of_zero_0.value.isfinite()).float()
+        return torch.tensor(float(self.deepspeed.optimizer.overflow))
 
     def loss_scale(self) -> LossScale | None:
         """Return the state of fp16's dynamic loss scale; None in other precisions."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megavis.config.errors import UserError
 from megavis.data.loader import Readable, evaluation_batches
 from megavis.model.flops import peak_flops
 from megavis.model.runner import Runner
@@ -37,6 +36,8 @@ class StepState:
     """A hook sets it, the same on every process: this step is saved, due or not."""
     stop: str | None = None
     """Why training ends here and now; a hook sets it, the same on every process."""
+    goes_back: bool = False
+    """A hook sets it with `stop`: what was trained last is dropped, so this step is not saved."""
 
     @property
     def is_last(self) -> bool:
@@ -100,52 +101,6 @@ class LogMetrics:
         return speeds
 
 
-class TellSkippedSteps:
-    """Names the steps whose gradients were not finite, and gives up where there are too many.
-
-    They have left weights and moments as they were.
-    """
-
-    def __init__(self, every: int, limit: int) -> None:
-        """Prepare.
-
-        Args:
-            every: steps between two looks.
-            limit: steps in a row after which training ends; 0: never.
-        """
-        self.every, self.limit = every, limit
-        self._last, self._in_a_row = 0, 0
-
-    def __call__(self, state: StepState) -> None:
-        """Look where it is due.
-
-        Raises:
-            UserError: on every process, when there were too many in a row.
-        """
-        if state.loss is None or not state.is_due(self.every):
-            return
-        skipped = state.engine.take_skipped_steps()
-        if skipped:
-            state.record["steps_skipped"] = len(skipped)
-        batch_size = state.engine.config.training.batch_size
-        for step in skipped:
-            self._in_a_row = self._in_a_row + 1 if step == self._last + 1 else 1
-            self._last = step
-            where = f"positions {(step - 1) * batch_size} to {step * batch_size - 1}"
-            if state.engine.context.is_main:
-                tqdm.write(
-                    f"WARNING: step {step} is skipped, its gradients are not finite; its images are"
-                    f" at {where} of the sample order",
-                    file=sys.stderr,
-                )
-            if self._in_a_row == self.limit:
-                raise UserError(
-                    f"{self.limit} steps in a row, up to step {step}, had no finite gradients and"
-                    " are skipped (training.max_skipped_steps): lower optimizer.learning_rate, or"
-                    " look at the images at the positions above"
-                )
-
-
 _COUNT = "images"
 
 
@@ -175,10 +130,11 @@ class Validate:
         """Record `validation_loss` where it is due."""
         if state.is_due(self.every):
             with state.engine.evaluated():
-                measured = self.measure(state.engine)
+                # Before the first step there is nothing to save, and so nothing to hurry for.
+                measured = self.measure(state.engine, may_break_off=state.step > 0)
             state.record.update({f"validation_{name}": v for name, v in measured.items()})
 
-    def measure(self, engine: Engine) -> dict[str, float]:
+    def measure(self, engine: Engine, *, may_break_off: bool) -> dict[str, float]:
         """Return the mean loss over the held-out images, and what else the objective measures.
 
         Every process calls this. Nothing is returned where it was broken off.
@@ -193,7 +149,7 @@ class Validate:
         )
         sums: dict[str, Tensor] = {}
         for batch in batches:
-            if self.is_urgent():
+            if may_break_off and self.is_urgent():
                 return {}
             sequence = engine.objective.sequence(batch.to(engine.context.device))
             predictions = runner.predictions(sequence.inputs)

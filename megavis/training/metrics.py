@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from megavis.data.files import write_atomically
 
@@ -29,26 +31,65 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = run_folder / "metrics.jsonl"
-        drop_steps_after(self._path, first_step)
+        # A run that begins again writes its validation before the first step again too.
+        drop_steps_after(self._path, first_step or -1)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
+        self._told: set[str] = set()
         self._board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of one step."""
+        """Write the numbers of one step, or say what keeps them from the disk.
+
+        What is not on the disk is kept and written with the next line.
+        """
         self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        with self._telling():
+            self._file.flush()
+        with self._telling():
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Put numbers into the last line, if it is that of a step, or else into one of its own."""
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        last = json.loads(lines[-1]) if lines else {}
+        if last.get("step") != step:
+            self.write(step, values)
+            return
+        self._file.close()
+        last.update(values)
+        write_atomically(self._path, "".join([*lines[:-1], json.dumps(last) + "\n"]).encode())
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Show uint8 pixels `[h, w, 3]` in TensorBoard."""
-        self._board.add_image(name, pixels, step, dataformats="HWC")
+        with self._telling():
+            self._board.add_image(name, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
-        """Flush to the disk and close."""
+        """Flush to the disk and close.
+
+        Raises:
+            OSError: the last lines of `metrics.jsonl` cannot be written.
+        """
+        with self._telling():
+            self._board.close()
+        self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._board.close()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let training go on where the disk is full, but say so once for each reason."""
+        try:
+            yield
+        except OSError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                text = f"WARNING: metrics are not written: {error}; training goes on"
+                tqdm.write(text, file=sys.stderr)
 
 
 def drop_steps_after(path: Path, step: int) -> None:

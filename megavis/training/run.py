@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from megavis.checkpoint.folder import latest_checkpoint, prune
+from megavis.checkpoint.folder import checkpoints_by_age, prune, remove_partial
 from megavis.checkpoint.load import load_training_state
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.manifest import LossHistory, Manifest
+from megavis.checkpoint.recovery import Found, newest_whole_checkpoint
 from megavis.checkpoint.save import Progress, Snapshot
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
@@ -26,28 +26,24 @@ from megavis.data.transforms import training_transform
 from megavis.objectives import build_objective
 from megavis.objectives.classification import Classification
 from megavis.objectives.trainable import Trainable
-from megavis.parallel.context import ParallelContext, close_context, open_context
+from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
+from megavis.training.bad_steps import BadRow, WatchBadSteps
 from megavis.training.beside import evaluation_beside
 from megavis.training.engine import Engine
 from megavis.training.finetune import Finetuning
-from megavis.training.hooks import (
-    CollectGarbage,
-    Hook,
-    LogMetrics,
-    ShowProgress,
-    StepState,
-    TellSkippedSteps,
-    Validate,
-)
-from megavis.training.interruption import StopOnSignal
+from megavis.training.going_back import go_back, record_return
+from megavis.training.hooks import Hook, StepState, Validate
+from megavis.training.interruption import Signals, StopOnSignal
+from megavis.training.job import open_job
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.open_data import open_held_out, open_training_data
+from megavis.training.replicas import CheckReplicas
 from megavis.training.restarts import count_restart
 from megavis.training.same_run import check_same_run, check_same_tokenizer
-from megavis.training.samples import SampleImages
 from megavis.training.saving import SaveCheckpoint
+from megavis.training.side_jobs import build_hooks, make_up_for
 from megavis.training.starts import record_start
 from megavis.training.watchdog import Watchdog
 
@@ -94,31 +90,72 @@ class TrainingRun:
         tuning = Finetuning.open(loaded, objective, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
-    def train(self, extra_hooks: Sequence[Hook] = ()) -> None:
+    def train(self, signals: Signals, extra_hooks: Sequence[Hook] = ()) -> None:
         """Train to the last step, from the newest checkpoint if there is one.
+
+        Args:
+            signals: what asks this process to stop.
+            extra_hooks: side jobs besides the usual ones.
 
         Raises:
             UnfinishedError: a signal asked this or another process to stop; the run is saved.
+            UserError: bad steps, from which training may not go back, or not any more.
         """
         config, context = self.config, self.context
-        checkpoint = self.checkpoint_to_resume()
-        first_step = read_manifest(checkpoint).step if checkpoint else 0
-        if self.finetuning is not None:
-            self.finetuning.resume(first_step, context)
-        interruption = StopOnSignal()
-        save = SaveCheckpoint(config.checkpoint.every, self._snapshot, published=self._prune)
-        hooks = self._hooks(first_step, interruption, save, extra_hooks)
+        self.refuse_another_run()
+        found = newest_whole_checkpoint(self.folder, context)
+        if found is not None:
+            check_same_tokenizer(found[1], self.train_data, self.tokenizer)
+        first_step = found[1].step if found else 0
         self._prepare_folder(first_step)
         count_restart(self.folder, first_step, config.training.max_restarts, context)
+        interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
-        if checkpoint is not None:
-            manifest = load_training_state(
-                checkpoint, layers=engine.layers, states=engine.states, context=context
+        while row := self._train_from(found, engine, interruption, extra_hooks):
+            found = go_back(self.folder, row, config.training, context)
+        if interruption.has_stopped:
+            raise UnfinishedError(f"{self.folder} is saved; start it again and it goes on")
+        if self.finetuning is not None:
+            self.finetuning.finish(engine)
+
+    def _train_from(
+        self,
+        found: Found | None,
+        engine: Engine,
+        interruption: StopOnSignal,
+        extra_hooks: Sequence[Hook],
+    ) -> BadRow | None:
+        """Train from a checkpoint, or from the start; return for which steps it is to go back."""
+        config, context = self.config, self.context
+        start = found[1] if found else None
+        first_step = start.step if start else 0
+        if self.finetuning is not None:
+            self.finetuning.resume(first_step, context)
+        if found is not None:
+            load_training_state(
+                found[0], layers=engine.layers, states=engine.states, context=context
             )
-            engine.restore_loss_scale(manifest.loss_scale)
+            engine.restore_loss_scale(found[1].loss_scale)
         elif self.finetuning is not None:
             self.finetuning.start(engine)
-        metrics = MetricsWriter(self.folder, first_step=first_step) if context.is_main else None
+        bad_steps = WatchBadSteps(
+            config.training,
+            config.checkpoint,
+            history=start.losses if start else LossHistory(),
+            batches_skipped=start.batches_skipped if start else 0,
+        )
+        save = SaveCheckpoint(
+            config.checkpoint.every,
+            functools.partial(self._snapshot, bad_steps=bad_steps),
+            published=self._prune,
+        )
+        validate = self._validate(interruption)
+        side_jobs = [*extra_hooks, bad_steps, *self._checks(bad_steps)]
+        hooks = build_hooks(self, first_step, validate, interruption, save, side_jobs)
+        metrics = self._open_metrics(first_step, start) if context.is_main else None
+        if validate is not None and first_step:
+            state = StepState(first_step, config.training.steps, None, engine)
+            make_up_for(validate, state, self.finetuning, metrics, self.folder)
         loader = BatchLoader(
             self.train_data,
             seed=config.seed,
@@ -126,11 +163,11 @@ class TrainingRun:
             data_parallel_rank=context.data.rank,
             data_parallel_size=context.data.size,
             accumulation_steps=engine.accumulation_steps,
-            start_step=first_step,
+            start_step=first_step + bad_steps.batches_skipped,
             threads=config.data.threads,
         )
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
-        with loader, interruption, watchdog:
+        with loader, watchdog:
             train(
                 engine,
                 loader,
@@ -143,60 +180,42 @@ class TrainingRun:
             )
         if metrics is not None:
             metrics.close()
-        if interruption.has_stopped:
-            raise UnfinishedError(f"{self.folder} is saved; start it again and it goes on")
-        if self.finetuning is not None:
-            self.finetuning.finish(engine)
+        return bad_steps.row
+
+    def _validate(self, interruption: StopOnSignal) -> Validate | None:
+        settings = self.config.training
+        if self.validation_data is None or not settings.validate_every:
+            return None
+        return Validate(
+            self.validation_data,
+            settings.validate_every,
+            settings.validation_images,
+            is_urgent=interruption.is_urgent,
+        )
+
+    def _checks(self, bad_steps: WatchBadSteps) -> list[Hook]:
+        every, config = self.config.training.check_replicas_every, self.config
+        if not every:
+            return []
+        skipped = bad_steps.batches_skipped
+        return [
+            CheckReplicas(
+                every, config.checkpoint, self.train_data, seed=config.seed, batches_skipped=skipped
+            )
+        ]
+
+    def _open_metrics(self, first_step: int, start: Manifest | None) -> MetricsWriter:
+        metrics = MetricsWriter(self.folder, first_step=first_step)
+        if start is not None:
+            record_return(metrics, self.folder, start)
+        return metrics
 
     @property
     def _is_over(self) -> bool:
         """True where a run that is started again had stopped early."""
         return self.finetuning is not None and self.finetuning.stopping.is_over
 
-    def _hooks(
-        self,
-        first_step: int,
-        interruption: StopOnSignal,
-        save: SaveCheckpoint,
-        extra: Sequence[Hook],
-    ) -> list[Hook]:
-        settings, paper = self.config.training, self.objective
-        log = LogMetrics(
-            settings.log_every,
-            flops_per_image=paper.flops_per_image(),
-            tokens_per_image=paper.num_tokens,
-        )
-        hooks: list[Hook] = [log, save.record_stall]
-        if settings.precision != "fp16":
-            hooks.append(TellSkippedSteps(settings.log_every, settings.max_skipped_steps))
-        if self.validation_data is not None and settings.validate_every:
-            hooks.append(
-                Validate(
-                    self.validation_data,
-                    settings.validate_every,
-                    settings.validation_images,
-                    is_urgent=interruption.is_urgent,
-                )
-            )
-        if self.finetuning is not None:
-            hooks.append(self.finetuning.stopping)
-        hooks.append(interruption)
-        if settings.sample_every:
-            hooks.append(
-                SampleImages(
-                    self.folder,
-                    self.validation_data,
-                    objective=paper,
-                    every=settings.sample_every,
-                    num_images=settings.sample_images,
-                )
-            )
-        hooks += [*extra, CollectGarbage()]
-        if self.context.is_main:
-            hooks.append(ShowProgress(first_step, settings.steps))
-        return [*hooks, log.restart_clock]
-
-    def _snapshot(self, state: StepState) -> Snapshot:
+    def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
         engine = state.engine
         progress = Progress(
             step=state.step,
@@ -204,6 +223,8 @@ class TrainingRun:
             seed=self.config.seed,
             tokenizer=self.tokenizer,
             loss_scale=engine.loss_scale(),
+            batches_skipped=bad_steps.batches_skipped,
+            losses=bad_steps.judge.history,
         )
         return Snapshot(
             self.folder, progress, layers=engine.layers, states=engine.states, context=self.context
@@ -220,22 +241,20 @@ class TrainingRun:
                 keep_step=best,
             )
 
-    def checkpoint_to_resume(self) -> Path | None:
-        """Return the newest checkpoint; None where there is none.
+    def refuse_another_run(self) -> None:
+        """Compare the config with what a run that has checkpoints was begun with.
 
         Raises:
-            UserError: what the run was begun with is not what it would go on with.
+            UserError: it is another one.
         """
-        checkpoint = latest_checkpoint(self.folder)
-        if checkpoint is not None:
-            check_same_tokenizer(checkpoint, self.train_data, self.tokenizer)
+        if checkpoints_by_age(self.folder):
             check_same_run(self.folder / "config.yaml", self.config)
-        return checkpoint
 
     def _prepare_folder(self, first_step: int) -> None:
         if not self.context.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(self.folder)
         write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
         palette = self.train_data.directory / PALETTE_NAME
         if palette.exists():
@@ -243,46 +262,6 @@ class TrainingRun:
         device = self.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         record_start(self.folder, first_step, processes=self.context.world.size, device=name)
-
-
-def _require_device(loaded: LoadedConfig, device: str | None) -> None:
-    """Refuse a precision that the device cannot compute in, before anything is started."""
-    on_gpu = torch.cuda.is_available() and device != "cpu"
-    if loaded.config.training.precision != "fp16" or on_gpu:
-        return
-    # DeepSpeed refuses it too, but later and without naming the key.
-    if not get_accelerator().is_fp16_supported():
-        text = "fp16 needs a GPU, or a CPU that computes in it; the nearest choice here is bf16"
-        raise loaded.source.error([("training.precision", text)])
-
-
-@contextlib.contextmanager
-def open_job(
-    loaded: LoadedConfig, launch: Launch, *, device: str | None = None
-) -> Iterator[ParallelContext]:
-    """Join the job that the launcher started, in the config's layout, and leave it in the end.
-
-    Args:
-        loaded: the checked config.
-        launch: this process's place in the job.
-        device: `cpu` or `cuda`; what the machine has when None.
-
-    Raises:
-        UserError: the config does not fit the number of processes or the device.
-    """
-    loaded.require_world(launch.world_size)
-    _require_device(loaded, device)
-    parallel = loaded.config.parallel
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        device=device,
-    )
-    try:
-        yield context
-    finally:
-        close_context()
 
 
 def run_training(
@@ -296,7 +275,7 @@ def run_training(
         device: `cpu` or `cuda`; what the machine has when None.
         hooks: side jobs besides the usual ones.
     """
-    with open_job(loaded, launch, device=device) as context:
+    with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = TrainingRun.open(loaded, context)
         with evaluation_beside(run.config, is_main=context.is_main):
-            run.train(hooks)
+            run.train(signals, hooks)

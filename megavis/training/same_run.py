@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.manifest import Manifest
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
@@ -12,18 +12,18 @@ from megavis.data.mixture import Samples
 from megavis.objectives import objective_configs
 
 
-def check_same_tokenizer(checkpoint: Path, data: Samples, tokenizer: str | None) -> None:
+def check_same_tokenizer(manifest: Manifest, data: Samples, tokenizer: str | None) -> None:
     """Compare what makes the tokens, by its SHA-256, with that of a checkpoint.
 
     Raises:
         UserError: it is another one.
     """
-    before = read_manifest(checkpoint).tokenizer
+    before = manifest.tokenizer
     if before != tokenizer:
         raise UserError(
             f"{data.directory}: its {data.manifest.tokenizer_kind} {str(tokenizer)[:12]} is not the"
-            f" one of {checkpoint}, {str(before)[:12]}; train with what the run was begun with, or"
-            " choose another name"
+            f" one of the run's step {manifest.step}, {str(before)[:12]}; train with what the run"
+            " was begun with, or choose another name"
         )
 
 

@@ -45,8 +45,9 @@ class SaveCheckpoint:
         """Save where it is due, and let appear what all processes have written."""
         began = time.perf_counter()
         due = state.is_due(self.every) or state.wants_checkpoint or state.step == state.last_step
+        due = due and not state.goes_back
         if due or state.is_last or self._all_have_written():
-            self._publish(required=state.is_last and not due)
+            self._publish(required=state.is_last and not due and not state.goes_back)
         if due:
             self._snapshot = self._take(state)
             self._writer = Thread(target=self._snapshot.write, name="checkpoint", daemon=True)

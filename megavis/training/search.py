@@ -25,6 +25,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.files import write_atomically
 from megavis.parallel.context import ParallelContext
 from megavis.training.hooks import StepState
+from megavis.training.interruption import Signals
 from megavis.training.metrics import read_metrics
 from megavis.training.run import TrainingRun
 
@@ -133,7 +134,8 @@ def search_rates(
         outcome = _agree(read_outcome(config), context)
         if outcome.state == "unfinished":
             run = TrainingRun.open(LoadedConfig(config, loaded.source), context)
-            run.train([SpikeWatch(run.folder, patience)])
+            with Signals() as signals:
+                run.train(signals, [SpikeWatch(run.folder, patience)])
             del run
             # An engine lies in cycles of references, and the next one needs its memory.
             gc.collect()

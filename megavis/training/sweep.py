@@ -19,6 +19,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
+from megavis.training.interruption import Signals
 from megavis.training.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def points_of(axes: Sequence[Axis], load: Load) -> list[Point]:
 def train_point(point: Point, context: ParallelContext) -> None:
     """Train one run to its end, from where it stands."""
     if not point.is_finished:
-        TrainingRun.open(point.loaded, context).train()
+        with Signals() as signals:
+            TrainingRun.open(point.loaded, context).train(signals)
 
 
 def rows_of(axes: Sequence[Axis], points: Sequence[Point], scores: Sequence[float]) -> list[Row]:

@@ -1,7 +1,8 @@
 """Finding a process that hangs or has died, naming it, and ending the job.
 
-The others wait for it in a collective, where they can do nothing. So a thread of each process
-watches its time and tells a store that it lives; whose word does not change is named.
+The others wait for it in a collective, where they can do nothing. So each process has a thread that
+tells a store that it lives, and one that watches the time; whose word does not change is named. The
+store lives with rank 0: where that one hangs, asking it never ends, so nobody waits for an answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn
@@ -28,6 +29,7 @@ HUNG_EXIT_CODE = 70
 
 _BEAT_SECONDS = 1.0
 _SILENT_BEATS = 4
+_TELLING_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
 
 
 class Watchdog:
@@ -45,11 +47,12 @@ class Watchdog:
         self._patience = patience if self._size > 1 else 0.0
         self._doing, self._deadline = "starting", float("inf")
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = _background(self._watch)
 
     def __enter__(self) -> Watchdog:
         if self._patience:
             self._store = _join_store()
+            _background(self._beat).start()
             self._thread.start()
         return self
 
@@ -75,9 +78,12 @@ class Watchdog:
         yield
         self._deadline = float("inf")
 
-    def _watch(self) -> None:
+    def _beat(self) -> None:
         while not self._over.wait(_BEAT_SECONDS):
             self._say_alive()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_BEAT_SECONDS):
             if time.monotonic() > self._deadline:
                 self._end()
 
@@ -100,11 +106,22 @@ class Watchdog:
 
     def _tell_who_is_silent(self) -> None:
         """Name the ranks whose word has not changed for a while; the first living rank does."""
-        try:
-            silent = self._silent_ranks()
-        except RuntimeError:
-            sys.stderr.write("megavis: rank 0, which all others meet at, does not answer\n")
+        found: list[dict[int, str]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                found.append(self._silent_ranks())
+
+        asking = _background(ask)
+        asking.start()
+        asking.join(_TELLING_SECONDS)
+        if not found:
+            sys.stderr.write(
+                f"megavis: rank 0 on {os.environ['MASTER_ADDR']}, which all others meet at, does"
+                f" not answer: it is dead or hangs; rank {self._rank} was in {self._doing}\n"
+            )
             return
+        silent = found[0]
         living = [rank for rank in range(self._size) if rank not in silent]
         if silent and living[:1] == [self._rank]:
             sys.stderr.write("".join(f"megavis: {text}\n" for text in silent.values()))
@@ -131,6 +148,10 @@ class Watchdog:
         if not self._store.check([_key(rank)]):
             return None
         return self._store.get(_key(rank)).decode()
+
+
+def _background(job: Callable[[], object]) -> threading.Thread:
+    return threading.Thread(target=job, name="watchdog", daemon=True)
 
 
 def _key(rank: int) -> str:

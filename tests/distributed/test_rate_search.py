@@ -8,7 +8,7 @@ import pytest
 from megavis.config.load import load_config
 from megavis.objectives import objective_configs
 from megavis.parallel.launch import Launch
-from megavis.training.run import open_job
+from megavis.training.job import open_job
 from megavis.training.search import Outcome, search_rates
 
 pytestmark = pytest.mark.once

@@ -25,6 +25,7 @@ from megavis.checkpoint.manifest import (
     read_manifest,
 )
 from megavis.checkpoint.reader import CheckpointReader
+from megavis.checkpoint.recovery import newest_whole_checkpoint
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file, write_atomically
 
@@ -107,6 +108,38 @@ def test_pruning_never_takes_the_one_that_latest_names(tmp_path):
     (tmp_path / "checkpoints" / "latest").write_text("step-00000001\n")
     prune(tmp_path, keep_last=1, keep_every=0)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("named", ["step-00000002", "step-00000009", "", None])
+def test_a_run_goes_on_from_what_latest_names_or_else_from_the_newest(tmp_path, context, named):
+    """One that is newer than `latest` was not finished; without `latest` all are finished ones."""
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    pointer = tmp_path / "checkpoints" / "latest"
+    pointer.unlink()
+    if named is not None:
+        pointer.write_text(named)
+    found = newest_whole_checkpoint(tmp_path, context)
+    assert found is not None
+    assert found[1].step == (2 if named == "step-00000002" else 3)
+    assert newest_whole_checkpoint(tmp_path / "nothing", context) is None
+
+
+def test_what_was_set_aside_goes_when_newer_ones_are_kept(tmp_path, context):
+    for step in (1, 2, 3):
+        folder = write_checkpoint(tmp_path, step)
+    (folder / "manifest.json").write_bytes(b"\xff{")
+    found = newest_whole_checkpoint(tmp_path, context)
+    assert found is not None
+    assert found[1].step == 2
+    assert latest_checkpoint(tmp_path) == found[0]
+    assert saved_steps(tmp_path) == [1, 2]
+    for step in (3, 4, 5):
+        prune(tmp_path, keep_last=2, keep_every=0)
+        assert (tmp_path / "checkpoints" / "step-00000003.set-aside").is_dir()
+        write_checkpoint(tmp_path, step)
+    prune(tmp_path, keep_last=2, keep_every=0)
+    assert not (tmp_path / "checkpoints" / "step-00000003.set-aside").exists()
 
 
 def test_every_flipped_byte_is_found(tmp_path, context):

@@ -140,17 +140,28 @@ def test_a_shard_cut_in_half(config, capsys, shard_folders, tmp_path):
     assert shard.name in message
 
 
-def test_a_flipped_byte_in_the_checkpoint_leaves_all_as_it_was(config, capsys, tmp_path):
-    run = tmp_path / "small"
-    shutil.copytree(config.parent / "runs" / "small", run)
-    path = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+def flip_a_byte(path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 16
     path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, capsys, tmp_path):
+    run = tmp_path / "small"
+    shutil.copytree(config.parent / "runs" / "small", run)
+    whole = (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes()
+    flip_a_byte(run / "checkpoints" / "step-00000004" / "rank-00000.safetensors")
+    assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
+    told = capsys.readouterr().err
+    assert "step-00000004/rank-00000.safetensors: its SHA-256 is not the manifest's" in told
+    assert "going on from" in told
+    assert (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes() == whole
+    # Pruned once newer ones than it are kept.
+    assert (run / "checkpoints" / "step-00000004.set-aside").is_dir()
+    for step in (2, 4):
+        flip_a_byte(run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
     message = refused(capsys, config, f"output={tmp_path}", "training.steps=6")
     assert "its SHA-256 is not the manifest's" in message
+    assert "no older checkpoint is whole" in message
     assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")} == before
-    # The way out that the message names: an older checkpoint.
-    (run / "checkpoints" / "latest").write_text("step-00000002\n")
-    assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0

@@ -1,0 +1,47 @@
+"""The newest checkpoint that is as it was saved; what has been damaged since is set aside."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megavis.checkpoint.folder import checkpoints_by_age, set_aside
+from megavis.checkpoint.load import check_files
+from megavis.checkpoint.manifest import Manifest
+from megavis.config.errors import UserError
+from megavis.parallel.context import ParallelContext
+
+Found = tuple[Path, Manifest]
+
+
+def newest_whole_checkpoint(
+    run_folder: Path, context: ParallelContext, *, up_to: int | None = None
+) -> Found | None:
+    """Return the newest checkpoint, up to a step, whose every byte is right; None where is none.
+
+    Every process calls this. Newer ones that are damaged are named, renamed and passed over: the
+    run goes on from the one before, with the same samples and draws as the first time.
+
+    Raises:
+        UserError: on every process, when there are checkpoints and all are damaged.
+    """
+    # The main process tells: the folder may look older on another node.
+    told = [checkpoints_by_age(run_folder, up_to=up_to) if context.is_main else []]
+    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
+    complaints: list[str] = []
+    for folder in told[0]:
+        try:
+            manifest = check_files(folder, context)
+        except UserError as error:
+            complaints.append(str(error))
+            continue
+        if complaints and context.is_main:
+            set_aside(run_folder, told[0][: len(complaints)], newest=folder)
+            sys.stderr.writelines(f"WARNING: {text}\n" for text in complaints)
+            sys.stderr.write(f"WARNING: going on from {folder}, the newest one that is whole\n")
+        return folder, manifest
+    if complaints:
+        raise UserError(f"{complaints[0]}; and no older checkpoint is whole")
+    return None

@@ -1,0 +1,101 @@
+"""Going back to a checkpoint from before bad steps, and past the data that they were taken on.
+
+"PaLM: Scaling Language Modeling with Pathways", section 5.1: where the loss spiked, training was
+started again from a checkpoint about 100 steps before the spike, and about 200 to 500 batches were
+left out, those before and during the spike; the same data at another point of training did no harm.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megavis.checkpoint.folder import checkpoints_by_age, set_aside
+from megavis.checkpoint.manifest import MANIFEST, Manifest, WentBack
+from megavis.checkpoint.recovery import Found, newest_whole_checkpoint
+from megavis.config.errors import UserError
+from megavis.config.schema import TrainingConfig
+from megavis.data.files import write_atomically
+from megavis.parallel.context import ParallelContext
+from megavis.training.bad_steps import BadRow
+from megavis.training.metrics import MetricsWriter, read_metrics
+
+
+def go_back(
+    run_folder: Path, row: BadRow, settings: TrainingConfig, context: ParallelContext
+) -> Found:
+    """Return the checkpoint to go on from, which knows from now on which data is left out.
+
+    Every process calls this. Newer checkpoints are set aside. The skipped data is part of the
+    checkpoint and so of the run: a resumed run leaves out the same, in any layout.
+
+    Raises:
+        UserError: on every process, when training may not go back, or there is nothing old enough.
+        OSError: likewise, when the checkpoint cannot be written.
+    """
+    count = row.last - row.first + 1
+    what = f"{count} steps in a row, up to step {row.last}, were bad (training.max_bad_steps)"
+    advice = "lower optimizer.learning_rate, or look at the images at the positions above"
+    if not settings.max_rollbacks:
+        raise UserError(f"{what}: {advice}, or let it go back (training.max_rollbacks)")
+    found = newest_whole_checkpoint(
+        run_folder, context, up_to=row.first - 1 - settings.rollback_margin
+    )
+    if found is None:
+        raise UserError(
+            f"{what}, and no checkpoint is {settings.rollback_margin} steps"
+            f" (training.rollback_margin) older than the first of them: {advice}"
+        )
+    folder, manifest = found
+    times = 1 + (manifest.went_back.times if manifest.went_back else 0)
+    if times > settings.max_rollbacks:
+        raise UserError(
+            f"{what}, after training has gone back to step {manifest.step} {times - 1} times"
+            f" (training.max_rollbacks): {advice}"
+        )
+    changed = manifest.model_copy(
+        update={
+            "batches_skipped": row.next_batch + settings.rollback_margin - manifest.step,
+            "went_back": WentBack(times=times, first_bad_step=row.first, last_bad_step=row.last),
+        }
+    )
+    _agree_on(run_folder, folder, changed, context)
+    return folder, changed
+
+
+def _agree_on(run_folder: Path, folder: Path, changed: Manifest, context: ParallelContext) -> None:
+    """Let the main process write the changed manifest, and all hear whether it could."""
+    told = [""]
+    if context.is_main:
+        try:
+            older = checkpoints_by_age(run_folder, up_to=changed.step)
+            newer = [one for one in checkpoints_by_age(run_folder) if one not in older]
+            # First: a kill between the two leaves a run that meets the bad steps again.
+            set_aside(run_folder, newer, newest=folder)
+            write_atomically(folder / MANIFEST, changed.model_dump_json().encode())
+            sys.stderr.write(
+                f"WARNING: going back to {folder}, and on with batch"
+                f" {changed.step + changed.batches_skipped} of the sample order\n"
+            )
+        except OSError as error:
+            told = [str(error)]
+    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
+    if told[0]:
+        raise OSError(told[0])
+
+
+def record_return(metrics: MetricsWriter, run_folder: Path, manifest: Manifest) -> None:
+    """Write the event's line at the step that was gone back to, unless it is there."""
+    event = manifest.went_back
+    if event is None:
+        return
+    values = {
+        "went_back_from": event.last_bad_step,
+        "first_bad_step": event.first_bad_step,
+        "times_gone_back": event.times,
+        "batches_skipped": manifest.batches_skipped,
+    }
+    if {"step": manifest.step, **values} not in read_metrics(run_folder):
+        metrics.write(manifest.step, values)

@@ -1,0 +1,177 @@
+"""Errors that raise nothing: memory that has changed by itself, a processor that computes wrongly.
+
+Processes that hold the same weights must hold the same bits, and the same images must give the same
+loss bit for bit, on every copy of the model and twice on one.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megavis.config.errors import CorruptionError
+from megavis.config.schema import CheckpointConfig
+from megavis.data.batch import Batch
+from megavis.data.loader import read_batch
+from megavis.data.mixture import Samples
+from megavis.model.runner import Runner
+from megavis.parallel.tensors import partition_dimension
+from megavis.training.engine import Engine
+from megavis.training.hooks import StepState
+
+Fingerprints = dict[str, int]
+"""By what is compared: whoever has the same key must have the same number."""
+
+_PIECE = 1 << 22
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CheckReplicas:
+    """A hook that ends training where processes disagree; it looks before every checkpoint too."""
+
+    def __init__(
+        self,
+        every: int,
+        saving: CheckpointConfig,
+        samples: Samples,
+        *,
+        seed: int,
+        batches_skipped: int,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            every: steps between two looks.
+            saving: says when a checkpoint is due.
+            samples: the training images.
+            seed: of their order.
+            batches_skipped: batches of it that the run left out so far.
+        """
+        self.every, self.saving, self.samples = every, saving, samples
+        self._order, self._batches_skipped = samples.order(seed), batches_skipped
+
+    def __call__(self, state: StepState) -> None:
+        """Look where it is due.
+
+        Raises:
+            CorruptionError: on every process, naming what differs, the ranks and their hosts.
+        """
+        due = state.is_due(self.every) or state.is_due(self.saving.every) or state.wants_checkpoint
+        if state.loss is None or state.goes_back or not (due or state.is_last):
+            return
+        engine, world = state.engine, state.engine.context.world
+        part, first, second = self._losses(engine, state.step)
+        mine = {**weight_fingerprints(engine), part: first}
+        told: list[Any] = [None] * world.size
+        rank = f"rank {world.rank} on {socket.gethostname()}"
+        dist.all_gather_object(told, (rank, mine, first == second), group=world.group)
+        torn = [name for name, _, repeats in told if not repeats]
+        complaint = disagreement({name: prints for name, prints, _ in told})
+        if torn:
+            complaint = f"two passes over the same images give two losses on {', '.join(torn)}"
+        if complaint:
+            raise CorruptionError(
+                f"after step {state.step}, {complaint}; nothing of it is saved: leave that host out"
+                " and start the run again"
+            )
+
+    def _losses(self, engine: Engine, step: int) -> tuple[str, int, int]:
+        """Return the bits of the loss of one micro-batch, computed twice, and what to call them."""
+        batch = self._first_micro_batch(engine, step).to(engine.context.device)
+        runner = Runner(engine.layers, engine.context)
+        losses = []
+        for _ in range(2):
+            sequence = engine.objective.sequence(batch)
+            predictions = runner.predictions(sequence.inputs)
+            with torch.no_grad():
+                losses.append(engine.objective.loss(predictions, sequence.targets).float())
+        first, second = torch.stack(losses).view(torch.int32).tolist()
+        # Parts of one copy of the model may round their sums in another order.
+        return f"the loss in part {engine.context.model.rank} of the model", first, second
+
+    def _first_micro_batch(self, engine: Engine, step: int) -> Batch:
+        """Read what the first data-parallel rank began the step with, on every rank."""
+        first = (step - 1 + self._batches_skipped) * engine.config.training.batch_size
+        positions = np.arange(first, first + engine.micro_batch_size, dtype=np.int64)
+        return read_batch(self.samples, self._order.dataset_index(positions), positions)
+
+
+def weight_fingerprints(engine: Engine) -> Fingerprints:
+    """Return a checksum of each tensor here of which other processes hold copies.
+
+    Under ZeRO 0 to 2 that is every weight, under ZeRO-0 its moments and average too. Under ZeRO-3
+    only this process's part of what tensor parallelism does not split, such as norms.
+    """
+    tensors = dict(_replicated(engine))
+    if not tensors:
+        return {}
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    return dict(zip(tensors, sums.tolist(), strict=True))
+
+
+def _replicated(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    context, zero_stage = engine.context, engine.config.parallel.zero_stage
+    for name, parameter in engine.layers.named_parameters():
+        is_split = partition_dimension(parameter) is not None
+        suffix = f" (part {context.tensor.rank})" if is_split else ""
+        if zero_stage == 3:
+            if not is_split:
+                yield f"{name} (share {context.data.rank})", _share(parameter)
+            continue
+        yield f"{name}{suffix}", parameter
+        if zero_stage == 0:
+            for kind in engine.states.kinds(parameter)[1:]:
+                yield f"{kind} of {name}{suffix}", engine.states.get(parameter, kind)
+
+
+def _share(parameter: nn.Parameter) -> Tensor:
+    """Return what a process keeps of a weight that ZeRO-3 has split."""
+    split: Any = parameter
+    share: Tensor = split.ds_tensor
+    return share
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number, int64 on the tensor's device, that any one changed element changes.
+
+    Each element's bits times an odd number of its place, summed modulo 2^64; in any order the same.
+    """
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE].long()
+        places = torch.arange(start, start + len(piece), device=flat.device)
+        total += (piece * (2 * places + 1)).sum()
+    return total
+
+
+def disagreement(prints: Mapping[str, Fingerprints]) -> str:
+    """Return what differs between processes, by their names; empty where nothing does.
+
+    Where more agree with one another than with any others, those others are named.
+    """
+    holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, mine in prints.items():
+        for key, number in mine.items():
+            holders[key][number].append(name)
+    for key, groups in holders.items():
+        if len(groups) == 1:
+            continue
+        sizes = sorted((len(names) for names in groups.values()), reverse=True)
+        if sizes[0] == sizes[1]:
+            return f"{key} differs between {_listed(groups.values())}: which is right nobody knows"
+        wrong = [names for names in groups.values() if len(names) < sizes[0]]
+        return f"{key} on {_listed(wrong)} differs from that of {sizes[0]} others"
+    return ""
+
+
+def _listed(groups: Iterable[Sequence[str]]) -> str:
+    return ", ".join(name for names in groups for name in names)

@@ -1,0 +1,100 @@
+"""The side jobs of a training run, in the order in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megavis.training.finetune import Finetuning
+from megavis.training.hooks import (
+    CollectGarbage,
+    Hook,
+    LogMetrics,
+    ShowProgress,
+    StepState,
+    Validate,
+)
+from megavis.training.interruption import StopOnSignal
+from megavis.training.metrics import MetricsWriter, read_metrics
+from megavis.training.samples import SampleImages
+from megavis.training.saving import SaveCheckpoint
+
+if TYPE_CHECKING:
+    from megavis.training.run import TrainingRun
+
+
+def build_hooks(
+    run: TrainingRun,
+    first_step: int,
+    validate: Validate | None,
+    interruption: StopOnSignal,
+    save: SaveCheckpoint,
+    extra: Sequence[Hook],
+) -> list[Hook]:
+    """Return the side jobs that a run's config asks for.
+
+    Args:
+        run: opened and checked.
+        first_step: steps already taken.
+        validate: measures on held-out images, if there are any.
+        interruption: asks all to stop; what may ask for a checkpoint comes before the extra ones.
+        save: is called by the loop itself, last; its waiting is recorded here.
+        extra: others, called after those that decide whether a step is saved.
+    """
+    settings, paper = run.config.training, run.objective
+    log = LogMetrics(
+        settings.log_every,
+        flops_per_image=paper.flops_per_image(),
+        tokens_per_image=paper.num_tokens,
+    )
+    hooks: list[Hook] = [log, save.record_stall]
+    if validate is not None:
+        hooks.append(validate)
+    if run.finetuning is not None:
+        hooks.append(run.finetuning.stopping)
+    hooks.append(interruption)
+    if settings.sample_every:
+        hooks.append(
+            SampleImages(
+                run.folder,
+                run.validation_data,
+                objective=paper,
+                every=settings.sample_every,
+                num_images=settings.sample_images,
+            )
+        )
+    hooks += [*extra, CollectGarbage()]
+    if run.context.is_main:
+        hooks.append(ShowProgress(first_step, settings.steps))
+    return [*hooks, log.restart_clock]
+
+
+def make_up_for(
+    validate: Validate,
+    state: StepState,
+    finetuning: Finetuning | None,
+    metrics: MetricsWriter | None,
+    run_folder: Path,
+) -> None:
+    """Make the validation that a signal broke off just before the run was saved.
+
+    Every process calls this, with the state that was saved. So the metrics of a run that was
+    interrupted are those of one that was not.
+    """
+    if not state.is_due(validate.every):
+        return
+    context = state.engine.context
+    # The main process tells: the folder may look older on another node.
+    lines = read_metrics(run_folder)
+    told = [any("validation_loss" in line and line["step"] == state.step for line in lines)]
+    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
+    if told[0]:
+        return
+    validate(state)
+    if finetuning is not None:
+        finetuning.stopping(state)
+    if metrics is not None and state.record:
+        metrics.amend(state.step, state.record)

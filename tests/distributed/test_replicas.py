@@ -1,0 +1,94 @@
+"""A bit that flips in one process's memory, and one that computes wrongly, are found and named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_jobs import deterministic_metrics, train_run
+
+from megavis.checkpoint.folder import saved_steps
+from megavis.parallel.launch import Launch
+from megavis.parallel.workers import WorkerError
+from megavis.training.engine import Engine
+
+pytestmark = pytest.mark.once
+
+NORM = "blocks.1.input_layernorm.weight"
+
+
+def train_with_fault(launch: Launch, path: str, words: list[str], fault: str, at: int) -> None:
+    """Train; after one step something goes wrong on the second process, and says nothing."""
+    step = Engine.train_step
+
+    def with_fault(engine: Engine, batches: Any, number: int) -> torch.Tensor:
+        loss = step(engine, batches, number)
+        if launch.rank == 1 and number + 1 == at:
+            do_harm(engine, fault)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "train_step", with_fault)
+        train_run(launch, path, words)
+
+
+def do_harm(engine: Engine, fault: str) -> None:
+    if fault == "bit":
+        weight = dict(engine.layers.named_parameters())[NORM]
+        bits = getattr(weight, "ds_tensor", weight).data.view(torch.int32)
+        bits[3] ^= 1
+        return
+    real, calls = engine.objective.loss, []
+
+    def wrong(*words: Any) -> torch.Tensor:
+        calls.append(1)
+        is_wrong = fault == "loss" or len(calls) % 2
+        return torch.nextafter(real(*words), torch.tensor(9.0)) if is_wrong else real(*words)
+
+    engine.objective.loss = wrong
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "at", "told"),
+    [
+        # Under ZeRO 1 and 2 the next step would overwrite it; here it stays until it is found.
+        ("zero_stage=0", "bit", 5, rf"after step 6, {NORM} differs between rank 0 on \S+, rank 1"),
+        ("zero_stage=1", "loss", 8, "after step 8, the loss in part 0 of the model differs"),
+        ("zero_stage=1", "two losses", 8, r"after step 8, two passes .* give two losses on rank 1"),
+    ],
+)
+def test_what_differs_is_named_and_not_saved(
+    run_job: Callable[..., Any],
+    tiny_config: Path,
+    tmp_path: Path,
+    layout: str,
+    fault: str,
+    at: int,
+    told: str,
+) -> None:
+    words = [f"output={tmp_path}", f"parallel.{layout}", "training.check_replicas_every=3"]
+    with pytest.raises(WorkerError, match=told):
+        run_job(train_with_fault, 2, str(tiny_config), words, fault, at)
+    # That of step 4 may still have been on its way.
+    assert set(saved_steps(tmp_path / "tiny")) <= {4}
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (4, ("tensor_model_parallel_size=2", "zero_stage=3")),
+        (2, ("pipeline_model_parallel_size=2",)),
+    ],
+)
+def test_processes_that_agree_go_on(
+    run_job: Callable[..., Any],
+    tiny_config: Path,
+    tmp_path: Path,
+    processes: int,
+    layout: tuple[str, ...],
+) -> None:
+    words = [f"output={tmp_path}", *(f"parallel.{word}" for word in layout)]
+    words += ["training.check_replicas_every=1", "training.steps=3"]
+    run_job(train_run, processes, str(tiny_config), words)
+    assert len(deterministic_metrics(tmp_path / "tiny")) == 3

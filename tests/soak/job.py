@@ -1,0 +1,121 @@
+"""One training of one to four processes, as a launcher would start it, to do harm to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megavis.checkpoint.folder import saved_steps
+from megavis.parallel.launch import Launch, free_port
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one-zero1": (1, ()),
+    "dp2-zero1": (2, ()),
+    "dp2-zero3": (2, ("zero_stage=3",)),
+    "tp2-sp-zero0": (
+        2,
+        ("tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=0"),
+    ),
+    "pp2-zero0": (2, ("pipeline_model_parallel_size=2", "zero_stage=0")),
+    "dp4-zero2": (4, ("zero_stage=2",)),
+    "tp2-dp2-zero3": (4, ("tensor_model_parallel_size=2", "zero_stage=3")),
+    "tp2-pp2-zero1": (4, ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")),
+}
+"""Processes, and what their `parallel` section says."""
+
+
+def be_one_process(launch: Launch, words: list[str], log: Path) -> None:
+    """Train as `megavis train WORDS` does."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    import torch
+
+    from megavis.cli import main
+
+    torch.set_num_threads(1)
+    os.environ.update(launch.environment())
+    sys.exit(main(["train", *words, "--device", "cpu"]))
+
+
+class Job:
+    """The processes of one start of a run, and what they say."""
+
+    starts = 0
+
+    def __init__(self, config: Path, run_folder: Path, layout: str, logs: Path) -> None:
+        size, parallel = LAYOUTS[layout]
+        words = [str(config), f"output={run_folder.parent}", f"name={run_folder.name}"]
+        words += [f"parallel.{word}" for word in parallel]
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["megavis.training.run"])
+        self.run_folder, self.layout = run_folder, layout
+        Job.starts += 1
+        self.logs = [logs / f"start-{Job.starts:04d}-rank-{rank}.log" for rank in range(size)]
+        self._metrics_before = _identity(run_folder / "metrics.jsonl")
+        port = free_port()
+        self.processes: list[Any] = [
+            server.Process(
+                target=be_one_process,
+                args=(Launch(rank, size, rank, "127.0.0.1", port), words, log),
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def size(self) -> int:
+        return len(self.processes)
+
+    def has_begun(self) -> bool:
+        """Say whether this start trains already: it has then cut the metrics to its checkpoint."""
+        return _identity(self.run_folder / "metrics.jsonl") != self._metrics_before
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a process that may have ended already."""
+        if self.processes[rank].is_alive():
+            os.kill(self.processes[rank].pid, number)
+
+    def is_over(self) -> bool:
+        return all(process.exitcode is not None for process in self.processes)
+
+    def wait(self, ranks: Sequence[int] | None = None, *, seconds: float) -> list[int | None]:
+        """Wait until processes end; return their exit codes, None of those that do not."""
+        end = time.monotonic() + seconds
+        chosen = self.processes if ranks is None else [self.processes[rank] for rank in ranks]
+        for process in chosen:
+            process.join(max(0.0, end - time.monotonic()))
+        return [process.exitcode for process in chosen]
+
+    def log(self) -> str:
+        return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
+
+    def wait_for(self, reached: Any, *, seconds: float) -> bool:
+        """Wait until `reached()` or the job is over; return whether either came in time."""
+        end = time.monotonic() + seconds
+        while not reached() and not self.is_over():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _identity(path: Path) -> int:
+    return path.stat().st_ino if path.exists() else 0
+
+
+def newest_step(run_folder: Path) -> int:
+    """Return the newest step that is saved, 0 where none is."""
+    return max([0, *saved_steps(run_folder)])

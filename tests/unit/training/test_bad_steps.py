@@ -1,0 +1,104 @@
+"""Which losses are spikes, what a resumed run remembers of them, and when it is enough."""
+
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+import yaml
+
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.manifest import LossHistory, read_manifest
+from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import TrainingConfig
+from megavis.objectives import objective_configs
+from megavis.training.bad_steps import BadRow, LossJudge
+from megavis.training.going_back import go_back
+
+pytestmark = pytest.mark.once
+
+
+def test_a_spike_lies_far_above_the_median_of_the_last_good_losses():
+    """Against the median absolute deviation as scipy has it."""
+    from scipy.stats import median_abs_deviation
+
+    draw = np.random.default_rng(0)
+    losses = [float(one) for one in draw.normal(3.0, 0.1, 60)]
+    judge = LossJudge(5.0, 20, LossHistory())
+    assert not judge.is_spike(1e6)  # nothing to compare it with yet
+    for step, loss in enumerate(losses, 1):
+        assert judge.take(step, loss, is_bad=False) == 0
+    last = losses[-20:]
+    limit = statistics.median(last) + 5 * median_abs_deviation(last, scale="normal")
+    assert not judge.is_spike(limit - 1e-4)
+    assert judge.is_spike(limit + 1e-4)
+    assert judge.is_spike(float("nan"))
+    assert not LossJudge(0.0, 20, judge.history).is_spike(1e6)
+
+
+def test_losses_that_hardly_move_do_not_make_a_spike_of_rounding():
+    judge = LossJudge(5.0, 4, LossHistory(recent=(2.0,) * 4))
+    assert not judge.is_spike(2.0099)
+    assert judge.is_spike(2.0101)
+
+
+def test_bad_losses_in_a_row_are_counted_over_a_resumption():
+    judge = LossJudge(5.0, 4, LossHistory(recent=(2.0,) * 4))
+    assert judge.take(7, 9.0, is_bad=True) == 1
+    again = LossJudge(5.0, 4, LossHistory.model_validate_json(judge.history.model_dump_json()))
+    assert again.take(8, 9.0, is_bad=True) == 2
+    assert again.history.recent == (2.0,) * 4
+    assert again.take(9, 2.1, is_bad=False) == 0
+    assert again.take(10, 9.0, is_bad=True) == 1
+
+
+@pytest.fixture(scope="module")
+def trained(shard_folders, tmp_path_factory):
+    """A config of a run of four steps, saved after each."""
+    root = tmp_path_factory.mktemp("going_back")
+    path = root / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {root}
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 4, batch_size: 8, log_every: 1}}
+checkpoint: {{every: 1, keep_last: 5}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    return path
+
+
+def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
+    run = tmp_path / "small"
+    shutil.copytree(trained.parent / "small", run)
+    settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
+    with pytest.raises(UserError, match="no checkpoint is 1 steps"):
+        go_back(run, BadRow(2, 4, next_batch=4), settings, context)
+    for times, next_batch in ((1, 4), (2, 9)):
+        folder, manifest = go_back(run, BadRow(4, 4, next_batch=next_batch), settings, context)
+        assert folder == latest_checkpoint(run) == step_folder(run, 2)
+        assert saved_steps(run) == [1, 2]
+        assert manifest == read_manifest(folder)
+        assert manifest.went_back is not None
+        assert manifest.went_back.times == times
+        assert manifest.step + manifest.batches_skipped == next_batch + 1
+    with pytest.raises(UserError, match="has gone back to step 2 2 times"):
+        go_back(run, BadRow(4, 4, next_batch=14), settings, context)
+    with pytest.raises(UserError, match="or let it go back"):
+        go_back(run, BadRow(4, 4, next_batch=4), TrainingConfig(steps=9, batch_size=8), context)
+
+
+def test_checkpoints_must_be_kept_for_as_long_as_it_goes_back(trained, tmp_path):
+    tree = yaml.safe_load(trained.read_text())
+    tree["training"]["max_rollbacks"] = 1
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match="goes back by 110 steps .* is 4"):
+        load_config(path, [], objectives=objective_configs())

@@ -1,0 +1,79 @@
+"""`metrics.jsonl` of a run that was interrupted is that of one that was not."""
+
+import json
+import resource
+import shutil
+
+import pytest
+
+from megavis.cli import main
+from megavis.training.metrics import MetricsWriter, read_metrics
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def trained(shard_folders, tmp_path_factory):
+    """A config and the run folder of a run of four steps that was validated and saved twice."""
+    root = tmp_path_factory.mktemp("metrics")
+    path = root / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {root}
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 4, batch_size: 8, log_every: 1, validate_every: 2, validation_images: 8}}
+checkpoint: {{every: 2}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    return path, root / "small"
+
+
+def losses(run):
+    """Return the lines of a run without its speeds."""
+    kept = ("step", "loss", "validation_loss", "lr", "grad_norm", "samples_seen")
+    return [{k: line[k] for k in kept if k in line} for line in read_metrics(run)]
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_validation_that_was_broken_off_is_made_up_for(trained, tmp_path, step):
+    """As a signal leaves it: saved after a step, the last one too, without its validation."""
+    config, run = trained
+    shutil.copytree(run, tmp_path / "small")
+    lines = [line for line in read_metrics(run) if line["step"] <= step]
+    assert lines[-1].pop("validation_loss")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "small" / "metrics.jsonl").write_text(text)
+    (tmp_path / "small" / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
+    assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
+    assert losses(tmp_path / "small") == losses(run)
+
+
+def test_a_run_that_begins_again_writes_each_line_once(trained, tmp_path):
+    config, run = trained
+    shutil.copytree(run, tmp_path / "small")
+    shutil.rmtree(tmp_path / "small" / "checkpoints")
+    assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
+    assert losses(tmp_path / "small") == losses(run)
+
+
+def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capsys):
+    writer = MetricsWriter(tmp_path, first_step=0)
+    writer.write(1, {"loss": 1.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
+    try:
+        writer.write(2, {"loss": 2.0})
+        writer.write(3, {"loss": 3.0})
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = capsys.readouterr().err
+    assert told.count("WARNING: metrics are not written: [Errno 27]") == 1
+    writer.write(4, {"loss": 4.0})
+    writer.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
