@@ -89,6 +89,6 @@ def test_processes_that_agree_go_on(
     layout: tuple[str, ...],
 ) -> None:
     words = [f"output={tmp_path}", *(f"parallel.{word}" for word in layout)]
-    words += ["training.check_replicas_every=1", "training.steps=3"]
+    words += ["training.check_replicas_every=1", "training.steps=3", "schedule.warmup_steps=1"]
     run_job(train_run, processes, str(tiny_config), words)
     assert len(deterministic_metrics(tmp_path / "tiny")) == 3
