@@ -156,16 +156,7 @@ class TrainingRun:
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
             make_up_for(validate, state, self.finetuning, metrics, self.folder)
-        loader = BatchLoader(
-            self.train_data,
-            seed=config.seed,
-            micro_batch_size=engine.micro_batch_size,
-            data_parallel_rank=context.data.rank,
-            data_parallel_size=context.data.size,
-            accumulation_steps=engine.accumulation_steps,
-            start_step=first_step + bad_steps.batches_skipped,
-            threads=config.data.threads,
-        )
+        loader = self._loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
         with loader, watchdog:
             train(
@@ -181,6 +172,18 @@ class TrainingRun:
         if metrics is not None:
             metrics.close()
         return bad_steps.row
+
+    def _loader(self, engine: Engine, first_batch: int) -> BatchLoader:
+        return BatchLoader(
+            self.train_data,
+            seed=self.config.seed,
+            micro_batch_size=engine.micro_batch_size,
+            data_parallel_rank=self.context.data.rank,
+            data_parallel_size=self.context.data.size,
+            accumulation_steps=engine.accumulation_steps,
+            start_step=first_batch,
+            threads=self.config.data.threads,
+        )
 
     def _validate(self, interruption: StopOnSignal) -> Validate | None:
         settings = self.config.training
