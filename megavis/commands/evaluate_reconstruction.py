@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.feature_arguments import add_network_arguments, say
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.commands.perceptual import add_perceptual_arguments, open_perceptual
 from megavis.commands.probing import job_closed, open_run
@@ -23,14 +24,15 @@ def add_reconstruction(verbs: Any) -> None:
     """Add it to the verbs of `megavis evaluate`."""
     parser = verbs.add_parser(
         "reconstruction",
-        help="PSNR, SSIM and LPIPS of what comes out of a tokenizer",
+        help="PSNR, SSIM, LPIPS and FID of what comes out of a tokenizer",
         description="Send held-out images through a tokenizer and compare what comes out: PSNR in"
-        " dB and SSIM (Gaussian window of 11×11 pixels), the means over the images; LPIPS with"
-        " the user's weights. Writes RUN/evaluation/reconstruction.json.",
-        epilog="example: megavis evaluate reconstruction runs/vae --num-images 5000",
+        " dB and SSIM (Gaussian window of 11×11 pixels), the means over the images; LPIPS and FID"
+        " with the user's weights. Writes RUN/evaluation/reconstruction.json.",
+        epilog="example: megavis evaluate reconstruction runs/vae --num-images 50000",
     )
     add_image_arguments(parser, num_images=5000)
     add_perceptual_arguments(parser)
+    add_network_arguments(parser)
     parser.set_defaults(run=evaluate_reconstruction)
 
 
@@ -50,23 +52,34 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
 def _evaluate(opened: Run, args: argparse.Namespace) -> int:
     from megavis.data.files import write_atomically
     from megavis.data.loader import evaluation_batches
-    from megavis.evaluation.reconstruction import PairScores, reconstructions
+    from megavis.evaluation.feature_networks import open_network
+    from megavis.evaluation.reconstruction import Distances, PairScores, reconstructions
     from megavis.objectives.trainable import Reconstructs
 
     if not isinstance(opened.objective, Reconstructs):
         raise UserError(f"{opened.config.objective.name} does not reconstruct images")
+    scores, distances = PairScores(open_perceptual(args)), None
     dataset = held_out_images(opened, args)
     count = min(args.num_images, len(dataset))
+    if args.inception or args.network:
+        network = open_network(args.inception, args.network, opened.context.device)
+        distances = Distances(network, num_images=count)
     batches = evaluation_batches(
         dataset, batch_size=_BATCH_SIZE, data_parallel_rank=0, data_parallel_size=1, limit=count
     )
-    scores = PairScores(open_perceptual(args))
     for pair in reconstructions(opened.runner, opened.objective, batches):
         scores.add(*pair)
+        if distances is not None:
+            distances.add(*pair)
     result = {"step": opened.step, "images": count, "of": str(dataset.directory), **scores.means()}
+    words = ", ".join(f"{name} {value:.4g}" for name, value in scores.means().items())
+    sys.stdout.write(f"{words} | N {count} of {dataset.directory}, step {opened.step}\n")
+    if distances is not None:
+        compared = distances.result(run=args.run_folder, originals=dataset.directory)
+        say(compared.line, compared.caution)
+        result["distance"] = compared.record()
     path: Path = args.run_folder / "evaluation" / "reconstruction.json"
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
-    words = ", ".join(f"{name} {value:.4g}" for name, value in scores.means().items())
-    sys.stdout.write(f"{words} | N {count} of {dataset.directory}, step {opened.step}\n{path}\n")
+    sys.stdout.write(f"{path}\n")
     return 0

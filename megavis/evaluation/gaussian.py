@@ -38,15 +38,15 @@ class RunningGaussian:
         """Take in vectors `[b, d]`, b at least 1."""
         batch = features.double()
         count, mean = len(batch), batch.mean(0)
-        centred = batch - mean
-        scatter = centred.t() @ centred
         if not self.count:
-            self.count, self._mean, self._scatter = count, mean, scatter
-            return
-        # Chan, Golub and LeVeque (1979): sums of squares of all would cancel.
+            self._mean = torch.zeros_like(mean)
+            self._scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
+        centred = batch - mean
+        # Chan, Golub and LeVeque (1979): sums of squares of all would cancel. In place, since a
+        # matrix of 2048² is 32 MiB.
         total, step = self.count + count, mean - self._mean
-        between = torch.outer(step, step) * (self.count * count / total)
-        self._scatter = self._scatter + scatter + between
+        self._scatter.addmm_(centred.t(), centred)
+        self._scatter.addr_(step, step, alpha=self.count * count / total)
         self._mean = self._mean + step * (count / total)
         self.count = total
 

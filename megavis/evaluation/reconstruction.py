@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from megavis.data.batch import Batch
+from megavis.data.files import sha256_of_file
+from megavis.data.manifest import MANIFEST_NAME
 from megavis.evaluation.completions import signal_to_noise
+from megavis.evaluation.feature_networks import FeatureNetwork
+from megavis.evaluation.generation import Comparison, FeatureCollector, compare
 from megavis.evaluation.similarity import structural_similarity
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.runner import Runner
@@ -64,3 +69,35 @@ class PairScores:
     def means(self) -> dict[str, float]:
         """Return `psnr` in dB, `ssim`, and `lpips_alexnet` or as the distance is named."""
         return {name: fmean(values) for name, values in self._values.items()}
+
+
+class Distances:
+    """Fréchet distance of reconstructions from their originals.
+
+    Args:
+        network: whose features are compared.
+        num_images: how many pairs will come.
+
+    Raises:
+        UserError: there are fewer than 2.
+    """
+
+    def __init__(self, network: FeatureNetwork, *, num_images: int) -> None:
+        # Neighbours are for samples; a reconstruction has its original.
+        self._originals, self._made = (
+            FeatureCollector(network, num_images=num_images, num_kept=0) for _ in range(2)
+        )
+
+    def add(self, originals: Tensor, made: Tensor) -> None:
+        """Take in pairs of images uint8 `[b, H, W, 3]`."""
+        self._originals.add(originals)
+        self._made.add(made)
+
+    def result(self, *, run: Path, originals: Path) -> Comparison:
+        """Compare all; `originals` is the shard folder that they come from."""
+        digest = sha256_of_file(originals / MANIFEST_NAME)
+        return compare(
+            self._made.summary(source=f"{originals} through {run}", sha256=digest),
+            self._originals.summary(source=str(originals), sha256=digest),
+            device=torch.device("cpu"),
+        )
