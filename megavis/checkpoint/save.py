@@ -151,10 +151,11 @@ def _collect(
     share = _Share()
     load = [0] * context.data.size
     for name, parameter in layers.named_parameters():
-        # The data-parallel rank with the least to write so far; all ranks agree without talking.
-        owner = load.index(min(load))
-        load[owner] += logical_shape(parameter).numel()
         for kind in states.kinds(parameter):
+            # The data-parallel rank with the least to write so far; all ranks agree without
+            # talking, and none has more than an equal share and one tensor.
+            owner = load.index(min(load))
+            load[owner] += logical_shape(parameter).numel()
             value = states.get(parameter, kind)
             if owner == context.data.rank and is_first_copy(parameter):
                 share.add(f"{kind}/{name}", value, partition_dimension(parameter), file, context)
