@@ -12,13 +12,14 @@ BIN := $(abspath $(VENV))/bin
 # What is run may look for ninja, torchrun or megavis by name.
 RUN := PATH="$(BIN):$$PATH"
 
-.PHONY: help install lint test test-cluster demo clean
+.PHONY: help install lint test test-cluster test-layouts demo clean
 
 help:
 	@echo "make demo     train a small iGPT on photographs and show what it completes (CPU)"
 	@echo "make test     format, lint, types, import direction, all tests"
 	@echo "              (SELECT='not once': those that may differ between versions of packages)"
 	@echo "make test-cluster  of these those alone that start a SLURM (docs/scaling.md)"
+	@echo "make test-layouts  every pair of eight layouts for every paper; not in make test, 20 minutes"
 	@echo "make lint     the same without the tests"
 	@echo "make install  only the environment, in $(VENV)"
 	@echo "make clean    remove the environment and the caches"
@@ -55,6 +56,9 @@ test: lint
 # They skip, and say why, where Debian's packages or the rights are missing.
 test-cluster: $(STAMP)
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m cluster -rs
+
+test-layouts: $(STAMP)
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/exhaustive -rP
 
 demo: $(STAMP)
 	$(RUN) bash launch/demo.sh

@@ -8,7 +8,7 @@
 # A hostfile names nodes and their GPUs (hostfile.example). ssh must work between them without a
 # password, and the checkout and its environment must lie at the same place on all of them.
 # Variables for the other nodes go into ~/.deepspeed_env, one NAME=value a line: ssh takes none
-# along but those that begin with NCCL, PYTHON or MV2.
+# along but those that begin with NCCL, PYTHON, UCX or MV2.
 set -euo pipefail
 
 if (($# == 0)); then
@@ -28,5 +28,7 @@ fi
 if [[ -n ${PROCESSES:-} ]]; then
   options+=(--num_accelerators "$PROCESSES")
 fi
-# megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument.
-exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --module megavis.cli train "$@"
+# megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument. `env`,
+# because ssh takes OMP_NUM_THREADS to no node, where each process would then use all processors.
+exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
+  env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$(command -v python)" -m megavis.cli train "$@"

@@ -1,6 +1,7 @@
 """A throw-away SLURM on this machine: its own folder, ports, key and sockets; no system service."""
 
 import os
+import pwd
 import random
 import re
 import secrets
@@ -84,7 +85,7 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _configure(self) -> None:
-        folder, user = self.folder, os.environ.get("USER", "root" if os.getuid() == 0 else "")
+        folder, user = self.folder, pwd.getpwuid(os.getuid()).pw_name
         for name in ("state", "spool"):
             (folder / name).mkdir()
         key = folder / "munge.key"

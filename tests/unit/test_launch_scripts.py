@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +91,22 @@ def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):
     )
 
 
+@pytest.mark.once
+def test_torchrun_that_is_asked_to_stop_lets_its_processes_save(tmp_path):
+    worker = tmp_path / "worker"
+    body = f"trap 'sleep 0.2; touch {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/ready"
+    worker.write_text(f"#!/bin/bash\n{body}\nwhile true; do sleep 0.1; done\n")
+    worker.chmod(0o755)
+    words = ["--standalone", "--nproc-per-node", "1", "--no-python", str(worker)]
+    process = subprocess.Popen([sys.executable, LAUNCH / "elastic.py", *words])
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 75
+    assert (tmp_path / "saved").exists()
+
+
 def test_torchrun_on_several_nodes_wants_to_know_which(start, programs):
     programs("python")
     process = start("torchrun.sh", "a.yaml", NUM_NODES="4")
@@ -102,7 +119,8 @@ def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):
     programs("deepspeed")
     assert start("deepspeed.sh", "a.yaml", PROCESSES="2").wait(20) == 0
     assert logged(tmp_path, "deepspeed") == (
-        "--num_accelerators 2 --no_local_rank --module megavis.cli train a.yaml"
+        "--num_accelerators 2 --no_local_rank --no_python env OMP_NUM_THREADS=1"
+        f" {shutil.which('python')} -m megavis.cli train a.yaml"
     )
     (tmp_path / "log").unlink()
     hosts = LAUNCH / "hostfile.example"

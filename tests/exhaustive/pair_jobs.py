@@ -1,0 +1,78 @@
+"""Jobs for worker processes: save in one layout, go on in another from all that were saved."""
+
+from pathlib import Path
+from typing import Any
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.load import load_training_state
+from megavis.checkpoint.save import Progress, Snapshot
+from megavis.config.load import LoadedConfig, load_config
+from megavis.data.loader import BatchLoader
+from megavis.objectives import objective_configs
+from megavis.parallel.context import ParallelContext
+from megavis.parallel.launch import Launch
+from megavis.training.engine import Engine
+from megavis.training.run import TrainingRun, open_job
+
+SAVED_STEP = 2
+STEPS = 3
+
+
+def save_and_go_on(launch: Launch, path: str, words: list[str], folder: Path) -> list[float]:
+    """Train, save after `SAVED_STEP`, train on; return the losses of the steps after it."""
+    loaded = read(path, words)
+    with open_job(loaded, launch, device="cpu") as context:
+        run = TrainingRun.open(loaded, context)
+        engine = Engine(loaded.config, run.objective, context)
+        take_steps(run, engine, range(SAVED_STEP))
+        save(run, engine, context, folder)
+        return take_steps(run, engine, range(SAVED_STEP, STEPS))
+
+
+def go_on_from_each(
+    launch: Launch, path: str, words: list[str], saved: dict[str, Path], output: Path
+) -> dict[str, list[float]]:
+    """Load each run into an engine of its own, save what it holds, go on; return the losses."""
+    loaded = read(path, words)
+    losses = {}
+    with open_job(loaded, launch, device="cpu") as context:
+        run = TrainingRun.open(loaded, context)
+        for name, folder in saved.items():
+            engine = Engine(loaded.config, run.objective, context)
+            checkpoint = latest_checkpoint(folder)
+            assert checkpoint is not None
+            load_training_state(
+                checkpoint, layers=engine.layers, states=engine.states, context=context
+            )
+            save(run, engine, context, output / name)
+            losses[name] = take_steps(run, engine, range(SAVED_STEP, STEPS))
+    return losses
+
+
+def read(path: str, words: list[str]) -> LoadedConfig:
+    return load_config(path, words, objectives=objective_configs())
+
+
+def take_steps(run: TrainingRun, engine: Engine, steps: range) -> list[float]:
+    """Take these steps on the images that belong to them."""
+    loader = BatchLoader(
+        run.train_data,
+        seed=run.config.seed,
+        micro_batch_size=engine.micro_batch_size,
+        data_parallel_rank=engine.context.data.rank,
+        data_parallel_size=engine.context.data.size,
+        accumulation_steps=engine.accumulation_steps,
+        start_step=steps.start,
+    )
+    with loader:
+        return [engine.mean_over_data(engine.train_step(loader, step)) for step in steps]
+
+
+def save(run: TrainingRun, engine: Engine, context: ParallelContext, folder: Path) -> None:
+    settings: dict[str, Any] = {"layers": engine.layers, "states": engine.states}
+    progress = Progress(
+        step=SAVED_STEP, samples_seen=0, seed=run.config.seed, tokenizer=run.tokenizer
+    )
+    snapshot = Snapshot(folder, progress, **settings, context=context)
+    snapshot.write()
+    snapshot.publish()

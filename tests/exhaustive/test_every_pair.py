@@ -1,0 +1,126 @@
+"""Every ordered pair of eight layouts, for every paper: the same tensors, and the loss goes on.
+
+Takes too long for each change: `make test-layouts`. The table in docs/reliability.md is its output.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from latent_shards import write_latent_shards
+from pair_jobs import go_on_from_each, save_and_go_on
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.reader import CheckpointReader
+from megavis.parallel.workers import WorkerPool
+
+TOLERANCE = 1e-5
+
+# Processes, then what differs from one process at ZeRO-0.
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one-zero0": (1, ["parallel.zero_stage=0"]),
+    "dp2-zero1": (2, ["parallel.zero_stage=1"]),
+    "dp3-zero3": (3, ["parallel.zero_stage=3", "training.micro_batch_size=2"]),
+    "dp4-zero2": (4, ["parallel.zero_stage=2"]),
+    "tp2-dp2-zero3": (4, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]),
+    "tp4-zero2": (4, ["parallel.tensor_model_parallel_size=4", "parallel.zero_stage=2"]),
+    "pp2-zero0": (2, ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=0"]),
+    "tp2-pp2-zero1": (
+        4,
+        ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
+    ),
+}
+
+# Each draws something at random in every step, or in every image: masks, noise, orders, crops.
+OBJECTIVES = {
+    "igpt": "{name: igpt, vocabulary_size: 64, mode: bert}",
+    "givt": "{name: givt, latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2,"
+    " adapter_blocks: 2}",
+    "darl": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1, condition_on_gamma: true}",
+    "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
+    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
+}
+
+
+@pytest.fixture(scope="module")
+def data(shards: Path, image_shards: Path, tmp_path_factory: Any) -> dict[str, str]:
+    """The `data` section of each paper."""
+    latents = tmp_path_factory.mktemp("latents") / "train"
+    write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)
+    images = f"{{train: {image_shards}/train, image_size: 16, crop: random_resized, flip: true}}"
+    palette = f"{{train: {shards}/train, image_size: 8}}"
+    kinds = {"igpt": palette, "givt": f"{{train: {latents}, image_size: 16}}"}
+    return {name: kinds.get(name, images) for name in OBJECTIVES}
+
+
+@pytest.fixture(scope="module")
+def run_job() -> Iterator[Callable[..., list[Any]]]:
+    """Run a job on the first N of four workers, which are replaced often: engines leave threads."""
+    with WorkerPool(4, max_jobs=2, preload=("megavis.training.run",), quiet=True) as pool:
+        yield lambda job, processes, *words: pool.run(job, processes, *words, timeout=600)
+
+
+def write_config(folder: Path, name: str, data: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(
+        f"""\
+name: {name}
+output: {folder}/runs
+objective: {OBJECTIVES[name]}
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 4
+  normalization: layer_norm
+  add_bias: true
+data: {data}
+optimizer: {{learning_rate: 1e-3, gradient_clipping: 0.5}}
+training: {{steps: 4, batch_size: 12, micro_batch_size: 3}}
+"""
+    )
+    return path
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_every_pair(run_job: Any, data: dict[str, str], tmp_path: Path, name: str) -> None:
+    config = write_config(tmp_path, name, data[name])
+    saved = {layout: tmp_path / "saved" / layout for layout in LAYOUTS}
+    unbroken = {
+        layout: run_job(save_and_go_on, processes, str(config), words, saved[layout])[0]
+        for layout, (processes, words) in LAYOUTS.items()
+    }
+    tensors = worst = 0
+    for layout, (processes, words) in LAYOUTS.items():
+        output = tmp_path / "loaded" / layout
+        results = run_job(go_on_from_each, processes, str(config), words, saved, output)
+        for source in LAYOUTS:
+            tensors += count_equal_tensors(saved[source], output / source)
+            for losses in (result[source] for result in results):
+                difference = largest_difference(losses, unbroken[source])
+                assert difference <= (0 if source == layout else TOLERANCE), (source, layout)
+                worst = max(worst, difference)
+    print(f"{name}: {len(LAYOUTS) ** 2} pairs, {tensors} equal tensors, loss within {worst:.1e}")
+
+
+def count_equal_tensors(saved: Path, loaded: Path) -> int:
+    """Compare two checkpoints bit for bit; return how many tensors each has."""
+    one, other = latest_checkpoint(saved), latest_checkpoint(loaded)
+    assert one is not None
+    assert other is not None
+    with CheckpointReader(one) as ours, CheckpointReader(other) as theirs:
+        keys = list(ours.manifest.tensors)
+        assert keys == list(theirs.manifest.tensors)
+        assert ours.manifest.optimizer_step == theirs.manifest.optimizer_step
+        for key in keys:
+            mine, yours = ours.read(key), theirs.read(key)
+            assert mine.shape == yours.shape, key
+            assert mine.numpy().tobytes() == yours.numpy().tobytes(), key
+        return len(keys)
+
+
+def largest_difference(losses: list[float], expected: list[float]) -> float:
+    assert all(map(math.isfinite, expected))
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
