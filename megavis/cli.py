@@ -21,6 +21,8 @@ _COMMANDS = {
     "sample": "sample",
     "probe": "probe",
     "transfer": "transfer",
+    "features": "features",
+    "likelihood": "likelihood",
     "evaluate": "evaluate",
     "figure": "figure",
     "finetune": "finetune",

@@ -101,12 +101,12 @@ def draw_depth(args: argparse.Namespace) -> int:
     result = _depth_result(args)
     if result is None:
         return 0
-    _write(
-        args.run_folder,
-        "depth",
-        figures.draw_depth(result, name=args.run_folder.name),
-        figures.depth_rows(result),
-    )
+    picture = figures.draw_depth(result, name=args.run_folder.name)
+    _write(args.run_folder, "depth", picture, figures.depth_rows(result))
+    if args.probe is None:
+        result.write(args.run_folder / "evaluation" / "depth.json")
+    with quietly():
+        figures.show_in_tensorboard(args.run_folder, "depth", picture, step=result.step)
     return 0
 
 

@@ -47,11 +47,12 @@ def add_patch_figures(figures: Any) -> None:
     completions.set_defaults(run=draw_completions)
 
 
-def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int) -> None:
+def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int | None) -> None:
     """Add the run, its checkpoint, and which held-out images."""
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--images", help="shard folder; default: the run's data.validation")
-    parser.add_argument("--num-images", type=int, default=num_images, help=f"default: {num_images}")
+    count = num_images or "all"
+    parser.add_argument("--num-images", type=int, default=num_images, help=f"default: {count}")
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
 

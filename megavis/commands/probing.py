@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,29 +143,10 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
 
 
 def training_shards(opened: Run) -> Sequence[Shards]:
-    """Return the shard folders that a run was trained on, as far as they are still there.
+    """Return what a run was trained on, as far as it is still there: no image of it may judge."""
+    from megavis.evaluation.trained_on import training_shards
 
-    Also those of the run that a fine-tuning run started from. What is missing is told on standard
-    error: nobody knows whether it has images of the test set.
-    """
-    from megavis.config.load import load_config
-    from megavis.data.overlap import find_shards
-    from megavis.objectives import objective_configs
-
-    config = opened.config
-    sources, found = [config.data], []
-    if config.finetune is not None and config.finetune.from_run is not None:
-        path = Path(config.finetune.from_run) / "config.yaml"
-        if path.exists():
-            sources.append(load_config(path, objectives=objective_configs()).config.data)
-    for data in sources:
-        for source in data.train_sources:
-            try:
-                found.append(find_shards(source.path, cache=data.cache))
-            except UserError as error:
-                if opened.context.is_main:
-                    sys.stderr.write(f"not compared with the test images: {error}\n")
-    return found
+    return list(training_shards(opened.config))
 
 
 def open_shards(opened: Run, folder: str) -> ShardDataset:

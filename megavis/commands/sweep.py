@@ -179,5 +179,5 @@ def _probe(opened: Any, num_images: int) -> float:
         open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
     )
     data = ProbeData(train, validation, num_train=num_images)
-    network = Network.of(opened.runner, opened.objective)
-    return score_best_layer(network, data, ProbeSettings()).accuracy
+    features = data.features(Network.of(opened.runner, opened.objective))
+    return score_best_layer(features, data, ProbeSettings()).accuracy

@@ -77,17 +77,22 @@ def draw_neighbors(args: argparse.Namespace) -> int:
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         from megavis.evaluation import neighbors as measured
 
-        scores = _neighbor_scores(opened, args)
+        scores, record = _neighbor_scores(opened, args)
     best = max(scores, key=lambda score: score.trained)
     line = (
-        f"highest at layer {best.layer}: {best.trained:.1%}, untrained there {best.untrained:.1%},"
-        f" last layer {scores[-1].trained:.1%}"
+        f"{record['num_held_out']} held-out images by {record['num_train']} training images, the"
+        f" {args.neighbors} nearest vote: highest at layer {best.layer}, {best.trained:.1%},"
+        f" untrained there {best.untrained:.1%}, last layer {scores[-1].trained:.1%}"
     )
     picture = measured.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
-    return _write(args, "neighbors", picture, [asdict(score) for score in scores], line)
+    rows = [{**asdict(score), **record} for score in scores]
+    return _write(args, "neighbors", picture, rows, line)
 
 
-def _neighbor_scores(opened: Run, args: argparse.Namespace) -> list[NeighborAccuracy]:
+def _neighbor_scores(
+    opened: Run, args: argparse.Namespace
+) -> tuple[list[NeighborAccuracy], dict[str, Any]]:
+    """Return a score a layer, and what is needed to repeat them."""
     from megavis.data.overlap import refuse_overlap
     from megavis.evaluation import neighbors as measured
 
@@ -96,17 +101,26 @@ def _neighbor_scores(opened: Run, args: argparse.Namespace) -> list[NeighborAccu
     refuse_overlap(held_out, [train, *training_shards(opened)])
     cache = feature_cache(opened, args)
     fresh = untrained_network(opened, cache, seed=opened.config.seed)
-    columns = [
-        measured.accuracy_by_layer(
+    pairs = [
+        (
             network.features(train, limit=args.train_images),
             network.features(held_out, limit=args.num_images),
-            k=args.neighbors,
         )
         for network in (network_of(opened, cache), fresh)
     ]
     tell_cache(cache)
-    pairs = zip(*columns, strict=True)
-    return [measured.NeighborAccuracy(layer, *pair) for layer, pair in enumerate(pairs)]
+    columns = [measured.accuracy_by_layer(*pair, k=args.neighbors) for pair in pairs]
+    record = {
+        "step": opened.step,
+        "seed": opened.config.seed,
+        "neighbors": args.neighbors,
+        "train": train.directory,
+        "held_out": held_out.directory,
+        "num_train": len(pairs[0][0].labels),
+        "num_held_out": len(pairs[0][1].labels),
+    }
+    layers = enumerate(zip(*columns, strict=True))
+    return [measured.NeighborAccuracy(layer, *pair) for layer, pair in layers], record
 
 
 def draw_attention(args: argparse.Namespace) -> int:

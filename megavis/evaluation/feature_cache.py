@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from megavis.checkpoint.reader import CheckpointReader
 from megavis.config.schema import RunConfig
 from megavis.data.dataset import ShardDataset
-from megavis.data.files import atomic_writer
+from megavis.data.files import write_atomically
 from megavis.evaluation.features import LabelledFeatures
 
 FOLDER = Path("evaluation") / "features"
@@ -124,8 +124,7 @@ class FeatureCache:
         about = {"key": key, "crc32": _checksum(features)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_writer(path) as file:
-                save_file(tensors, file.name, metadata={"about": json.dumps(about)})
+            write_atomically(path, save(tensors, metadata={"about": json.dumps(about)}))
             for other, count in self._files(key):
                 if count < len(features.labels):
                     other.unlink(missing_ok=True)
@@ -152,13 +151,32 @@ class FeatureCache:
         return sorted(((path, int(path.stem.rpartition("-")[2])) for path in paths), key=_count)
 
 
-def kept_features(run_folder: Path) -> list[tuple[Path, Key]]:
-    """Return the files that a run folder keeps, each with its key; damaged ones with an empty one.
+@dataclass(frozen=True)
+class KeptFile:
+    """One file of features.
 
-    Sorted by path.
+    Attributes:
+        path: of the file.
+        key: what its features are of; None where it is damaged.
+        shape: `(L + 1, b, h)`.
     """
-    paths = sorted((run_folder / FOLDER).glob("*.safetensors"))
-    return [(path, (_about(path) or {}).get("key", {})) for path in paths]
+
+    path: Path
+    key: Key | None
+    shape: tuple[int, ...]
+
+
+def kept_features(run_folder: Path) -> list[KeptFile]:
+    """Return what a run folder keeps, sorted by path; reads no features."""
+    return [_describe(path) for path in sorted((run_folder / FOLDER).glob("*.safetensors"))]
+
+
+def _describe(path: Path) -> KeptFile:
+    about = _about(path)
+    if about is None:
+        return KeptFile(path, None, ())
+    with safe_open(path, framework="pt") as file:
+        return KeptFile(path, about["key"], tuple(file.get_slice("layers").get_shape()))
 
 
 def clear_features(run_folder: Path) -> int:

@@ -152,6 +152,19 @@ def write_png(path: Path, figure: Figure) -> None:
     write_atomically(path, picture.getvalue())
 
 
+def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: int) -> None:
+    """Show a figure beside the curves of a run, in an event file of its own. Raises OSError."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from torch.utils.tensorboard import SummaryWriter
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    with SummaryWriter(str(run_folder / "tensorboard"), filename_suffix=f".{name}") as board:
+        board.add_image(f"evaluation/{name}", pixels, step, dataformats="HWC")
+
+
 def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -> list[Path]:
     """Write `name.png` and `name.csv`, each whole or not at all; returns both. Raises OSError."""
     png = folder / f"{name}.png"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
+from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
+from megavis.data.files import write_atomically
 from megavis.data.loader import evaluation_batches
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
@@ -24,6 +29,10 @@ class CheckpointScore:
         validation_loss: the objective's mean loss over the validation images.
         layer: best layer on held-out training images.
         accuracy: of its linear probe on the validation images, in [0, 1].
+        penalty: of the probe, chosen on held-out training images as the layer was.
+        num_train: training images of the probe.
+        num_validation: labelled validation images.
+        seed: of the probe's division of the training images.
     """
 
     run: str
@@ -31,6 +40,94 @@ class CheckpointScore:
     validation_loss: float
     layer: int
     accuracy: float
+    penalty: float
+    num_train: int
+    num_validation: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class LikelihoodResult:
+    """How likely a network finds held-out images.
+
+    Attributes:
+        run: name of the run.
+        step: optimizer steps.
+        data: shard folder of the images.
+        num_images: how many.
+        dimension: what one dimension is, in words.
+        dimensions_per_image: how many an image has.
+        given: what else the network is told; None: nothing.
+        nats_per_dimension: mean of -log p; of a density it may be negative.
+        bits_per_dimension: the same by the logarithm to base 2.
+        nats_per_image: for all dimensions together.
+        loss: as training's validation gives it.
+        precision: of the weights.
+    """
+
+    run: str
+    step: int
+    data: str
+    num_images: int
+    dimension: str
+    dimensions_per_image: int
+    given: str | None
+    nats_per_dimension: float
+    bits_per_dimension: float
+    nats_per_image: float
+    loss: float
+    precision: str
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON, whole or not at all. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
+
+def measure_likelihood(
+    name: str,
+    step: int,
+    runner: Runner,
+    objective: Trainable,
+    dataset: ShardDataset,
+    *,
+    limit: int | None = None,
+) -> LikelihoodResult:
+    """Measure how likely a network finds images.
+
+    Args:
+        name: of the run.
+        step: of its checkpoint.
+        runner: the network.
+        objective: the paper.
+        dataset: images that it was not trained on.
+        limit: only the first so many.
+
+    Raises:
+        UserError: the paper's loss is no likelihood.
+    """
+    form = objective.likelihood
+    if form is None:
+        raise UserError(
+            f"the loss of {objective.config.objective.name}, as this run is configured, is no"
+            " likelihood of images; megavis figure likelihood draws validation losses of any run"
+        )
+    loss = mean_loss(runner, objective, dataset, limit=limit)
+    nats = loss / form.per_loss
+    return LikelihoodResult(
+        run=name,
+        step=step,
+        data=str(dataset.directory),
+        num_images=len(dataset) if limit is None else min(limit, len(dataset)),
+        dimension=form.dimension,
+        dimensions_per_image=form.per_image,
+        given=form.given,
+        nats_per_dimension=nats,
+        bits_per_dimension=nats / math.log(2),
+        nats_per_image=nats * form.per_image,
+        loss=loss,
+        precision=str(next(iter(runner.layers.named_parameters()))[1].dtype).removeprefix("torch."),
+    )
 
 
 @torch.no_grad()
@@ -74,7 +171,19 @@ def score_checkpoint(
     Raises:
         UserError: when the images have no labels, or are too few.
     """
-    best = score_best_layer(network, data, settings)
+    features = data.features(network)
+    num_train, num_validation = (len(part.labels) for part in features)
+    best = score_best_layer(features, data, settings)
     limit = data.num_validation
     loss = mean_loss(network.runner, network.objective, data.validation, limit=limit)
-    return CheckpointScore(name, step, loss, best.layer, best.accuracy)
+    return CheckpointScore(
+        run=name,
+        step=step,
+        validation_loss=loss,
+        layer=best.layer,
+        accuracy=best.accuracy,
+        penalty=best.penalty,
+        num_train=num_train,
+        num_validation=num_validation,
+        seed=settings.seed,
+    )

@@ -213,9 +213,8 @@ def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
     return score_layers(*pixels, data.divide(pixels[0].labels, settings))[0]
 
 
-def score_best_layer(network: Network, data: ProbeData, settings: ProbeSettings) -> LayerScore:
+def score_best_layer(features: Pair, data: ProbeData, settings: ProbeSettings) -> LayerScore:
     """Return the score of a network's best layer alone; raises as `probe`."""
-    features = data.features(network)
     selection = data.divide(features[0].labels, settings)
     return best_layer(score_layers(*features, selection, layers=settings.layers))
 

@@ -21,6 +21,7 @@ from megavis.objectives.base import Sequence
 from megavis.objectives.givt_base import LatentTokens, Predictions
 from megavis.objectives.givt_config import GIVTConfig
 from megavis.objectives.givt_layers import CausalEmbedding, DensityHead
+from megavis.objectives.trainable import Likelihood
 
 
 class GIVT(LatentTokens):
@@ -86,6 +87,15 @@ class GIVT(LatentTokens):
             before = F.pad(before, (0, 0, 1, 0))
         places = torch.arange(start, stop, device=tokens.device)[None]
         return before, rows, places
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """A token's density is one over its d numbers; the adapter preserves volumes."""
+        size, given = self.token_size, None
+        if self.num_classes:
+            given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
+        words = "number of the VAE's latents"
+        return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
 
     def loss(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
         """Return nats a token (equation 2), the mean over tokens and images."""

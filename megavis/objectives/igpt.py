@@ -34,6 +34,7 @@ from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.igpt_config import IGPTConfig
+from megavis.objectives.trainable import Likelihood
 from megavis.parallel.random import uniform
 
 NOTHING = -1
@@ -157,6 +158,14 @@ class IGPT(Objective):
     def build_head(self) -> nn.Module:
         """Return the last norm and the zero-initialised matrix to logits."""
         return VocabularyHead(self.core, self.paper.vocabulary_size, zeros)
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """Every token is predicted once from those before it; BERT's are masked and guessed."""
+        if self.paper.mode != "autoregressive":
+            return None
+        colours = self.paper.vocabulary_size
+        return Likelihood(f"token of the {colours}-colour palette", self.num_tokens)
 
     @cached_property
     def order(self) -> SharedOrder:

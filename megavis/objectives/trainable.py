@@ -47,6 +47,23 @@ class GroupOptions:
     betas: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """How a loss is read as the likelihood of what the model predicts.
+
+    Attributes:
+        dimension: what one dimension is, in words: `token of the 512-colour palette`.
+        per_image: dimensions of an image.
+        per_loss: dimensions whose nats the loss adds up; it is a mean over all else.
+        given: what else the model is told, in words; None: nothing.
+    """
+
+    dimension: str
+    per_image: int
+    per_loss: int = 1
+    given: str | None = None
+
+
 class Trainable(ABC):
     """A list of layers, what goes in, and how what comes out is scored."""
 
@@ -99,6 +116,11 @@ class Trainable(ABC):
         Raises:
             UserError: it cannot be opened, or does not fit the config.
         """
+        return None
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """How the loss of evaluation is read as -log p of whole images; None where it is not."""
         return None
 
     @property

@@ -10,17 +10,21 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megavis.checkpoint.folder import step_folder
 from megavis.checkpoint.load import load_weights, start_from_weights
+from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.dataset import ShardDataset
 from megavis.data.mixture import Samples
+from megavis.data.overlap import refuse_overlap
 from megavis.data.subset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassResult, name_classes
 from megavis.evaluation.features import has_random_inputs
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
+from megavis.evaluation.trained_on import training_shards
 from megavis.model.runner import Runner
 from megavis.objectives.class_heads import CLASSIFIER
 from megavis.objectives.classification import Classification
@@ -42,6 +46,7 @@ class Finetuning:
         objective: the paper with classes.
         folder: of the run.
         class_names: of the shards.
+        num_train: images in the training shards.
         selection: images that choose the step.
         test: images that tell what it is worth.
         stopping: what the run has seen so far.
@@ -50,6 +55,7 @@ class Finetuning:
     objective: Classification
     folder: Path
     class_names: tuple[str, ...]
+    num_train: int
     selection: Subset
     test: Subset
     stopping: EarlyStopping
@@ -79,10 +85,11 @@ class Finetuning:
                 complaints = list(label_complaints(key, dataset, settings, train.class_names))
                 if complaints:
                     raise loaded.source.error(complaints)
+        _refuse_overlap(loaded, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
         folder = Path(loaded.config.folder)
         stopping = EarlyStopping(settings.patience)
-        return cls(objective, folder, train.class_names, *parts, stopping)
+        return cls(objective, folder, train.class_names, len(train), *parts, stopping)
 
     def resume(self, step: int, context: ParallelContext) -> None:
         """Remember what the run had seen when it had taken so many steps."""
@@ -128,7 +135,8 @@ class Finetuning:
 
     def _write(self, result: ClassResult, path: Path, part: str, step: int) -> None:
         data = str(getattr(self, part).directory)
-        result.write(path, class_names=self.class_names, step=step, part=part, data=data)
+        record = {"step": step, "part": part, "data": data, **self._hyper_parameters()}
+        result.write(path, class_names=self.class_names, **record)
         title = f"step {step}: {result.vote:.1%} of {result.num_images} {part} images"
         picture = draw_confusion(result.confusion, self.class_names, title=title)
         write_png(path.with_suffix(".png"), picture)
@@ -139,6 +147,31 @@ class Finetuning:
             f" of {result.num_images} images, {path}\n"
         )
         sys.stdout.flush()
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        """Return what an accuracy depends on besides the run's weights at the start."""
+        config = self.objective.config
+        return {
+            "seed": config.seed,
+            "train": [source.path for source in config.data.train_sources],
+            "num_train": self.num_train,
+            "batch_size": config.training.batch_size,
+            "optimizer": config.optimizer.model_dump(mode="json"),
+            "finetune": self.objective.settings.model_dump(mode="json"),
+        }
+
+
+def _refuse_overlap(
+    loaded: LoadedConfig, validation: ShardDataset, test: ShardDataset | None
+) -> None:
+    """Refuse images that judge if this run or its source was trained on them, or if they choose."""
+    key, judging = ("data.validation", validation) if test is None else ("finetune.test", test)
+    try:
+        refuse_overlap(judging, training_shards(loaded.config))
+        if test is not None:
+            refuse_overlap(test, [validation])
+    except UserError as error:
+        raise loaded.source.error([(key, str(error))]) from None
 
 
 _PARTS = ("selection", "test")

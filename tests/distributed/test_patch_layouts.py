@@ -37,8 +37,9 @@ def patch_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from data_tools.__main__ import main
 
     folder = tmp_path_factory.mktemp("patches")
-    source, target = str(shards / "crops" / "train"), str(folder / "train")
-    assert main(["jpeg", source, "--out", target, "--size", "16"]) == 0
+    for part in ("train", "validation"):
+        source, target = str(shards / "crops" / part), str(folder / part)
+        assert main(["jpeg", source, "--out", target, "--size", "16"]) == 0
     tokenizer = write_untrained_run(tmp_path_factory.mktemp("vqgan"))
 
     def config(name: str) -> Path:
@@ -55,7 +56,12 @@ model:
   normalization: layer_norm
   add_bias: true
   positions: {POSITIONS.get(name, "null")}
-data: {{train: {target}, validation: {target}, image_size: 16, crop: random_resized, flip: true}}
+data:
+  train: {folder}/train
+  validation: {folder}/validation
+  image_size: 16
+  crop: random_resized
+  flip: true
 optimizer: {{learning_rate: 1e-3}}
 training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2, validate_every: 1}}
 {FINETUNE.get(name, "")}

@@ -1,12 +1,14 @@
 """Figures of a real run of three checkpoints."""
 
 import csv
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megavis.cli import main
 
@@ -44,6 +46,15 @@ def test_both_figures_of_a_real_run(run, capsys):
     with open(run / "evaluation" / "depth.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["layer"] for row in rows] == ["0", "1", "2"]
+    record = json.loads((run / "evaluation" / "depth.json").read_text())
+    assert (record["num_fitted"], record["num_held_out"], record["num_validation"]) == (96, 24, 36)
+    assert record["splits"]["validation"].endswith("validation")
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    [shown] = events.Images("evaluation/depth")
+    drawn = np.asarray(Image.open(run / "evaluation" / "depth.png").convert("RGB"))
+    assert shown.step == 9
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.encoded_image_string))), drawn)
     with open(run / "evaluation" / "likelihood.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["3", "6", "9"]

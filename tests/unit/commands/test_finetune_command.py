@@ -1,5 +1,6 @@
 """Fine-tuning as a command: what it writes, and what it refuses with one message, exit code 2."""
 
+import csv
 import json
 import shutil
 
@@ -61,6 +62,28 @@ def test_colours_that_tell_the_class_are_learned(
             printed
         )
         assert path.with_suffix(".png").exists()
+
+
+@pytest.mark.once
+def test_the_rate_of_a_linear_evaluation_is_chosen_on_the_selection_images(config, tmp_path):
+    words = [f"output={tmp_path}", "finetune.linear_evaluation=true", "optimizer.algorithm=lars"]
+    words += ["training.steps=20", "training.validate_every=10", "--rates", "1,0.01"]
+    assert main(["search-lr", str(config), "--device", "cpu", *words]) == 0
+    with open(tmp_path / "tuned-search" / "search.csv") as file:
+        losses = {
+            row["learning_rate"]: float(row["validation_loss"]) for row in csv.DictReader(file)
+        }
+    assert losses["1"] < losses["0.01"]
+    judged = json.loads((tmp_path / "tuned-lr-1" / "evaluation" / "finetune_test.json").read_text())
+    assert judged["finetune"]["linear_evaluation"]
+    assert (judged["seed"], judged["num_train"], judged["num_images"]) == (0, 120, 18)
+
+
+def test_images_that_were_trained_on_do_not_judge(config, capsys, shard_folders):
+    test = f"finetune.test={shard_folders}/train"
+    assert "its shard-000000.tar is the shard-000000.tar there" in refused(capsys, config, test)
+    chooses = f"finetune.test={shard_folders}/validation"
+    assert "cannot judge what was trained on" in refused(capsys, config, chooses)
 
 
 def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):

@@ -1,0 +1,102 @@
+"""Commands on one run share its features; what they print and refuse."""
+
+import json
+
+import numpy as np
+import pytest
+
+import megavis
+from megavis.cli import main
+from megavis.data.dataset import ShardDataset
+from megavis.parallel.context import close_context
+
+pytestmark = pytest.mark.once
+
+
+def test_a_second_command_computes_nothing(shard_folders, tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {tmp_path}
+objective: {{name: igpt, vocabulary_size: 32, mode: bert}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 8}}
+checkpoint: {{every: 1}}
+"""
+    )
+    run = tmp_path / "small"
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    words = [str(run), "--device", "cpu"]
+    probing = ["probe", *words, "--untrained-networks", "1", "--masks", "2"]
+    assert main(probing) == 0
+    first = json.loads((run / "evaluation" / "probe.json").read_text())
+    # Two networks, one mask of the training and two of the validation images.
+    assert "features: 6 sets computed" in capsys.readouterr().out
+    assert main(probing) == 0
+    assert "features: 0 sets computed in 0.0 s, 6 read" in capsys.readouterr().out
+    assert json.loads((run / "evaluation" / "probe.json").read_text()) == first
+    assert main(["figure", "neighbors", *words, "--train-images", "100"]) == 0
+    assert "features: 0 sets computed in 0.0 s, 4 read" in capsys.readouterr().out
+    assert main([*probing, "--step", "1"]) == 0
+    assert "features: 3 sets computed" in capsys.readouterr().out
+    assert main([*probing, "--precision", "bf16"]) == 0
+    rough = json.loads((run / "evaluation" / "probe.json").read_text())
+    assert "features: 6 sets computed" in capsys.readouterr().out
+    assert rough["pixels"] == first["pixels"]
+    assert rough["best_layer"]["selection_loss"] == pytest.approx(
+        first["best_layer"]["selection_loss"], rel=0.1
+    )
+
+    assert main(["features", str(run)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == 16
+    assert any(
+        "bfloat16" in line and ", view 1: 36 images, 2 layers of 16" in line for line in listed
+    )
+    assert main(["features", str(run), "--clear"]) == 0
+    assert not list((run / "evaluation" / "features").iterdir())
+    assert main(["likelihood", *words]) == 2
+    assert "igpt, as this run is configured, is no likelihood" in capsys.readouterr().err
+    assert main(["probe", *words, "--train", f"{shard_folders}/validation"]) == 2
+    assert "its shard-000000.tar is the shard-000000.tar there" in capsys.readouterr().err
+
+
+def test_nats_and_bits_are_those_of_each_token(shard_folders, tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+output: {tmp_path}
+objective: {{name: igpt, vocabulary_size: 32}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 8}}
+"""
+    )
+    words = ["likelihood", str(tmp_path / "small"), "--device", "cpu"]
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    assert main([*words, "--num-images", "20"]) == 0
+    found = json.loads((tmp_path / "small" / "evaluation" / "likelihood.json").read_text())
+
+    try:
+        run = megavis.load(str(tmp_path / "small"), device="cpu")
+        ids = ShardDataset(shard_folders / "validation").read(np.arange(20))[0].astype(np.int64)
+        probabilities = run.outputs(ids).double().softmax(-1).numpy()
+    finally:
+        close_context()
+    bits = [
+        -np.log2(probabilities[image, place, ids[image, place]])
+        for image in range(20)
+        for place in range(16)
+    ]
+    assert found["bits_per_dimension"] == pytest.approx(np.mean(bits), rel=1e-5)
+    assert found["nats_per_image"] == pytest.approx(16 * np.log(2) * np.mean(bits), rel=1e-5)
+    assert (found["step"], found["num_images"], found["dimensions_per_image"]) == (2, 20, 16)
+    assert "token of the 32-colour palette; 16 an image" in capsys.readouterr().out
+
+    assert main([*words, "--images", f"{shard_folders}/train"]) == 2
+    assert "cannot judge what was trained on" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Images that judge and were trained on: found by shard, by source and by sample, by any name."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from data_tools.__main__ import main as data_tools
+from megavis.config.errors import UserError
+from megavis.data import overlap
+from megavis.data.overlap import find_shards, refuse_overlap
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def folders(shard_folders):
+    return {name: find_shards(str(shard_folders / name)) for name in ("train", "validation")}
+
+
+def test_sets_of_other_images_may_judge(folders):
+    assert refuse_overlap(folders["validation"], [folders["train"], folders["train"]]) == 0
+
+
+def test_a_shard_is_known_under_another_name(folders, tmp_path):
+    """A training set that took the validation shard in, renamed, beside its own."""
+    train, validation = folders["train"], folders["validation"]
+    [shard] = validation.manifest.shards
+    renamed = shard.model_copy(update={"name": "shard-000007.tar"})
+    manifest = train.manifest.model_copy(update={"shards": (*train.manifest.shards, renamed)})
+    shutil.copytree(train.directory, tmp_path / "mixed")
+    manifest.write(tmp_path / "mixed")
+
+    with pytest.raises(UserError) as refused:
+        refuse_overlap(validation, [train, find_shards(str(tmp_path / "mixed"))])
+    assert str(refused.value) == (
+        f"{validation.directory} cannot judge what was trained on {tmp_path / 'mixed'}:"
+        " its shard-000000.tar is the shard-000007.tar there, by SHA-256"
+    )
+
+
+def test_the_same_files_are_known_in_another_form(folders, shard_folders, tmp_path):
+    source = str(shard_folders / "images" / "validation")
+    assert data_tools(["jpeg", source, "--out", str(tmp_path / "jpeg")]) == 0
+    jpeg = find_shards(str(tmp_path / "jpeg"))
+    with pytest.raises(UserError, match="both were made from the same 36 files"):
+        refuse_overlap(jpeg, [folders["validation"]])
+    assert refuse_overlap(jpeg, [folders["train"]]) is None
+
+
+def test_samples_are_known_in_other_shards(folders, tmp_path, monkeypatch):
+    validation = folders["validation"]
+    options = ["--samples-per-shard", "10", "--out", str(tmp_path / "small")]
+    assert data_tools(["reshard", str(validation.directory), *options]) == 0
+    small = find_shards(str(tmp_path / "small"))
+    assert len(small.manifest.shards) == 4
+    with pytest.raises(UserError, match="36 of its 36 samples are there too"):
+        refuse_overlap(validation, [small])
+    monkeypatch.setattr(overlap, "READ_AT_MOST", 1000)
+    assert refuse_overlap(validation, [small]) is None
+
+
+def test_a_few_equal_samples_are_counted(folders, monkeypatch):
+    digests = {"train": [b"a", b"b", b"c"], "validation": [b"b", *map(bytes, np.eye(35))]}
+    by_folder = {folders[name].directory: hashes for name, hashes in digests.items()}
+    monkeypatch.setattr(overlap, "_digests", lambda folder: by_folder[folder.directory])
+    with pytest.raises(UserError, match="1 of its 36 samples"):
+        refuse_overlap(folders["validation"], [folders["train"]])
+    monkeypatch.setattr(overlap, "TOLERATED", 0.03)
+    assert refuse_overlap(folders["validation"], [folders["train"]]) == 1

@@ -1,0 +1,83 @@
+"""Features are computed once: what counts as the same, and what a damaged file is worth."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megavis.data.dataset import ShardDataset
+from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
+from megavis.evaluation.networks import Network
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return FeatureCache(tmp_path / "features")
+
+
+@pytest.fixture
+def network(build, tmp_path, cache):
+    objective, runner = build(tmp_path / "c.yaml")
+    return replace(Network.of(runner, objective), cache=cache, identity={"weights": "these"})
+
+
+def counts(cache):
+    return cache.num_computed, cache.num_read
+
+
+def equal(one, other):
+    return np.array_equal(one.layers, other.layers) and np.array_equal(one.labels, other.labels)
+
+
+def test_what_is_there_is_not_computed_again(network, cache, shard_folders):
+    train = ShardDataset(shard_folders / "train")
+    whole = network.features(train)
+    assert counts(cache) == (1, 0)
+    assert equal(network.features(ShardDataset(shard_folders / "train")), whole)
+    assert equal(network.features(train, limit=30), whole.subset(np.arange(30)))
+    assert counts(cache) == (1, 2)
+    assert equal(replace(network, cache=None).features(train), whole)
+    # Other images, weights, or draws of the inputs are others.
+    network.features(ShardDataset(shard_folders / "validation"))
+    replace(network, identity={"weights": "others"}).features(train, limit=3)
+    twice = network.features(train, limit=3, num_views=2)
+    assert counts(cache) == (4, 3)
+    assert equal(network.features(train, limit=3, num_views=2), twice)
+    assert counts(cache) == (4, 5)
+
+
+def test_more_images_replace_fewer(network, cache, shard_folders):
+    train = ShardDataset(shard_folders / "train")
+    network.features(train, limit=20)
+    [small] = cache.folder.iterdir()
+    network.features(train, limit=40)
+    [large] = cache.folder.iterdir()
+    assert (small.stem[-3:], large.stem[-3:]) == ("-20", "-40")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_file_is_not_used(network, cache, shard_folders, damage):
+    train = ShardDataset(shard_folders / "train")
+    whole = network.features(train)
+    [path] = cache.folder.iterdir()
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        del content[-100:]
+    else:
+        content[-1000] ^= 1
+    path.write_bytes(content)
+    assert equal(network.features(train), whole)
+    assert counts(cache) == (2, 0)
+    network.features(train)
+    assert counts(cache) == (2, 1)
+
+
+def test_labels_are_part_of_the_data(shard_folders):
+    train = ShardDataset(shard_folders / "train")
+    [shard] = train.manifest.shards
+    key = identity_of_data(train)
+    relabelled = shard.model_copy(update={"index_sha256": "0" * 64})
+    train.manifest = train.manifest.model_copy(update={"shards": (relabelled,)})
+    assert identity_of_data(train) != key
