@@ -35,7 +35,7 @@ _COMMANDS = {
     "doctor": "doctor",
 }
 
-_RECORDED = ("sample", "probe", "figure", "evaluate")
+_RECORDED = ("sample", "probe", "figure", "transfer", "evaluate")
 """Commands that make something of a run; reports tell how to repeat them."""
 
 

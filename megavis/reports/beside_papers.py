@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ _SAME_MEASURE = {
     "low_data": {"low_data"},
     "finetune": {"finetune", "classification"},
     "generation": {"generation"},
+    "transfer": {"transfer", "linear_probe"},
 }
 """Which tables stand beside which results."""
 
@@ -115,7 +118,8 @@ def own_results(run: RunRecord) -> Iterator[OwnResult]:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    return list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
 
 
 def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
@@ -144,4 +148,17 @@ def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
             yield OwnResult("generation", run.name, name, images, number(result[key]))
 
 
-_FINDERS = {"probe.json": _probe, "finetune_test.json": _finetune, "samples.json": _samples}
+def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[OwnResult]:
+    for row in rows:
+        if row["labels"] == "all":
+            what = f"linear probe on {row['data_set']}, layer {row['layer']}"
+            images = f"{row['num_test']} of {row['test']}"
+            yield OwnResult("transfer", run.name, what, images, percent(float(row["accuracy"])))
+
+
+_FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[OwnResult]]] = {
+    "probe.json": _probe,
+    "transfer.csv": _transfer,
+    "finetune_test.json": _finetune,
+    "samples.json": _samples,
+}

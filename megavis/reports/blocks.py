@@ -134,6 +134,15 @@ def csv_table(path: Path, *, title: str) -> Table:
     return _shortened(title, [words(column) for column in columns], shown, closed=True)
 
 
+def markdown_table(path: Path) -> Table:
+    """Read the table of a Markdown file; its other lines become the caption. Raises OSError."""
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[0] == "|"]
+    columns, _, *content = rows or [[], []]
+    caption = [line.removeprefix("- ") for line in lines if line[0] != "|"]
+    return Table("", columns, content, ". ".join(caption))
+
+
 def tables_of(value: Any, *, title: str) -> list[Table]:
     """Return whatever JSON holds as plain tables: the numbers first, then what is nested.
 

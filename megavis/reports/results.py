@@ -19,6 +19,7 @@ from megavis.reports.blocks import (
     Section,
     Table,
     csv_table,
+    markdown_table,
     number,
     percent,
     picture,
@@ -30,7 +31,7 @@ from megavis.reports.charts import Chart, Line, line_chart
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
-_SHOWN = (".json", ".jsonl", ".csv", ".png")
+_SHOWN = (".json", ".jsonl", ".csv", ".md", ".png")
 _MOST_NAMES = 25
 """Classes of a confusion matrix whose names and counts can be read; of more, the PNG is shown."""
 _FIGURES = {
@@ -84,6 +85,8 @@ def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block
     if ".jsonl" in files:
         records = read_json_lines(files[".jsonl"])
         yield from _known_blocks(stem, run, records) or tables_of(records, title="")
+    if ".md" in files:
+        yield markdown_table(files[".md"])
     if ".png" in files and not drawn:
         yield picture(files[".png"], title="", on_white=True)
     if ".csv" in files:
@@ -251,5 +254,6 @@ _HEADINGS = {
     "finetune_selection": "Fine-tuning: the images that chose the step",
     "finetune_test": "Fine-tuning: the images that judge",
     "samples": "Generated images",
+    "transfer": "Linear probes on other data sets",
     "watch": "Checkpoints as they appeared",
 }

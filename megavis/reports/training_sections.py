@@ -142,7 +142,9 @@ def _loss_chart(title: str, runs: Colored) -> Iterator[Chart]:
         lines.append(Line(*run.series("loss"), place, "" if held_out[0] else name, faint=True))
         lines.append(Line(*held_out, place, name, marks=True))
     shown = [line for line in lines if line.x]
-    caption = f"Thin: batches in training. Dots: {_held_out(runs)}"
+    caption = "Thin: batches in training."
+    if any(line.marks for line in shown):
+        caption += f" Dots: {_held_out(runs)}"
     if shown:
         yield line_chart(title, shown, x="step", y="loss", caption=caption)
 

@@ -100,6 +100,12 @@ def write_run(folder, name):
     write_json(evaluation / "finetune_test.json", CLASSES)
     write_json(evaluation / "samples.json", GENERATED)
     (evaluation / "watch.log").write_text("step 20")
+    (evaluation / "transfer.md").write_text(
+        "Linear probes\n\n|set|top-1, %|\n|---|---|\n|cifar10|62.5|\n"
+    )
+    (evaluation / "transfer.csv").write_text(
+        "data_set,labels,layer,accuracy,num_test,test\ncifar10,all,1,0.625,80,test_batch.bin\n"
+    )
     write_json(evaluation / "new_thing.json", {"num_images": 12345, "scores": [{"a": 0.12345}]})
     (evaluation / "groups.csv").write_text("groups,psnr\n1,17.412345\n")
     write_png(evaluation / "groups.png")
