@@ -31,8 +31,9 @@ asked=""
 save() {
   echo "slurm: time is nearly up; asking the run to save and stop" >&2
   asked=yes
-  # To the tasks alone: without --batch or --full a signal does not come here again.
-  scancel --signal=USR1 "$job"
+  # To the tasks alone: without --batch or --full a signal does not come here again. They may have
+  # ended already.
+  scancel --signal=USR1 "$job" || true
 }
 trap save USR1 TERM
 
