@@ -18,7 +18,7 @@ help:
 	@echo "make demo     train a small iGPT on photographs and show what it completes (CPU)"
 	@echo "make test     format, lint, types, import direction, all tests"
 	@echo "              (SELECT='not once': those that may differ between versions of packages)"
-	@echo "make test-cluster  of these those alone that start a SLURM (docs/scaling.md)"
+	@echo "make test-cluster  those of them alone that start a SLURM or two hosts (docs/scaling.md)"
 	@echo "make test-layouts  every pair of eight layouts for every paper; not in make test, 20 minutes"
 	@echo "make lint     the same without the tests"
 	@echo "make install  only the environment, in $(VENV)"
