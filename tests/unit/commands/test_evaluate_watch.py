@@ -1,5 +1,6 @@
 """Checkpoints are measured as they appear, by a watch of one's own or beside training."""
 
+import csv
 import json
 import os
 import shutil
@@ -57,9 +58,11 @@ def test_the_probe_is_that_of_the_likelihood_figure(copied):
         shutil.rmtree(step_folder(copied, step))
     assert main(["evaluate", "watch", str(copied), "--what", "probe", *FEW]) == 0
     assert main(["figure", "likelihood", str(copied), *FEW, "--no-cache"]) == 0
-    _, row = (copied / "evaluation" / "likelihood.csv").read_text().splitlines()
+    with (copied / "evaluation" / "likelihood.csv").open() as file:
+        (row,) = csv.DictReader(file)
     (line,) = measured(copied)
-    assert float(row.split(",")[-1]) == pytest.approx(line["probe_accuracy"])
+    assert float(row["accuracy"]) == pytest.approx(line["probe_accuracy"])
+    assert int(row["layer"]) == line["probe_layer"]
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_told(copied, monkeypatch, capsys):
