@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="of all runs; the unbroken ones there are kept"
+        "--folder", type=Path, required=True, help="of this code alone: unbroken runs are kept"
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="these alone")
     args = parser.parse_args()
