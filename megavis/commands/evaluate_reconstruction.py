@@ -15,9 +15,8 @@ from megavis.commands.probing import job_closed, open_run
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
+    from megavis.evaluation.reconstruction import Distances
     from megavis.notebook import Run
-
-_BATCH_SIZE = 64
 
 
 def add_reconstruction(verbs: Any) -> None:
@@ -50,24 +49,15 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
 
 
 def _evaluate(opened: Run, args: argparse.Namespace) -> int:
-    from megavis.data.files import write_atomically
-    from megavis.data.loader import evaluation_batches
-    from megavis.evaluation.feature_networks import open_network
-    from megavis.evaluation.reconstruction import Distances, PairScores, reconstructions
+    from megavis.evaluation.reconstruction import PairScores, reconstructions
     from megavis.objectives.trainable import Reconstructs
 
     if not isinstance(opened.objective, Reconstructs):
         raise UserError(f"{opened.config.objective.name} does not reconstruct images")
-    scores, distances = PairScores(open_perceptual(args)), None
     dataset = held_out_images(opened, args)
     count = min(args.num_images, len(dataset))
-    if args.inception or args.network:
-        network = open_network(args.inception, args.network, opened.context.device)
-        distances = Distances(network, num_images=count)
-    batches = evaluation_batches(
-        dataset, batch_size=_BATCH_SIZE, data_parallel_rank=0, data_parallel_size=1, limit=count
-    )
-    for pair in reconstructions(opened.runner, opened.objective, batches):
+    scores, distances = PairScores(open_perceptual(args)), _distances(opened, args, count)
+    for pair in reconstructions(opened.runner, opened.objective, dataset, num_images=count):
         scores.add(*pair)
         if distances is not None:
             distances.add(*pair)
@@ -78,8 +68,24 @@ def _evaluate(opened: Run, args: argparse.Namespace) -> int:
         compared = distances.result(run=args.run_folder, originals=dataset.directory)
         say(compared.line, compared.caution)
         result["distance"] = compared.record()
-    path: Path = args.run_folder / "evaluation" / "reconstruction.json"
+    _write(args.run_folder / "evaluation" / "reconstruction.json", result)
+    return 0
+
+
+def _distances(opened: Run, args: argparse.Namespace, count: int) -> Distances | None:
+    """Return what compares features, where the options name a network."""
+    from megavis.evaluation.feature_networks import open_network
+    from megavis.evaluation.reconstruction import Distances
+
+    if args.inception is None and args.network is None:
+        return None
+    network = open_network(args.inception, args.network, opened.context.device)
+    return Distances(network, num_images=count)
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    from megavis.data.files import write_atomically
+
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
     sys.stdout.write(f"{path}\n")
-    return 0

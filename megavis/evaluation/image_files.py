@@ -155,6 +155,10 @@ class ShardImages:
         self._palette: Palette | None = None
         transform = None
         if manifest.kind == "palette":
+            if image_size not in (None, manifest.image_size):
+                raise UserError(
+                    f"{path} holds ids of images of {manifest.image_size}², as they are"
+                )
             self._palette = Palette.load(path / PALETTE_NAME)
         elif manifest.kind == "jpeg":
             size = image_size or manifest.image_size

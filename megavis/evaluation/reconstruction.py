@@ -6,15 +6,16 @@ Legend: b images, H and W pixels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from megavis.data.batch import Batch
+from megavis.data.dataset import ShardDataset
 from megavis.data.files import sha256_of_file
+from megavis.data.loader import evaluation_batches
 from megavis.data.manifest import MANIFEST_NAME
 from megavis.evaluation.completions import signal_to_noise
 from megavis.evaluation.feature_networks import FeatureNetwork
@@ -24,14 +25,23 @@ from megavis.model.perceptual import PerceptualDistance
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Reconstructs
 
+_BATCH_SIZE = 64
+
 
 def reconstructions(
-    runner: Runner, objective: Reconstructs, batches: Iterable[Batch]
+    runner: Runner, objective: Reconstructs, dataset: ShardDataset, *, num_images: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images and what comes out of them, uint8 `[b, H, W, 3]` each.
+    """Yield the first images and what comes out of them, uint8 `[b, H, W, 3]` each.
 
     No sample is named, so nothing is drawn: a VAE decodes the mean.
     """
+    batches = evaluation_batches(
+        dataset,
+        batch_size=_BATCH_SIZE,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        limit=num_images,
+    )
     for batch in batches:
         originals = batch.inputs.to(runner.context.device)
         made = objective.reconstruction(runner.predictions(objective.inputs_from(originals)))

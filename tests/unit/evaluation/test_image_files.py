@@ -51,6 +51,8 @@ def test_shards_of_jpeg_files_and_of_palette_ids(shards, image_shards):
     ids, _ = ShardDataset(shards / "validation").read(np.arange(len(found)))
     colours = Palette.load(shards / "palette.npy").decode(ids)
     assert np.array_equal(found.reshape(colours.shape), colours)
+    with pytest.raises(UserError, match="ids of images of 8², as they are"):
+        open_images(shards / "validation", image_size=16)
 
 
 def test_what_holds_no_images_is_refused(tmp_path):
