@@ -9,16 +9,19 @@ import pytest
 import torch
 from inception_weights import random_images
 from PIL import Image
+from small_vqgan import write_untrained_run
 
 from megavis.cli import main
 from megavis.data.files import sha256_of_file
 from megavis.evaluation import feature_networks
 from megavis.evaluation.feature_networks import Activations, EfficientNetFeatures, NetworkName
+from megavis.evaluation.image_files import open_images
 from megavis.evaluation.manifolds import precision_and_recall
+from megavis.tokenizers.base import open_tokenizer
 
 pytestmark = pytest.mark.once
 
-CPU = ["--device", "cpu"]
+CPU, NAME = ["--device", "cpu"], "efficientnet-lite0"
 
 
 class Small:
@@ -127,3 +130,27 @@ def test_the_network_of_the_extra_knows_imagenet_classes():
     assert right >= 5
     assert network.about.sha256.startswith("57934424")
     assert not network.about.is_published
+
+
+def test_reconstructions_of_a_tokenizer(network, image_shards, tmp_path, capsys):
+    run = write_untrained_run(tmp_path)
+    config = run / "config.yaml"
+    # Its checkpoint has no discriminator.
+    config.write_text(
+        config.read_text().replace("adversarial_weight: 0.1", "adversarial_weight: 0")
+    )
+    words = ["--images", str(image_shards / "train"), "--num-images", "70", *CPU]
+    assert main(["evaluate", "reconstruction", str(run), *words, "--network", NAME]) == 0
+    said = capsys.readouterr()
+    assert f"N 70 of {image_shards}/train, step 0" in said.out
+    assert f"train through {run}, network small" in said.out
+    record = json.loads((run / "evaluation" / "reconstruction.json").read_text())
+    tokenizer = open_tokenizer(run)
+    images = torch.from_numpy(open_images(image_shards / "train").read(np.arange(70)))
+    made = tokenizer.decode(tokenizer.encode(images))
+    errors = (made.double() - images.double()).square().mean((1, 2, 3))
+    assert record["psnr"] == pytest.approx((10 * torch.log10(255**2 / errors)).mean().item())
+    assert 0 < record["ssim"] < 1
+    expected = distance(network(made).features, network(images).features)
+    assert record["distance"]["frechet_distance"] == pytest.approx(expected, rel=1e-4)
+    assert not {"precision", "recall", "fid"} & record["distance"].keys()
