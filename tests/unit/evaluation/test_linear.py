@@ -129,6 +129,42 @@ def test_the_penalty_is_the_best_on_held_out_images_by_accuracy_then_by_cross_en
     assert best == pytest.approx(max(scores.values()), rel=1e-5)
 
 
+@pytest.mark.once
+def test_the_whole_procedure_is_that_of_scikit_learns_own_search():
+    """Standardised features, a grid over the penalty on one split, a refit on all of it."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, PredefinedSplit
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    # Few images of many numbers, so that the penalty matters.
+    train, validation = (blobs(100, spread=2.0, width=20, seed=seed) for seed in (0, 1))
+    x, y = train.layers[0].astype(float), train.labels
+    selection = divide(y, share=0.2, seed=0)
+    held_out = np.full(len(y), -1)
+    held_out[selection.held_out] = 0
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(solver="newton-cg", tol=1e-8))
+    # Their C weighs the sum of cross-entropies against ½‖w‖²; the search fits on 80 images.
+    search = GridSearchCV(
+        pipeline,
+        {"logisticregression__C": [1 / (80 * penalty) for penalty in PENALTIES]},
+        scoring={"accuracy": "accuracy", "likelihood": "neg_log_loss"},
+        cv=PredefinedSplit(held_out),
+        refit=False,
+    ).fit(x, y)
+    found = search.cv_results_
+    scores = [*zip(found["mean_test_accuracy"], found["mean_test_likelihood"], strict=True)]
+    best = max(range(len(PENALTIES)), key=scores.__getitem__)
+    pipeline.set_params(logisticregression__C=1 / (100 * PENALTIES[best])).fit(x, y)
+
+    ours = score_layers(train, validation, selection)[0]
+
+    assert ours.penalty == PENALTIES[best]
+    assert ours.selection_accuracy == pytest.approx(scores[best][0])
+    assert ours.selection_loss == pytest.approx(-scores[best][1], rel=1e-3)
+    assert ours.accuracy == pytest.approx(pipeline.score(validation.layers[0], validation.labels))
+
+
 def test_the_first_of_equally_good_layers_is_best():
     scores = [LayerScore(layer, 0.1, 0.9, 0.8, layer / 10) for layer in range(3)]
     scores.append(LayerScore(3, 0.1, 0.9, 0.9, 1.0))
