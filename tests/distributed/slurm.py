@@ -6,6 +6,7 @@ import random
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 # Daemons lie where only root's PATH looks.
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
+USER = pwd.getpwuid(os.getuid()).pw_name
 
 # One node of 8 processors, with 8 files that stand for GPUs. cred_expire, at its least, is also how
 # long a job waits before it starts again; GraceTime is what a preempted job is given.
@@ -82,10 +84,11 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._end_jobs()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _configure(self) -> None:
-        folder, user = self.folder, pwd.getpwuid(os.getuid()).pw_name
+        folder, user = self.folder, USER
         for name in ("state", "spool"):
             (folder / name).mkdir()
         key = folder / "munge.key"
@@ -117,6 +120,16 @@ class Slurm:
         self._daemon("slurmctld", "-D")
         self._daemon("slurmd", "-D", "-N", "localhost")
         self._wait(lambda: self.ask("sinfo", "-h", "-o", "%T") == "idle", "the node is not idle")
+
+    def _end_jobs(self) -> None:
+        """End what a test has left, by force: a job would outlive the daemons."""
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                is_ours = str(self.folder).encode() in environment.read_bytes()
+            except OSError:
+                continue  # it has ended, or is another user's
+            if is_ours and environment.parent.name != str(os.getpid()):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
     def _daemon(self, *words: str) -> None:
         with (self.folder / f"{words[0]}.log").open("w") as log:
@@ -155,7 +168,7 @@ class Slurm:
         assert number, f"sbatch {words} was refused: {done.stderr}"
         return number
 
-    def wait_for(self, job: str, seconds: float = 90) -> dict[str, str]:
+    def wait_for(self, job: str, seconds: float = 240) -> dict[str, str]:
         """Wait until all of a job has ended for good; return its states by array index."""
         end = time.monotonic() + seconds
         while True:

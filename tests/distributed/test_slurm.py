@@ -96,7 +96,7 @@ def test_a_preempted_run_goes_on_bit_for_bit(
 
 
 def wait_until(is_true: Callable[[], object], log: Path | None = None) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 240
     while not is_true():
         told = log.read_text() if log and log.exists() else "nothing"
         assert time.monotonic() < end, f"waited in vain; the log has {told}"
