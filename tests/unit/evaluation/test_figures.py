@@ -57,7 +57,11 @@ def test_depth_shows_the_vote_of_masks_where_there_was_one():
 
 def test_likelihood_has_a_line_a_run_and_loss_falls_to_the_right():
     points = [("small", 5, 3.0, 0.5), ("small", 10, 2.5, 0.6), ("large", 10, 2.0, 0.8)]
-    scores = [CheckpointScore(run, step, loss, 1, share) for run, step, loss, share in points]
+    probe = {"layer": 1, "penalty": 0.1, "num_train": 100, "num_validation": 50, "seed": 0}
+    scores = [
+        CheckpointScore(run=run, step=step, validation_loss=loss, accuracy=share, **probe)
+        for run, step, loss, share in points
+    ]
     figure = draw_likelihood(scores, pixels=0.4)
     drawn = curves(figure)
     assert drawn["small"] == [[3.0, 2.5], pytest.approx([50, 60])]
