@@ -111,7 +111,7 @@ class WatchBadSteps:
         if state.loss is None:
             return
         skipped = state.engine.last_step_was_skipped()
-        values = torch.stack([state.loss.detach().float(), skipped.to(state.loss.device)])
+        values = torch.stack([state.loss.detach().float(), skipped])
         known = self._means.exchange(state.step, values)
         due = state.is_due(self.settings.log_every) or state.is_due(self.saving.every)
         if due or state.wants_checkpoint or state.is_last:

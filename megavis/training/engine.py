@@ -170,11 +170,12 @@ class Engine:
     def last_step_was_skipped(self) -> Tensor:
         """Return 1 where the last step's gradients were not finite and it changed nothing, else 0.
 
-        A scalar; under ZeRO-0 on the device.
+        A scalar on the device, made without waiting for it.
         """
         if self._norm_of_zero_0 is not None:
             return (~self._norm_of_zero_0.value.isfinite()).float()
-        return torch.tensor(float(self.deepspeed.optimizer.overflow))
+        skipped = float(self.deepspeed.optimizer.overflow)
+        return torch.full((), skipped, device=self.context.device)
 
     def loss_scale(self) -> LossScale | None:
         """Return the state of fp16's dynamic loss scale; None in other precisions."""
