@@ -88,7 +88,6 @@ def shape_of(objective: Objective) -> ModelShape:
         visibility=objective.visibility_kind,
         is_rotary="coordinates" in objective.carries,
         is_layer_norm=model.normalization == "layer_norm",
-        # x · sigmoid(1.702 x) leaves x and the sigmoid, the others x alone; then the result.
         mlp_dropout=bool(model.mlp_dropout),
         residual_dropouts=bool(model.residual_dropout) + bool(model.hidden_dropout),
         precision=config.training.precision,
