@@ -100,6 +100,23 @@ def shard_folders(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def small_config(shard_folders):
+    """A config file of an iGPT that learns in a second, for others to be based on."""
+    path = shard_folders / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+objective: {{name: igpt, vocabulary_size: {NUM_COLORS}}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 8}}
+"""
+    )
+    return path
+
+
 SMALL_CONFIG = f"""\
 name: small
 objective: {{name: igpt, vocabulary_size: {NUM_COLORS}}}

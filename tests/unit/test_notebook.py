@@ -15,19 +15,16 @@ from megavis.data.dataset import ShardDataset
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, shard_folders):
+def trained(tmp_path_factory, small_config):
     """The folder of a run of three steps, trained by the command."""
     root = tmp_path_factory.mktemp("run")
     (root / "small.yaml").write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {root}
-objective: {{name: igpt, vocabulary_size: 32, order: random}}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8, validate_every: 3, validation_images: 32}}
+objective: {{order: random}}
+model: {{num_layers: 2}}
+training: {{steps: 3, validate_every: 3, validation_images: 32}}
 checkpoint: {{every: 2}}
 """
     )

@@ -13,17 +13,13 @@ from megavis.parallel.context import close_context
 pytestmark = pytest.mark.once
 
 
-def test_a_second_command_computes_nothing(shard_folders, tmp_path, capsys):
+def test_a_second_command_computes_nothing(shard_folders, small_config, tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {tmp_path}
-objective: {{name: igpt, vocabulary_size: 32, mode: bert}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 8}}
+objective: {{mode: bert}}
 checkpoint: {{every: 1}}
 """
     )
@@ -64,17 +60,12 @@ checkpoint: {{every: 1}}
     assert "its shard-000000.tar is the shard-000000.tar there" in capsys.readouterr().err
 
 
-def test_nats_and_bits_are_those_of_each_token(shard_folders, tmp_path, capsys):
+def test_nats_and_bits_are_those_of_each_token(shard_folders, small_config, tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {tmp_path}
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 8}}
 """
     )
     words = ["likelihood", str(tmp_path / "small"), "--device", "cpu"]

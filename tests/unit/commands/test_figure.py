@@ -14,19 +14,16 @@ from megavis.cli import main
 
 
 @pytest.fixture(scope="module")
-def run(shard_folders, tmp_path_factory):
+def run(small_config, tmp_path_factory):
     """A run of 9 steps with three checkpoints."""
     root = tmp_path_factory.mktemp("figures")
     path = root / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {root}/runs
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 9, batch_size: 8, validate_every: 9}}
+model: {{num_layers: 2}}
+training: {{steps: 9, validate_every: 9}}
 checkpoint: {{every: 3, keep_last: 9}}
 """
     )

@@ -11,19 +11,16 @@ from megavis.cli import main
 
 
 @pytest.fixture(scope="module")
-def config(shard_folders, tmp_path_factory):
+def config(small_config, tmp_path_factory):
     """A fine-tuning config, and the run of two steps that it starts from."""
     root = tmp_path_factory.mktemp("finetune")
     path = root / "small.yaml"
     path.write_text(
         f"""\
+based_on: {small_config}
 name: source
 output: {root}/runs
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 8, log_every: 1, validate_every: 1}}
+training: {{steps: 2, log_every: 1, validate_every: 1}}
 """
     )
     assert main(["train", str(path), "--device", "cpu"]) == 0

@@ -14,19 +14,15 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def run(shard_folders, tmp_path_factory):
+def run(small_config, tmp_path_factory):
     """A run of two steps on other images."""
     root = tmp_path_factory.mktemp("transfer")
     path = root / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {root}/runs
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 8}}
+data: {{validation: null}}
 """
     )
     assert main(["train", str(path), "--device", "cpu"]) == 0

@@ -28,17 +28,14 @@ def test_probabilities_are_averaged_not_logits():
         together([members[0], Answers(members[1].probabilities, labels.flip(0))])
 
 
-def test_the_command_names_each_run_and_all_together(shard_folders, tmp_path, capsys):
+def test_the_command_names_each_run_and_all_together(small_config, tmp_path, capsys):
     path = tmp_path / "tuned.yaml"
     path.write_text(
         f"""\
+based_on: {small_config}
 name: first
 output: {tmp_path}
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 4, batch_size: 8, validate_every: 2}}
+training: {{steps: 4, validate_every: 2}}
 finetune: {{num_classes: 3}}
 """
     )

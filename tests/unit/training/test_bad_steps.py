@@ -55,19 +55,16 @@ def test_bad_losses_in_a_row_are_counted_over_a_resumption():
 
 
 @pytest.fixture(scope="module")
-def trained(shard_folders, tmp_path_factory):
+def trained(small_config, tmp_path_factory):
     """A config of a run of four steps, saved after each."""
     root = tmp_path_factory.mktemp("going_back")
     path = root / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {root}
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 4, batch_size: 8, log_every: 1}}
+data: {{validation: null}}
+training: {{steps: 4, log_every: 1}}
 checkpoint: {{every: 1, keep_last: 5}}
 """
     )

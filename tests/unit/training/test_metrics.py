@@ -13,19 +13,15 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def trained(shard_folders, tmp_path_factory):
+def trained(small_config, tmp_path_factory):
     """A config and the run folder of a run of four steps that was validated and saved twice."""
     root = tmp_path_factory.mktemp("metrics")
     path = root / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {root}
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 4, batch_size: 8, log_every: 1, validate_every: 2, validation_images: 8}}
+training: {{steps: 4, log_every: 1, validate_every: 2, validation_images: 8}}
 checkpoint: {{every: 2}}
 """
     )

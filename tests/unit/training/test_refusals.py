@@ -9,19 +9,15 @@ from megavis.cli import main
 
 
 @pytest.fixture(scope="module")
-def config(shard_folders, tmp_path_factory):
+def config(small_config, tmp_path_factory):
     """A config of a run of four steps, which has been trained."""
     root = tmp_path_factory.mktemp("refusals")
     path = root / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {root}/runs
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 4, batch_size: 8, log_every: 1}}
+training: {{steps: 4, log_every: 1}}
 checkpoint: {{every: 2}}
 """
     )

@@ -14,17 +14,14 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture
-def config(shard_folders, tmp_path):
+def config(small_config, tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(
         f"""\
-name: small
+based_on: {small_config}
 output: {tmp_path}/runs
-objective: {{name: igpt, vocabulary_size: 32}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
 optimizer: {{learning_rate: 1.0}}
-training: {{steps: 30, batch_size: 8, log_every: 1, validation_images: 16}}
+training: {{steps: 30, log_every: 1, validation_images: 16}}
 checkpoint: {{every: 5}}
 """
     )
