@@ -13,6 +13,8 @@ from megavis.model.positions import resize_table
 from megavis.notebook import Run, at_image_size
 from megavis.parallel.context import close_context
 
+pytestmark = pytest.mark.once
+
 CONFIG = """\
 name: {positions}
 output: {folder}

@@ -12,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megavis.cli import main
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def run(small_config, tmp_path_factory):

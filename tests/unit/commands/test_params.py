@@ -13,6 +13,8 @@ from megavis.parallel.context import close_context, open_context
 from megavis.parallel.workers import WorkerPool
 from megavis.planning.parameters import by_part, count_parameters
 
+pytestmark = pytest.mark.once
+
 PRESETS = Path(__file__).parents[3] / "yaml_configs/igpt"
 # Generative Pretraining from Pixels, section 3.3 and Table 2.
 PUBLISHED = {"s": 76e6, "m": 455e6, "l": 1362e6, "xl": 6801e6}

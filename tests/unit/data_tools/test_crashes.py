@@ -15,6 +15,8 @@ from kill_sweep import children, finished, killed_after, spawned, stop, write_im
 
 from data_tools.__main__ import main
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):

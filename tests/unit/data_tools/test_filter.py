@@ -27,6 +27,8 @@ from megavis.data.manifest import Manifest
 from megavis.data.shards import ShardReader
 from megavis.parallel.context import close_context
 
+pytestmark = pytest.mark.once
+
 NUM_PHOTOGRAPHS = 16
 
 

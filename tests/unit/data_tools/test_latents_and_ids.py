@@ -28,6 +28,8 @@ from megavis.tokenizers import base
 from megavis.tokenizers.base import open_tokenizer
 from megavis.tokenizers.vae import VAE
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def vae_run(tmp_path_factory, image_shards):

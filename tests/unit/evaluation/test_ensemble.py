@@ -9,6 +9,8 @@ import torch
 from megavis.cli import main
 from megavis.evaluation.ensemble import Answers, together
 
+pytestmark = pytest.mark.once
+
 
 def test_probabilities_are_averaged_not_logits():
     random = np.random.default_rng(0)

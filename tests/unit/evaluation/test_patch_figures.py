@@ -9,6 +9,8 @@ import torch
 from megavis.config.errors import UserError
 from megavis.evaluation.completions import repeat_last_row, score_completions, signal_to_noise
 
+pytestmark = pytest.mark.once
+
 CONFIG = """\
 name: tiny_darl
 output: {folder}

@@ -5,6 +5,8 @@ import pytest
 from megavis.cli import main
 from megavis.training.starts import read_starts
 
+pytestmark = pytest.mark.once
+
 SHORT = ["training.steps=4", "schedule.warmup_steps=2"]
 
 
