@@ -17,6 +17,8 @@ from megavis.parallel.launch import Launch
 from megavis.training import engine
 from megavis.training.parity import Curve, parity_config, train_briefly
 
+pytestmark = pytest.mark.once
+
 STEPS = 8
 # Bits of the significand: the loss is computed in float32 from the logits on.
 RELATIVE_ERROR = {"bf16": 2**-8, "fp16": 2**-11}

@@ -9,6 +9,8 @@ from run_jobs import deterministic_metrics, train_run
 from megavis.checkpoint.folder import step_folder
 from megavis.checkpoint.reader import CheckpointReader, read_weights
 
+pytestmark = pytest.mark.once
+
 WORDS = [
     *("optimizer.ema_decay=0.5", "training.steps=4", "training.validate_every=2"),
     *("schedule.decay=constant", "schedule.warmup_steps=0", "optimizer.weight_decay=0.1"),
