@@ -29,7 +29,6 @@ LAYOUTS = [
         ],
     ),
     (2, ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=0"]),
-    (2, ["parallel.zero_stage=3"]),
     (4, ["parallel.tensor_model_parallel_size=2", "parallel.zero_stage=3"]),
 ]
 
