@@ -69,7 +69,12 @@ def count_memory(config: RunConfig, matrices: list[Matrix], num_processes: int) 
 
     layers = Layers.of(matrices, config.model.num_layers)
     layout = Layout.of(config, num_processes)
-    return fullest_states(layers, layout, config.training.precision)
+    return fullest_states(
+        layers,
+        layout,
+        precision=config.training.precision,
+        keeps_average=bool(config.optimizer.ema_decay),
+    )
 
 
 def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:

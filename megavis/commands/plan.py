@@ -204,8 +204,8 @@ def _details(plan: Plan, cluster: Cluster) -> list[str]:
     lines = [
         f"  {plan.layout.name}: {memory.total / 1e9:.2f} GB on the fullest GPU, {verdict}",
         f"  states       weights {states.weights / 1e9:.2f}, gradients"
-        f" {states.gradients / 1e9:.2f}, optimizer {states.optimizer / 1e9:.2f}, gathered layer"
-        f" {states.gathered / 1e9:.2f} GB",
+        f" {states.gradients / 1e9:.2f}, optimizer {states.optimizer / 1e9:.2f}, average"
+        f" {states.average / 1e9:.2f}, gathered layer {states.gathered / 1e9:.2f} GB",
         f"  activations  {kept.in_flight} under way: embedding {kept.embedding / 1e9:.2f}, each of"
         f" {kept.num_blocks} blocks {kept.block / 1e9:.3f}, head {kept.head / 1e9:.2f};"
         f" recomputed {kept.recomputed / 1e9:.2f}, backward {kept.backward / 1e9:.2f} GB",

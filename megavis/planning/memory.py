@@ -15,7 +15,7 @@ from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
 from megavis.planning.shape import ModelShape, number_size
 
-# Bytes a parameter: Adam's two moments; a gradient or a master weight.
+# Bytes a parameter: Adam's two moments; a gradient, a master weight or its moving average.
 _ADAM, _FLOAT32 = 8, 4
 _AROUND_ACTIVATION = 2
 """Tensors of the MLP's width: what its activation function is of, and what it gives."""
@@ -34,6 +34,8 @@ class StateMemory:
             DeepSpeed's optimizer for that case sets to zero and does not free.
         optimizer: Adam's moments, and under ZeRO 1 to 3 the float32 master weights, which DeepSpeed
             keeps beside the weights also where it computes in float32.
+        average: the moving average of the weights (`optimizer.ema_decay`), in float32, which is
+            split and offloaded with the optimizer's states.
         gathered: under ZeRO-3, the largest layer, whole while it is used. This is the least:
             DeepSpeed keeps up to 10⁹ parameters whole where it can, to gather them less often.
     """
@@ -41,12 +43,13 @@ class StateMemory:
     weights: float
     gradients: float
     optimizer: float
+    average: float
     gathered: float
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
+        return self.weights + self.gradients + self.optimizer + self.average + self.gathered
 
 
 def state_memory(
@@ -56,6 +59,7 @@ def state_memory(
     parallel: ParallelConfig,
     precision: str,
     data_size: int,
+    keeps_average: bool,
 ) -> StateMemory:
     """Return what a process holds.
 
@@ -65,6 +69,7 @@ def state_memory(
         parallel: the layout.
         precision: `float32`, `bf16` or `fp16`.
         data_size: data-parallel size.
+        keeps_average: a moving average of the weights is kept.
     """
     stage, size = parallel.zero_stage, number_size(precision)
 
@@ -73,10 +78,12 @@ def state_memory(
         return num_parameters / (data_size if stage >= from_stage else 1)
 
     optimizer = _ADAM + (_FLOAT32 if stage else 0)
+    own = held(1) if parallel.offload_optimizer == "none" else 0.0
     return StateMemory(
         weights=held(3) * size if parallel.offload_parameters == "none" else 0.0,
         gradients=held(2) * (_FLOAT32 + size * _keeps_half_gradients(stage, precision)),
-        optimizer=held(1) * optimizer if parallel.offload_optimizer == "none" else 0.0,
+        optimizer=own * optimizer,
+        average=own * _FLOAT32 * keeps_average,
         gathered=largest_layer * size if stage == 3 else 0.0,
     )
 
@@ -96,7 +103,9 @@ def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:
     return held
 
 
-def states_of(layers: Layers, layout: Layout, precision: str, stage: int) -> StateMemory:
+def states_of(
+    layers: Layers, layout: Layout, stage: int, *, precision: str, keeps_average: bool
+) -> StateMemory:
     """Return what a process of a pipeline stage holds before it has seen an image."""
     return state_memory(
         parameters_held(layers, layout, stage),
@@ -104,13 +113,18 @@ def states_of(layers: Layers, layout: Layout, precision: str, stage: int) -> Sta
         parallel=layout.parallel,
         precision=precision,
         data_size=layout.data,
+        keeps_average=keeps_average,
     )
 
 
-def fullest_states(layers: Layers, layout: Layout, precision: str) -> StateMemory:
+def fullest_states(
+    layers: Layers, layout: Layout, *, precision: str, keeps_average: bool
+) -> StateMemory:
     """Return it for the stage that holds most: the first or the last."""
-    stages = (0, layout.pipeline - 1)
-    states = (states_of(layers, layout, precision, stage) for stage in stages)
+    states = (
+        states_of(layers, layout, stage, precision=precision, keeps_average=keeps_average)
+        for stage in (0, layout.pipeline - 1)
+    )
     return max(states, key=lambda memory: memory.total)
 
 
@@ -285,7 +299,13 @@ def rank_memory(shape: ModelShape, layout: Layout) -> RankMemory:
 
 def _memory_of(shape: ModelShape, layout: Layout, stage: int) -> RankMemory:
     return RankMemory(
-        states=states_of(shape.layers, layout, shape.precision, stage),
+        states=states_of(
+            shape.layers,
+            layout,
+            stage,
+            precision=shape.precision,
+            keeps_average=shape.keeps_average,
+        ),
         activations=activation_memory(shape, layout, stage),
         buffers=_buffers(shape, layout, stage),
         stage=stage,

@@ -43,6 +43,7 @@ class ModelShape:
         mlp_dropout: something is dropped inside the MLP.
         residual_dropouts: halves of a block whose result is dropped from, 0 to 2.
         precision: `float32`, `bf16` or `fp16`.
+        keeps_average: a moving average of the weights is kept.
         embedding_bytes: what autograd saves in the first layer, an image.
         head_bytes: in the last layer and the loss, an image.
         flops: operations of a training step for one image, recomputation not counted.
@@ -59,6 +60,7 @@ class ModelShape:
     mlp_dropout: bool
     residual_dropouts: int
     precision: str
+    keeps_average: bool
     embedding_bytes: float
     head_bytes: float
     flops: float
@@ -91,6 +93,7 @@ def shape_of(objective: Objective) -> ModelShape:
         mlp_dropout=bool(model.mlp_dropout),
         residual_dropouts=bool(model.residual_dropout) + bool(model.hidden_dropout),
         precision=config.training.precision,
+        keeps_average=bool(config.optimizer.ema_decay),
         embedding_bytes=embedding_bytes,
         head_bytes=head_bytes,
         flops=objective.flops_per_image(),

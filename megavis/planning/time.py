@@ -139,10 +139,14 @@ def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float
 
 
 def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
-    """Return the seconds of Adam, which reads and writes all states."""
+    """Return the seconds of Adam, which reads and writes all states, the average among them."""
+    states = 12 + 4 * shape.keeps_average
     own = parameters_held(shape.layers, layout) / (layout.data if layout.zero_stage else 1)
     if layout.parallel.offload_optimizer == "none":
         speed = _MEMORY_SHARE * 1e9 * cluster.device.memory_gb_per_s
-        return own * 2 * (4 + 12 + shape.number_size) / speed
+        return own * 2 * (4 + states + shape.number_size) / speed
     moved = own * (4 + shape.number_size) / _PCIE
-    return moved + own * 2 * 16 * min(cluster.devices_per_node, layout.num_processes) / _CPU_MEMORY
+    return (
+        moved
+        + own * 2 * (4 + states) * min(cluster.devices_per_node, layout.num_processes) / _CPU_MEMORY
+    )

@@ -143,7 +143,12 @@ def test_memory_a_process_is_the_arithmetic_of_the_layout(capsys):
     own = (6_810_875_904 - whole) / 8 + whole
     split = memory("parallel.zero_stage=1", "parallel.tensor_model_parallel_size=8")
     assert split["total"] == pytest.approx((2 + 4 + 2) * own + 12 * own / 2)
-    moved = memory("parallel.offload_optimizer=cpu", "parallel.offload_parameters=cpu")
-    assert (moved["weights"], moved["optimizer"]) == (0, 0)
+    average = "optimizer.ema_decay=0.999"
+    assert (shared["average"], memory(average)["average"]) == (
+        0,
+        pytest.approx(shared["weights"] * 2),
+    )
+    moved = memory("parallel.offload_optimizer=cpu", "parallel.offload_parameters=cpu", average)
+    assert (moved["weights"], moved["optimizer"], moved["average"]) == (0, 0, 0)
     assert main(["params", path, "--processes", "48"]) == 2
     assert "does not divide by the data-parallel size 48" in capsys.readouterr().err
