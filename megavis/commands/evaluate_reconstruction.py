@@ -15,7 +15,7 @@ from megavis.commands.probing import job_closed, open_run
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.evaluation.reconstruction import Distances
+    from megavis.evaluation.images.reconstruction import Distances
     from megavis.notebook import Run
 
 
@@ -49,7 +49,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
 
 
 def _evaluate(opened: Run, args: argparse.Namespace) -> int:
-    from megavis.evaluation.reconstruction import PairScores, reconstructions
+    from megavis.evaluation.images.reconstruction import PairScores, reconstructions
     from megavis.objectives.trainable import Reconstructs
 
     if not isinstance(opened.objective, Reconstructs):
@@ -74,8 +74,8 @@ def _evaluate(opened: Run, args: argparse.Namespace) -> int:
 
 def _distances(opened: Run, args: argparse.Namespace, count: int) -> Distances | None:
     """Return what compares features, where the options name a network."""
-    from megavis.evaluation.feature_networks import open_network
-    from megavis.evaluation.reconstruction import Distances
+    from megavis.evaluation.images.feature_networks import open_network
+    from megavis.evaluation.images.reconstruction import Distances
 
     if args.inception is None and args.network is None:
         return None

@@ -19,8 +19,8 @@ from megavis.commands.feature_arguments import (
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.evaluation.feature_networks import FeatureNetwork
-    from megavis.evaluation.generation import FeatureSummary
+    from megavis.evaluation.images.feature_networks import FeatureNetwork
+    from megavis.evaluation.images.generation import FeatureSummary
 
 
 def add_samples(verbs: Any) -> None:
@@ -84,9 +84,9 @@ def evaluate_samples(args: argparse.Namespace) -> int:
         UserError: images, reference or network cannot be used.
     """
     from megavis.data.files import write_atomically
-    from megavis.evaluation.feature_networks import open_network
-    from megavis.evaluation.generation import MANIFOLD_COUNT, compare
-    from megavis.evaluation.image_files import open_images
+    from megavis.evaluation.images.feature_networks import open_network
+    from megavis.evaluation.images.generation import MANIFOLD_COUNT, compare
+    from megavis.evaluation.images.image_files import open_images
 
     check_image_arguments(args)
     device = device_of(args)
@@ -110,9 +110,9 @@ def write_reference(args: argparse.Namespace) -> int:
     Raises:
         UserError: images or network cannot be used.
     """
-    from megavis.evaluation.feature_networks import open_network
-    from megavis.evaluation.image_files import open_images
-    from megavis.evaluation.statistics_files import write_statistics
+    from megavis.evaluation.images.feature_networks import open_network
+    from megavis.evaluation.images.image_files import open_images
+    from megavis.evaluation.images.statistics_files import write_statistics
 
     check_image_arguments(args)
     if args.features < 0 or args.out.suffix != ".npz":
@@ -156,9 +156,9 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
     """Read statistics, or look at the images; at both where a file of ADM's holds both."""
     from dataclasses import replace
 
-    from megavis.evaluation.generation import MANIFOLD_COUNT
-    from megavis.evaluation.image_files import NpzImages, holds_images, open_images
-    from megavis.evaluation.statistics_files import holds_statistics, read_statistics
+    from megavis.evaluation.images.generation import MANIFOLD_COUNT
+    from megavis.evaluation.images.image_files import NpzImages, holds_images, open_images
+    from megavis.evaluation.images.statistics_files import holds_statistics, read_statistics
 
     path: Path = args.reference
     if not holds_statistics(path):

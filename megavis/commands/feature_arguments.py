@@ -12,9 +12,9 @@ from megavis.config.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from megavis.evaluation.feature_networks import FeatureNetwork
-    from megavis.evaluation.generation import FeatureSummary
-    from megavis.evaluation.image_files import Images
+    from megavis.evaluation.images.feature_networks import FeatureNetwork
+    from megavis.evaluation.images.generation import FeatureSummary
+    from megavis.evaluation.images.image_files import Images
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +81,8 @@ def look_at(
     """
     from tqdm import tqdm
 
-    from megavis.evaluation.generation import FeatureCollector
-    from megavis.evaluation.image_files import image_batches
+    from megavis.evaluation.images.generation import FeatureCollector
+    from megavis.evaluation.images.image_files import image_batches
 
     count = min(num_images or len(images), len(images))
     collector = FeatureCollector(network, num_images=count, num_kept=num_kept)

@@ -118,7 +118,7 @@ def _score(
     """Fill in all images and score them."""
     import torch
 
-    from megavis.evaluation.filling import score_filling
+    from megavis.evaluation.images.filling import score_filling
     from megavis.sampling.groupwise import fill, patches_to_pixels
 
     seed = options.pop("seed")

@@ -100,8 +100,8 @@ def draw_completions(args: argparse.Namespace) -> int:
 
 def _complete(opened: Run, args: argparse.Namespace) -> int:
     from megavis.data.loader import read_batch
-    from megavis.evaluation.completions import score_completions
     from megavis.evaluation.figures import write_table
+    from megavis.evaluation.images.completions import score_completions
     from megavis.objectives.base import PatchByPatch
     from megavis.sampling.grids import save_png
     from megavis.sampling.patchwise import given_part, sample_patches

@@ -13,10 +13,14 @@ from small_vqgan import write_untrained_run
 
 from megavis.cli import main
 from megavis.data.files import sha256_of_file
-from megavis.evaluation import feature_networks
-from megavis.evaluation.feature_networks import Activations, EfficientNetFeatures, NetworkName
-from megavis.evaluation.image_files import open_images
-from megavis.evaluation.manifolds import precision_and_recall
+from megavis.evaluation.images import feature_networks
+from megavis.evaluation.images.feature_networks import (
+    Activations,
+    EfficientNetFeatures,
+    NetworkName,
+)
+from megavis.evaluation.images.image_files import open_images
+from megavis.evaluation.images.manifolds import precision_and_recall
 from megavis.tokenizers.base import open_tokenizer
 
 pytestmark = pytest.mark.once

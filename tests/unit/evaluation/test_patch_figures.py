@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.evaluation.completions import repeat_last_row, score_completions, signal_to_noise
+from megavis.evaluation.images.completions import (
+    repeat_last_row,
+    score_completions,
+    signal_to_noise,
+)
 
 pytestmark = pytest.mark.once
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megavis.evaluation.completions import signal_to_noise
+from megavis.evaluation.images.completions import signal_to_noise
 from megavis.model.perceptual import PerceptualDistance
 
 _BATCH_SIZE = 64

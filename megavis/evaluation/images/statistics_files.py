@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file, write_atomically
-from megavis.evaluation.feature_networks import NetworkName
-from megavis.evaluation.gaussian import Gaussian
-from megavis.evaluation.generation import FeatureSummary
+from megavis.evaluation.images.feature_networks import NetworkName
+from megavis.evaluation.images.gaussian import Gaussian
+from megavis.evaluation.images.generation import FeatureSummary
 
 
 def write_statistics(path: Path, summary: FeatureSummary) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
-from megavis.evaluation.inception import IMAGE_SIZE, Inception
+from megavis.evaluation.images.inception import IMAGE_SIZE, Inception
 from megavis.model.weight_files import read_weights_file
 
 PUBLISHED_WEIGHTS = "6726825d"

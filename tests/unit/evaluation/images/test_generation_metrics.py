@@ -11,14 +11,14 @@ import torch
 from inception_weights import random_features
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from megavis.evaluation import manifolds
-from megavis.evaluation.class_score import RunningClassScore
-from megavis.evaluation.gaussian import RunningGaussian, frechet_distance
-from megavis.evaluation.manifolds import precision_and_recall
+from megavis.evaluation.images import manifolds
+from megavis.evaluation.images.class_score import RunningClassScore
+from megavis.evaluation.images.gaussian import RunningGaussian, frechet_distance
+from megavis.evaluation.images.manifolds import precision_and_recall
 
 pytestmark = pytest.mark.once
 
-GOLDEN = np.load(Path(__file__).parents[2] / "data" / "inception" / "golden.npz")
+GOLDEN = np.load(Path(__file__).parents[3] / "data" / "inception" / "golden.npz")
 
 
 def gaussian(features, batch_size=37):

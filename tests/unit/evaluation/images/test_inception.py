@@ -9,13 +9,13 @@ from inception_weights import random_images, random_weights
 
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
-from megavis.evaluation import feature_networks
-from megavis.evaluation.feature_networks import InceptionFeatures
-from megavis.evaluation.inception import Inception
+from megavis.evaluation.images import feature_networks
+from megavis.evaluation.images.feature_networks import InceptionFeatures
+from megavis.evaluation.images.inception import Inception
 
 pytestmark = pytest.mark.once
 
-GOLDEN = np.load(Path(__file__).parents[2] / "data" / "inception" / "golden.npz")
+GOLDEN = np.load(Path(__file__).parents[3] / "data" / "inception" / "golden.npz")
 CPU = torch.device("cpu")
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
-from megavis.evaluation.image_files import image_batches, open_images
+from megavis.evaluation.images.image_files import image_batches, open_images
 from megavis.tokenizers.palette import Palette
 
 pytestmark = pytest.mark.once

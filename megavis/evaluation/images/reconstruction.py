@@ -17,10 +17,10 @@ from megavis.data.dataset import ShardDataset
 from megavis.data.files import sha256_of_file
 from megavis.data.loader import evaluation_batches
 from megavis.data.manifest import MANIFEST_NAME
-from megavis.evaluation.completions import signal_to_noise
-from megavis.evaluation.feature_networks import FeatureNetwork
-from megavis.evaluation.generation import Comparison, FeatureCollector, compare
-from megavis.evaluation.similarity import structural_similarity
+from megavis.evaluation.images.completions import signal_to_noise
+from megavis.evaluation.images.feature_networks import FeatureNetwork
+from megavis.evaluation.images.generation import Comparison, FeatureCollector, compare
+from megavis.evaluation.images.similarity import structural_similarity
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Reconstructs

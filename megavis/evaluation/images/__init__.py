@@ -1,0 +1,1 @@
+"""Images that a model has drawn, completed or reconstructed, beside real ones."""
