@@ -201,7 +201,7 @@ class Run:
         *,
         originals: Any = None,
         given: float = 0.0,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         num_steps: int | None = None,
@@ -214,8 +214,8 @@ class Run:
             num_images: how many; as many as `originals` when absent.
             originals: what to complete, as `outputs` takes it.
             given: share of the pixels, first in the run's order, that is given, in [0, 1].
-            temperature: divides the logits, at 0 the likeliest id wins; multiplies the noise of
-                patches.
+            temperature: divides the logits, at 0 the likeliest id wins, and is 1 when absent;
+                multiplies the noise of patches, and is the config's when absent.
             top_k: only so many of the likeliest ids can be chosen.
             top_p: only the fewest likeliest ids whose probabilities add up to this.
             num_steps: from noise to a patch; the config's when absent.
@@ -244,7 +244,7 @@ class Run:
             originals=ids,
             num_given=round(given * self.objective.num_tokens),
             batch_size=batch_size,
-            temperature=temperature,
+            temperature=1.0 if temperature is None else temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,

@@ -38,7 +38,9 @@ def add_patch_figures(figures: Any) -> None:
     )
     add_image_arguments(completions, num_images=64)
     completions.add_argument("--sampling-steps", type=int, help="default: the config's")
-    completions.add_argument("--temperature", type=float, default=1.0, help="of the noise")
+    completions.add_argument(
+        "--temperature", type=float, help="of the noise; default: the config's"
+    )
     completions.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
     completions.add_argument("--completions", type=int, default=3, help="shown; default: 3")
     completions.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands import sample_latents
-from megavis.commands.sample_npz import write_samples
+from megavis.commands.sample_npz import choice_of_ids, write_samples
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--completions", type=int, default=3, help="of each photograph; default: 3")
     parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0: the likeliest id, or no noise"
+        "--temperature",
+        type=float,
+        help="0: the likeliest id, or no noise (darl); default: 1, or the config's",
     )
     parser.add_argument("--top-k", type=int, help="choose among so many ids")
     parser.add_argument("--top-p", type=float, help="choose among ids of so much probability")
@@ -138,9 +140,7 @@ def _picture(opened: Run, args: argparse.Namespace) -> Any:
 
     model = (opened.runner, opened.objective, opened.palette)
     options = {
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
+        **choice_of_ids(args),
         "seed": args.seed,
         "batch_size": args.batch_size,
     }

@@ -29,7 +29,7 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
         raise UserError("--npz holds images from nothing; leave --prefix out")
     objective = opened.objective
     if isinstance(objective, TokenByToken):
-        choice = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        choice = choice_of_ids(args)
         write_drawn(opened, args, _draw_ids(opened, args.seed, choice), settings=choice)
     elif isinstance(objective, PatchByPatch):
         objective.check_drawing()
@@ -40,6 +40,12 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
     else:
         name = opened.config.objective.name
         raise UserError(f"--npz is for runs that draw images from nothing; {name} draws none")
+
+
+def choice_of_ids(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how ids are chosen, as `generate` takes it."""
+    temperature = 1.0 if args.temperature is None else args.temperature
+    return {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p}
 
 
 def write_drawn(

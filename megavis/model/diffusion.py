@@ -104,7 +104,9 @@ def reverse_process(
         denoise: estimates x⁰.
         noise_of: standard normal `[..., d]` for the start (0) and after step 1, 2, ...
         gammas: `[steps + 1]`, increasing, the last one 1.
-        temperature: multiplies the noise that is added; 0 leaves each step's mean.
+        temperature: multiplies the noise that is added; 1 is the paper's process, other values are
+            ours. Of Gaussian data it multiplies the deviation and leaves the mean; 0 leaves the
+            mean of each step, a path without chance.
 
     Returns:
         `[..., d]`; the last step returns the estimate of x⁰ itself, as γ' is 1.

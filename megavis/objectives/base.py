@@ -200,7 +200,7 @@ class PatchByPatch(Protocol):
         noise_of: Callable[[int], Tensor],
         *,
         num_steps: int | None,
-        temperature: float,
+        temperature: float | None,
     ) -> Tensor:
         """Draw the patch at the last place: `[b, d]`.
 
@@ -209,7 +209,7 @@ class PatchByPatch(Protocol):
             state: what it would get.
             noise_of: standard normal `[b, d]`, new ones for each number.
             num_steps: of the draw; the config's when None.
-            temperature: multiplies noise.
+            temperature: multiplies noise; the config's when None.
         """
 
 

@@ -186,7 +186,7 @@ class DARL(PatchSequences):
         noise_of: Callable[[int], Tensor],
         *,
         num_steps: int | None,
-        temperature: float,
+        temperature: float | None,
     ) -> Tensor:
         """Draw the next patch `[b, d]`; by squared error, the mean of a Gaussian of no known width.
 
@@ -195,12 +195,13 @@ class DARL(PatchSequences):
         output = head.outputs(state)[:, -1:]
         if not self.is_diffusion:
             return head.decode(output, None)[:, 0]
+        paper = self.paper
         drawn = draw_from_noise(
             head,
             output,
             lambda step: noise_of(step)[:, None],
-            self.beta(output.device).schedule(num_steps or self.paper.sampling_steps),
-            predicts=self.paper.predicts,
-            temperature=temperature,
+            self.beta(output.device).schedule(num_steps or paper.sampling_steps),
+            predicts=paper.predicts,
+            temperature=paper.sampling_temperature if temperature is None else temperature,
         )
         return drawn[:, 0]

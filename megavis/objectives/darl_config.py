@@ -16,6 +16,7 @@ from megavis.model.positions import PositionKind
 
 DecoderKind = Literal["linear", "mlp", "transformer"]
 Shape = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(ge=0)]
 
 
 class DARLConfig(ObjectiveConfig):
@@ -55,6 +56,9 @@ class DARLConfig(ObjectiveConfig):
     """With `diffusion`: γ is a further channel of the noisy patch (section 4.1)."""
     sampling_steps: Positive = 1000
     """With `diffusion`: steps from noise to a patch when images are drawn (appendix F)."""
+    sampling_temperature: Temperature = 1.0
+    """With `diffusion`: multiplies the noise of each of these steps. Ours: the paper's process is
+    that of 1; below, images come out nearer to what is likeliest, and with less texture."""
 
     @property
     def decoder_kind(self) -> DecoderKind:

@@ -31,7 +31,7 @@ def sample_patches(
     num_given: int = 0,
     batch_size: int = 64,
     num_steps: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     seed: int = 0,
 ) -> Tensor:
     """Draw images, or complete the given first part of originals.
@@ -48,7 +48,8 @@ def sample_patches(
         num_given: p, in [0, T].
         batch_size: images that a process draws at once.
         num_steps: from noise to a patch; the config's when absent.
-        temperature: multiplies the noise of each step; 1 is the model's own distribution.
+        temperature: multiplies the noise of each step; 1 is the model's own distribution; the
+            config's when absent.
         seed: decides every draw.
 
     Returns:
@@ -88,7 +89,7 @@ def generate_patches(
     prefix: Tensor | None,
     numbers: Tensor,
     num_steps: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     seed: int = 0,
 ) -> Tensor:
     """Draw one batch.
@@ -133,7 +134,7 @@ class _Draw:
         place: int,
         seed: int,
         num_steps: int | None,
-        temperature: float,
+        temperature: float | None,
     ) -> None:
         self.objective, self.numbers, self.place, self.seed = objective, numbers, place, seed
         self.options: dict[str, Any] = {"num_steps": num_steps, "temperature": temperature}
@@ -171,11 +172,11 @@ def _check_numbers(
     num_images: int,
     num_given: int,
     num_steps: int | None,
-    temperature: float,
+    temperature: float | None,
 ) -> None:
     if num_images < 1 or (num_steps is not None and num_steps < 1):
         raise UserError("the numbers of images and of steps must be at least 1")
-    if temperature < 0:
+    if temperature is not None and temperature < 0:
         raise UserError(f"the temperature must be at least 0, not {temperature}")
     if not 0 <= num_given <= objective.num_tokens:
         raise UserError(f"the given part must lie in 0..{objective.num_tokens}, not {num_given}")

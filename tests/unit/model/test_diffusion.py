@@ -101,19 +101,20 @@ def gain_of(gamma, deviation):
     return gamma.sqrt() * deviation**2 / (gamma * deviation**2 + 1 - gamma)
 
 
-def deviation_after(gammas, deviation):
+def deviation_after(gammas, deviation, temperature=1.0):
     """The deviation that the steps must end with: each is linear in x, plus its own noise."""
-    variance = torch.ones_like(deviation)
+    variance = torch.full_like(deviation, temperature**2)
     for gamma, before in zip(gammas, gammas[1:], strict=False):
         alpha = gamma / before
         slope = alpha.sqrt() * (1 - before) / (1 - gamma)
         slope = slope + before.sqrt() * (1 - alpha) / (1 - gamma) * gain_of(gamma, deviation)
         added = (1 - alpha) * (1 - before) / (1 - gamma)
-        variance = slope**2 * variance + (added if before < 1 else 0)
+        variance = slope**2 * variance + (temperature**2 * added if before < 1 else 0)
     return variance.sqrt()
 
 
-def test_gaussian_data_comes_out_as_it_went_in():
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_gaussian_data_keeps_its_mean_and_as_much_variance_as_noise_is_added(temperature):
     mean, deviation = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.3, 1.0, 2.0])
     generator = torch.Generator().manual_seed(0)
     gammas = BetaNoise(1, 1, CPU).schedule(300)
@@ -121,14 +122,18 @@ def test_gaussian_data_comes_out_as_it_went_in():
         lambda noisy, gamma: mean + gain_of(gamma, deviation) * (noisy - gamma.sqrt() * mean),
         lambda _: torch.randn(20_000, 3, generator=generator),
         gammas,
+        temperature=temperature,
     )
     torch.testing.assert_close(drawn.mean(0), mean, atol=0.05, rtol=0)
-    torch.testing.assert_close(drawn.std(0), deviation_after(gammas, deviation), rtol=0.02, atol=0)
+    expected = deviation_after(gammas, deviation, temperature)
+    torch.testing.assert_close(drawn.std(0), expected, rtol=0.02, atol=1e-6)
+
+
+def test_many_steps_give_gaussian_data_its_deviation():
+    deviation = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
     # Few steps make it too narrow; with more of them it becomes that of the data.
     many = torch.linspace(0, 1, 20_001, dtype=torch.float64)
-    torch.testing.assert_close(
-        deviation_after(many, deviation.double()), deviation.double(), rtol=2e-3, atol=0
-    )
+    torch.testing.assert_close(deviation_after(many, deviation), deviation, rtol=2e-3, atol=0)
 
 
 def test_one_step_and_no_temperature_give_the_mean():

@@ -112,6 +112,16 @@ def test_images_do_not_depend_on_the_batch_they_are_drawn_in(build):
     assert not torch.equal(other, at_once)
 
 
+def test_the_config_names_a_temperature(build):
+    objective, runner = build("objective.loss=diffusion", "objective.sampling_temperature=0.5")
+    drawn = [
+        sample_patches(runner, objective, num_images=2, temperature=temperature)
+        for temperature in (None, 0.5, 1.0)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
 def test_given_rows_are_rows(build):
     objective, _ = build()
     given = given_part(objective, photographs(), 8)
