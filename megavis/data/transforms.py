@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from megavis.config.schema import DataConfig
 from megavis.data.augment import NUM_DRAWS, RandAugment
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CropKind = Literal["random_resized", "window", "shifted", "center", "middle", "none"]
 
@@ -120,7 +123,7 @@ class Transform:
             raise WrongSizeError(f"not {size}x{size} pixels")
         elif self.crop == "shifted":
             image = shift(image, of_crop)
-        image = image[:, ::-1] if draws[0] else image
+        image = mirror(image) if draws[0] else image
         return image if self.augment is None else self.augment(image, draws[-NUM_DRAWS:])
 
 
@@ -227,15 +230,21 @@ def resize(image: np.ndarray, *, height: int, width: int) -> np.ndarray:
     torch's filter, several times faster than Pillow's; they differ by one or two in a few bytes of
     a thousand.
     """
-    import torch
     from torch.nn import functional as F
 
     if image.shape[:2] == (height, width):
         return image
-    # Channels last in memory, as torch's fast path for bytes wants it.
-    pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
+    pixels = _as_batch(image)
     resized = F.interpolate(pixels, size=(height, width), mode="bicubic", antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
+
+
+def mirror(image: np.ndarray) -> np.ndarray:
+    """Return an image `[h, w]` or `[h, w, 3]` of any type with left and right exchanged."""
+    if image.ndim == 2:
+        return image[:, ::-1]
+    # numpy takes seven times as long to copy pixels of three bytes in another order.
+    return _as_batch(image).flip(-1)[0].permute(1, 2, 0).numpy()
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
@@ -258,9 +267,18 @@ def evaluation_transform(config: DataConfig) -> Transform:
     return Transform(image_size=config.image_size, crop=crop, short_side=config.short_side)
 
 
+def _as_batch(image: np.ndarray) -> Tensor:
+    """Return `[h, w, 3]` as `[1, 3, h, w]` with the channels last in memory, sharing it."""
+    # Imported here: tools that only list or write shards start without torch.
+    import torch
+
+    # The batch dimension first: were it added to the permuted image, torch would not see that the
+    # channels are last, and leave its fast path for bytes.
+    return torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+
+
 def _uniform(positions: np.ndarray, count: int, *, seed: int, purpose: str) -> np.ndarray:
     """Draw float32 `[b, count]` in [0, 1) for positions int64 `[b]`."""
-    # Imported here: tools that only list or write shards start without torch.
     import torch
 
     from megavis.parallel.random import uniform

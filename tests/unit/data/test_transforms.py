@@ -6,7 +6,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.nn import functional as F
 
 from megavis.config.schema import DataConfig
 from megavis.data.codec import PaletteCodec
@@ -14,7 +16,9 @@ from megavis.data.transforms import (
     Transform,
     WrongSizeError,
     evaluation_transform,
+    mirror,
     random_window,
+    resize,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -191,3 +195,16 @@ def test_windows_of_pixels_and_the_middle():
     assert (validation(image, draws) == image[1:6, 2:7]).all()
     with pytest.raises(WrongSizeError, match="smaller than 5x5"):
         validation(image[:4], draws)
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (20, 31), (24, 24), (7, 150)])
+def test_the_fast_layout_gives_the_bytes_of_the_plain_one(shape):
+    """A part of a larger picture, resized and mirrored with its channels last, as they stand."""
+    height, width = shape
+    image = RANDOM.integers(0, 256, (310, 410, 3)).astype(np.uint8)[5 : 5 + height, 3 : 3 + width]
+    planes = torch.from_numpy(image.transpose(2, 0, 1).copy())[None]
+    expected = F.interpolate(planes, size=(24, 24), mode="bicubic", antialias=True)
+    result = resize(image, height=24, width=24)
+    assert (result == expected[0].numpy().transpose(1, 2, 0)).all()
+    assert (mirror(image) == image[:, ::-1]).all()
+    assert (mirror(result) == result[:, ::-1]).all()
