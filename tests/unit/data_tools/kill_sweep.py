@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,11 @@ from image_files import encoded, real_jpegs, tree
 from PIL import Image
 
 from data_tools.__main__ import main
+from data_tools.report import say
 from megavis.tokenizers.palette import Palette
+
+_MOST_SHARDS, _LONGEST_WAIT = 6, 0.05
+"""A kill comes when a run has made fewer shards than this, and so many seconds later at most."""
 
 
 def write_images(folder: Path, *, count: int) -> list[str]:
@@ -75,8 +79,8 @@ def sweep(
     out: Path,
     *,
     kills: int,
-    longest: float,
     victim: Callable[[int], int] = lambda number: number,
+    seed: int = 0,
 ) -> tuple[int, int]:
     """Run the command again and again, killing it at random moments.
 
@@ -84,20 +88,20 @@ def sweep(
         start: starts the command, returns the number of its process.
         out: its shard folder.
         kills: after so many it may end.
-        longest: seconds from the start of its work (a file in `out` changes) to the kill.
         victim: which process to kill, of the number of the one started.
+        seed: of the moments.
 
     Returns:
         How many runs were killed, and how many of them left a finished shard more.
     """
-    moments = random.Random(0)
+    moments = random.Random(seed)
     killed = progress = 0
     while True:
         before = finished(out)
         child = start()
-        begun = wait_for_work(out, child)
         if killed < kills:
-            time.sleep(moments.uniform(0, longest) if begun else 0)
+            wait_for_work(out, child, shards=moments.randrange(_MOST_SHARDS))
+            time.sleep(moments.uniform(0, _LONGEST_WAIT))
             stop(victim(child))
         _, status = os.waitpid(child, 0)
         if status == 0:
@@ -111,14 +115,14 @@ def finished(out: Path) -> int:
     return len(list(out.glob("*.index.json")))
 
 
-def wait_for_work(out: Path, child: int) -> bool:
-    """Wait until the command has begun to write; False where it ended before."""
-    first = state(out)
-    while state(out) == first:
+def wait_for_work(out: Path, child: int, *, shards: int) -> None:
+    """Wait until the command has begun a file and finished so many shards more, or has ended."""
+    files, goal = state(out), finished(out) + shards
+    # Not any change: what a killed run left is removed long before the next shard is begun.
+    while state(out) <= files or finished(out) < goal:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return False
+            return
         time.sleep(0.001)
-    return True
 
 
 def state(out: Path) -> set[str]:
@@ -141,9 +145,16 @@ def children(process: int) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def long_sweep(kills: int, count: int) -> None:
-    """Sweep with two workers, killing now the command, now one of its workers."""
-    choice = random.Random(1)
+def long_sweep(kills: int, count: int, *, workers: Sequence[int], seed: int) -> None:
+    """Sweep round after round, killing now the command, now one of its workers.
+
+    Args:
+        kills: how many in all.
+        count: images of a round.
+        workers: the numbers of worker processes that the rounds take in turn; 0: the command alone.
+        seed: of the moments, and of who is killed.
+    """
+    choice = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         words = write_images(Path(folder), count=count)
         whole, broken = Path(folder, "whole"), Path(folder, "broken")
@@ -152,25 +163,30 @@ def long_sweep(kills: int, count: int) -> None:
         while total < kills:
             for path in broken.glob("*") if broken.exists() else ():
                 path.unlink()
-            workers = ["--workers", str(rounds % 3)]
+            options = ["--out", str(broken), "--workers", str(workers[rounds % len(workers)])]
             killed, progress = sweep(
-                lambda: spawned([*words, "--out", str(broken), *workers]),  # noqa: B023
+                lambda: spawned([*words, *options]),  # noqa: B023
                 broken,
                 kills=kills - total,
-                longest=0.5,
                 victim=lambda child: choice.choice([child, *children(child)]),
+                seed=choice.getrandbits(32),
             )
             one, other = tree(broken), tree(whole)
             differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
             assert not differ, f"round {rounds} differs in {sorted(differ)}"
+            say(f"round {rounds}, {options[-1]} workers: {killed} kills, {progress} after progress")
             total, rounds, again = total + killed, rounds + 1, again + progress
-        print(f"{total} kills in {rounds} rounds of {finished(whole)} shards; after {again} of")
-        print("them a shard more was finished; every round ended byte-identical")
+        say(
+            f"{total} kills in {rounds} rounds of {finished(whole)} shards; {again} of them after "
+            "a shard more was finished; every round ended byte-identical"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A long sweep of kills.")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--images", type=int, default=400)
-    arguments = parser.parse_args()
-    long_sweep(arguments.kills, arguments.images)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 0, 1])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    long_sweep(options.kills, options.images, workers=options.workers, seed=options.seed)
