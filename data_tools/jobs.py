@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
-from data_tools.report import Outcome, Progress, say, write_report
+from data_tools.report import Outcome, Progress, say, write_memory_figure, write_report
 from data_tools.sources import Source
 from data_tools.units import Recipe, Unit, UnitResult, plan_units
 from megavis.config.errors import UserError
@@ -24,6 +24,7 @@ from megavis.data.manifest import Source as SourceRecord
 from megavis.data.shards import index_path
 
 REPORT_NAME = "report.json"
+MEMORY_NAME = "memory.png"
 Finish = Callable[[Source, Recipe, list[UnitResult], argparse.Namespace], None]
 _PARTIAL = re.compile(r"^\.(.+)\.partial-")
 
@@ -111,6 +112,7 @@ def run_job(
             return 0
         outcome = _run(units, arguments, label="reading what is there")
     skipped = write_report(arguments.out / REPORT_NAME, outcome)
+    write_memory_figure(arguments.out / MEMORY_NAME, outcome)
     for partial_report in arguments.out.glob("report-slice-*.json"):
         partial_report.unlink(missing_ok=True)
     if not any(any(result.shards) for result in outcome.results):

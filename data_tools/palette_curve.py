@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_tools.line_figure import line_figure
 from megavis.data.files import write_atomically
 from megavis.tokenizers.palette import MAX_COLORS, fit_palette
 
@@ -50,25 +51,6 @@ def write(points: Sequence[Point], palette_path: Path) -> tuple[Path, Path]:
     rows.writerows((count, f"{error:.3f}") for count, error in points)
     write_atomically(table, text.getvalue().encode())
     picture = table.with_suffix(".png")
-    write_atomically(picture, _draw(points))
+    error = "mean squared error (RGB, 0..255)"
+    write_atomically(picture, line_figure(points, xlabel="colours", ylabel=error, doubling=True))
     return table, picture
-
-
-def _draw(points: Sequence[Point]) -> bytes:
-    # Imported here: it takes a second. A figure of its own, since pyplot would want a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.subplots()
-    counts, errors = zip(*points, strict=True)
-    axes.plot(counts, errors, marker="o", color="#1f5fa8")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("colours")
-    axes.set_ylabel("mean squared error (RGB, 0..255)")
-    axes.grid(alpha=0.3)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    return content.getvalue()

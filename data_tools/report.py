@@ -16,10 +16,12 @@ from typing import Any
 from tqdm import tqdm
 
 from data_tools.engines import Failure
+from data_tools.line_figure import line_figure
 from data_tools.units import UnitResult, peak_memory
 from megavis.data.files import write_atomically
 
 _SECONDS_BETWEEN_LINES = 10.0
+_IMAGES_WORTH_A_FIGURE = 10_000
 
 
 def say(text: str) -> None:
@@ -127,6 +129,21 @@ class Outcome:
         course = list(zip(images, peaks, strict=True))
         step = -(-len(course) // points) or 1
         return course[::-1][::step][::-1]
+
+
+def write_memory_figure(path: Path, outcome: Outcome) -> bool:
+    """Draw how memory grew, of a job long enough for that; return whether it was. Raises OSError.
+
+    Args:
+        path: of the PNG.
+        outcome: of the job.
+    """
+    course = [(images, peak / 2**20) for images, peak in outcome.memory_course()]
+    if len(course) < 2 or course[-1][0] < _IMAGES_WORTH_A_FIGURE:
+        return False
+    memory = "most memory of a process so far (MiB)"
+    write_atomically(path, line_figure(course, xlabel="images done", ylabel=memory))
+    return True
 
 
 def write_report(

@@ -1,0 +1,40 @@
+"""A line through points, as the bytes of a PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+
+def line_figure(
+    points: Sequence[tuple[float, float]], *, xlabel: str, ylabel: str, doubling: bool = False
+) -> bytes:
+    """Draw y over x, y from zero on.
+
+    Args:
+        points: (x, y), at least one.
+        xlabel: below the x axis.
+        ylabel: beside the y axis.
+        doubling: the logarithm of x is drawn, and each x named; otherwise x, from zero on.
+    """
+    # Imported here: it takes a second. A figure of its own, since pyplot would want a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, marker="o", markersize=4, color="#1f5fa8")
+    if doubling:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [str(x) for x in xs])
+        axes.minorticks_off()
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.3)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    return content.getvalue()
