@@ -87,7 +87,8 @@ class Snapshot:
         self._share = _collect(self._file, layers, states, context)
         self._optimizer_step = states.optimizer_step()
         self._stored: StoredFile | None = None
-        self._failure = "it was not written"
+        # True until the writer says otherwise: a thread may end without an exception.
+        self._failure = f"{self._partial / self._file}: the thread that writes it has died"
         # Nobody writes into a folder that the main process is still removing.
         dist.barrier(group=context.world.group)
 

@@ -67,7 +67,7 @@ class CheckReplicas:
         if state.loss is None or state.goes_back or not (due or state.is_last):
             return
         engine, world = state.engine, state.engine.context.world
-        part, first, second = self._losses(engine, state.step)
+        part, first, second = self.losses(engine, state.step)
         mine = {**weight_fingerprints(engine), part: first}
         told: list[Any] = [None] * world.size
         rank = f"rank {world.rank} on {socket.gethostname()}"
@@ -82,7 +82,7 @@ class CheckReplicas:
                 " and start the run again"
             )
 
-    def _losses(self, engine: Engine, step: int) -> tuple[str, int, int]:
+    def losses(self, engine: Engine, step: int) -> tuple[str, int, int]:
         """Return the bits of the loss of one micro-batch, computed twice, and what to call them."""
         batch = self._first_micro_batch(engine, step).to(engine.context.device)
         runner = Runner(engine.layers, engine.context)

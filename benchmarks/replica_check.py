@@ -1,0 +1,74 @@
+"""What a look of `training.check_replicas_every` costs, beside the steps between two looks.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.replica_check
+
+One process, so that nothing is waited for: the whole look, its checksums of all weights and
+moments, its two losses of one micro-batch, and a training step. The step has as many micro-batches
+as it is told, a look has one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from benchmarks.loader import make_shards
+from benchmarks.timing import Taken, report, summary, take_turns
+from benchmarks.twins import run_config, sized_parser, sizes
+from megavis.config.schema import RunConfig
+
+
+def measure(config: RunConfig, shards: Path, *, rounds: int) -> dict[str, list[Taken]]:
+    """Return the times of a step, of a look and of the look's two halves, in turns."""
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.loader import BatchLoader
+    from megavis.objectives import OBJECTIVES
+    from megavis.parallel.context import open_context
+    from megavis.parallel.launch import read_launch
+    from megavis.training.engine import Engine
+    from megavis.training.hooks import StepState
+    from megavis.training.replicas import CheckReplicas, weight_fingerprints
+
+    context = open_context(read_launch({}), device="cpu")
+    engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
+    dataset, last_step = ShardDataset(shards), config.training.steps
+    look = CheckReplicas(
+        every=1, saving=config.checkpoint, samples=dataset, seed=config.seed, batches_skipped=0
+    )
+    steps = iter(range(last_step))
+    with BatchLoader(
+        dataset,
+        seed=config.seed,
+        micro_batch_size=engine.micro_batch_size,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        accumulation_steps=engine.accumulation_steps,
+    ) as loader:
+        loss = engine.train_step(loader, next(steps))
+        return take_turns(
+            {
+                "step": lambda: engine.train_step(loader, next(steps)),
+                "look": lambda: look(StepState(1, last_step, loss, engine)),
+                "checksums": lambda: weight_fingerprints(engine),
+                "two losses": lambda: look.losses(engine, 1),
+            },
+            rounds=rounds,
+        )
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments = sized_parser(__doc__.splitlines()[0], batch_size=4)
+    arguments.add_argument("--micro-batch-size", type=int, help="default: the whole batch")
+    options = arguments.parse_args()
+    config = run_config(options)
+    training = config.training.model_copy(update={"micro_batch_size": options.micro_batch_size})
+    config = config.model_copy(update={"training": training})
+    with tempfile.TemporaryDirectory() as folder:
+        shards = make_shards(Path(folder), options.image_size)
+        taken = measure(config, shards, rounds=options.rounds)
+    report(summary(taken, against="step"), options.json, **sizes(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A writer that dies in its thread: told, counted, and the checkpoint before it stays."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from megavis.checkpoint import save
+from megavis.checkpoint.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.save import Progress, Snapshot
+from megavis.checkpoint.verify import damages
+from megavis.training.hooks import StepState
+from megavis.training.saving import SaveCheckpoint
+
+# The dead thread is what is looked at.
+ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+pytestmark = [pytest.mark.once, ends_a_thread]
+
+LAST = 6
+
+
+@pytest.fixture
+def saving(context, tmp_path, monkeypatch):
+    """Checkpoints of a small layer every second step, and a list of steps whose writer dies."""
+    layer, dies = nn.Linear(2, 3), []
+    states = SimpleNamespace(
+        kinds=lambda _: ("weight",), get=lambda weight, _: weight.detach(), optimizer_step=lambda: 0
+    )
+
+    def take(state):
+        progress = Progress(state.step, samples_seen=0, seed=0, tokenizer=None)
+        return Snapshot(tmp_path, progress, layers=layer, states=states, context=context)
+
+    real = save.write_tensors
+
+    def write(path, tensors):
+        if any(f"{step:08d}" in str(path) for step in dies):
+            # No Exception, so nothing on its way out catches it, and a thread ends without a word.
+            raise SystemExit
+        return real(path, tensors)
+
+    monkeypatch.setattr(save, "write_tensors", write)
+    return SaveCheckpoint(2, take, published=lambda: None), dies
+
+
+def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd):
+    after_step, dies = saving
+    dies.append(4)
+    counted = []
+    for step in range(1, LAST + 1):
+        state = StepState(step, LAST, None, None, record={"loss": 1.0})
+        after_step(state)
+        after_step.record_stall(state)
+        counted.append(state.record.get("checkpoints_not_saved", 0))
+        if step == 4:
+            # Noticed at the latest when the next one is due; `latest` stays where it was.
+            assert latest_checkpoint(tmp_path).name == "step-00000002"
+    assert counted[-1] == after_step.failures == 1
+    assert saved_steps(tmp_path) == [2, LAST]
+    assert not list(damages(latest_checkpoint(tmp_path)))
+    assert not list((tmp_path / "checkpoints").glob(".*.partial"))
+    told = capfd.readouterr().err
+    assert "WARNING: checkpoint of step 4 not saved: " in told
+    assert "rank-00000.safetensors: the thread that writes it has died; training goes on" in told
+
+
+def test_a_writer_that_dies_at_the_end_is_an_error(saving, tmp_path):
+    after_step, dies = saving
+    dies.append(LAST)
+    after_step(StepState(2, LAST, None, None))
+    with pytest.raises(OSError, match="step 6 not saved: .* the thread that writes it has died"):
+        after_step(StepState(LAST, LAST, None, None))
+    assert saved_steps(tmp_path) == [2]
