@@ -1,14 +1,23 @@
-"""`megavis transfer`: the linear probe of a run on a list of labelled data sets, as one table."""
+"""`megavis transfer`: the linear probe on a list of labelled data sets, as one table.
+
+The run's features stand beside raw pixels and an untrained network of the same model.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.networks import feature_cache, feature_job, network_of, tell_cache
+from megavis.commands.networks import (
+    feature_cache,
+    feature_job,
+    network_of,
+    tell_cache,
+    untrained_networks,
+)
 from megavis.commands.probing import (
     add_feature_arguments,
     open_run,
@@ -21,8 +30,11 @@ from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.data.overlap import Shards
+    from megavis.evaluation.data_sets import LabelledFolders
+    from megavis.evaluation.feature_cache import FeatureCache
+    from megavis.evaluation.networks import Network
     from megavis.evaluation.probe import Pair, ProbeData
-    from megavis.evaluation.transfer import Task, TransferResult
+    from megavis.evaluation.transfer import Task, TransferResult, TransferSettings
     from megavis.notebook import Run
 
 
@@ -33,7 +45,8 @@ def add_parser(subparsers: Any) -> None:
         help="linear probes on a list of labelled data sets, as one table",
         description="Fit a linear classifier on frozen features for each data set. Layer and"
         " regularisation are chosen on held-out training images, the classifier is then fitted on"
-        " all training images and meets the test images once. Writes transfer.md and transfer.csv.",
+        " all training images and meets the test images once. An untrained network of the same"
+        " model and raw pixels stand beside. Writes transfer.md and transfer.csv.",
         epilog="example: megavis transfer runs/igpt_demo --data-sets"
         " cifar10:shards/cifar10,pets:shards/pets --examples 1000",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,10 +55,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--data-sets",
         required=True,
-        type=read_data_sets,
-        metavar="NAME:FOLDER,...",
+        metavar="FILE.yaml|NAME:FOLDER,...",
         help="shards, FOLDER/train and FOLDER/test; where there is FOLDER/validation, it is held"
-        " out, else a fifth of the training images",
+        " out, else a fifth of the training images. A file has `NAME: {path: FOLDER}` for each,"
+        " and names splits in other folders by `splits: {train: , validation: , test: }`",
     )
     parser.add_argument(
         "--examples",
@@ -69,7 +82,22 @@ def add_parser(subparsers: Any) -> None:
         "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of held-out part and subsets; default: 0"
+        "--untrained-networks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the same model, to compare with; default: 1",
+    )
+    parser.add_argument(
+        "--no-pixels",
+        action="store_true",
+        help="leave out raw pixels, which are many numbers an image where images are large",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of held-out part, subsets and untrained weights; default: 0",
     )
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
@@ -87,13 +115,17 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
+        from megavis.evaluation.data_sets import read_data_sets
         from megavis.evaluation.transfer_table import markdown_of, write_transfer
 
-    if (args.examples is not None and args.examples < 1) or args.seed < 0:
-        raise UserError("--examples must be at least 1, and --seed at least 0")
+    if (args.examples is not None and args.examples < 1) or min(
+        args.seed, args.untrained_networks
+    ) < 0:
+        raise UserError("--examples must be at least 1, --seed and --untrained-networks at least 0")
+    data_sets = read_data_sets(args.data_sets)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
-        results = _results(opened, args)
+        results = _results(opened, data_sets, args)
     if not results:
         return 0
     title = _title(opened, args)
@@ -103,51 +135,75 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _results(opened: Run, args: argparse.Namespace) -> list[TransferResult]:
-    """Return one result a data set; none on other processes than the main one."""
-    from megavis.evaluation.transfer import TransferSettings, transfer
+def _results(
+    opened: Run, data_sets: Mapping[str, LabelledFolders], args: argparse.Namespace
+) -> list[TransferResult]:
+    """Return data set by data set one result a kind of features; none on other processes."""
+    from megavis.evaluation.transfer import transfer
+
+    settings = _settings(opened, args)
+    cache = feature_cache(opened, args)
+    # All are opened before the first is looked at: a mistake is told at once.
+    trained_on = training_shards(opened)
+    data = {
+        name: _open(opened, folders, trained_on, examples=args.examples)
+        for name, folders in data_sets.items()
+    }
+    seen = _features(opened, data, args, cache)
+    if opened.context.world.size > 1:
+        # All features before the first classifier: nobody waits for the main process to fit it.
+        seen = iter([each for each in seen if opened.context.is_main])
+        if not opened.context.is_main:
+            return []
+    results = [
+        transfer(_task(name, data[name], features, pair, args), settings)
+        for name, features, pair in seen
+    ]
+    tell_cache(cache)
+    order = list(data)
+    return sorted(results, key=lambda result: order.index(result.data_set))
+
+
+def _settings(opened: Run, args: argparse.Namespace) -> TransferSettings:
+    from megavis.evaluation.transfer import TransferSettings
 
     num_layers = opened.config.model.num_layers
-    settings = TransferSettings(
+    return TransferSettings(
         layers=read_layers(args.layers, num_layers),
         layer=_checked_layer(args.layer, num_layers),
         images_per_class=args.images_per_class,
         draws=args.draws,
         seed=args.seed,
     )
-    cache = feature_cache(opened, args)
-    network = network_of(opened, cache)
-    # All are opened before the first is looked at: a mistake is told at once.
-    trained_on = training_shards(opened)
-    data_sets = {
-        name: _open(opened, folder, trained_on, examples=args.examples)
-        for name, folder in args.data_sets.items()
-    }
-    pairs: Iterator[Pair] = (data.features(network) for data in data_sets.values())
-    if opened.context.world.size > 1:
-        # All features before the first classifier: nobody waits for the main process to fit it.
-        pairs = iter([pair for pair in pairs if opened.context.is_main])
-        if not opened.context.is_main:
-            return []
-    results = [
-        transfer(_task(name, data, next(pairs), args), settings) for name, data in data_sets.items()
-    ]
-    tell_cache(cache)
-    return results
 
 
-def read_data_sets(text: str) -> dict[str, str]:
-    """Read `name:folder` pairs with commas between them.
+def _features(
+    opened: Run,
+    data: Mapping[str, ProbeData],
+    args: argparse.Namespace,
+    cache: FeatureCache | None,
+) -> Iterator[tuple[str, str, Pair]]:
+    """Yield the name of a data set, whose features, and these: one network after another."""
+    from megavis.evaluation.transfer import PIXELS
 
-    Raises:
-        argparse.ArgumentTypeError: the text is something else, or names one twice.
-    """
-    pairs = [part.partition(":")[::2] for part in text.split(",")]
-    if not all(name and folder for name, folder in pairs) or len(dict(pairs)) < len(pairs):
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a list of different names, as cifar10:shards/cifar10,pets:shards/pets"
-        )
-    return dict(pairs)
+    for features, network in _networks(opened, args, cache):
+        for name, images in data.items():
+            yield name, features, images.features(network)
+    if args.no_pixels or not opened.context.is_main:
+        return
+    for name, images in data.items():
+        if images.train.manifest.kind != "ids":  # which are no quantities
+            yield name, PIXELS, images.pixels()
+
+
+def _networks(
+    opened: Run, args: argparse.Namespace, cache: FeatureCache | None
+) -> Iterator[tuple[str, Network]]:
+    from megavis.evaluation.transfer import TRAINED
+
+    yield TRAINED, network_of(opened, cache)
+    for number, network in enumerate(untrained_networks(opened, args, cache)):
+        yield f"untrained, seed {args.seed + number}", network
 
 
 def _checked_layer(layer: int | None, num_layers: int) -> int | None:
@@ -156,21 +212,21 @@ def _checked_layer(layer: int | None, num_layers: int) -> int | None:
     return layer
 
 
-def _task(name: str, data: ProbeData, features: Pair, args: argparse.Namespace) -> Task:
+def _task(name: str, data: ProbeData, features: str, pair: Pair, args: argparse.Namespace) -> Task:
     """Return a data set with its division. Raises UserError where there are too few images."""
     from megavis.evaluation.probe import ProbeSettings
     from megavis.evaluation.transfer import Task, first_examples
 
-    train, test = features
+    train, test = pair
     if args.examples is None:
         selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
     else:
         train, selection = first_examples(train, args.examples, name=name)
-    return Task(name, train, test, selection, _splits(data), num_equal=data.num_equal)
+    return Task(name, features, train, test, selection, _splits(data), num_equal=data.num_equal)
 
 
 def _open(
-    opened: Run, folder: str, trained_on: Sequence[Shards], *, examples: int | None
+    opened: Run, folders: LabelledFolders, trained_on: Sequence[Shards], *, examples: int | None
 ) -> ProbeData:
     """Open the splits of a data set.
 
@@ -180,13 +236,14 @@ def _open(
     from megavis.evaluation.probe import ProbeData
     from megavis.evaluation.transfer import num_fitted
 
-    held_out = Path(folder) / "validation"
-    selection = open_shards(opened, str(held_out)) if held_out.is_dir() else None
+    train = open_shards(opened, folders.train)
+    selection = open_shards(opened, folders.validation) if folders.validation else None
     if examples is not None and selection is not None:
         examples = num_fitted(examples)
     return ProbeData(
-        open_shards(opened, f"{folder}/train"),
-        open_shards(opened, f"{folder}/test"),
+        train,
+        open_shards(opened, folders.test),
+        palette=opened.palette if train.manifest.kind == "palette" else None,
         num_train=examples,
         selection=selection,
         trained_on=trained_on,

@@ -10,7 +10,7 @@ Legend: b images.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,14 +22,17 @@ from megavis.evaluation.low_data import score_low_data
 FITTED_SHARE = 0.8
 """Part of `--examples` that candidates are fitted on: 800 of VTAB's 1000."""
 HELD_OUT, OPTION = "held-out images", "--layer"
+TRAINED, PIXELS = "trained", "raw pixels"
+"""Whose features; an untrained network's are named by their seed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set, as a network sees it.
+    """A data set, as a network sees it, or as it is.
 
     Attributes:
         name: of the data set.
+        features: whose they are, `trained`, `raw pixels`, or which untrained network's.
         train: features that classifiers are fitted on.
         test: features that only report.
         selection: division of `train`.
@@ -38,6 +41,7 @@ class Task:
     """
 
     name: str
+    features: str
     train: LabelledFeatures
     test: LabelledFeatures
     selection: Selection
@@ -100,10 +104,11 @@ class TransferScore:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What a network is worth on one data set.
+    """What features are worth on one data set.
 
     Attributes:
         data_set: its name.
+        features: whose, as `Task` has it.
         splits: which images were taken.
         num_train: training images, which the last classifier is fitted on.
         num_held_out: how many of these chose layer and penalty.
@@ -114,6 +119,7 @@ class TransferResult:
     """
 
     data_set: str
+    features: str
     splits: Mapping[str, str]
     num_train: int
     num_held_out: int
@@ -157,10 +163,14 @@ def first_examples(
 def transfer(task: Task, settings: TransferSettings) -> TransferResult:
     """Score the best layer on a data set, and what else the settings ask for.
 
+    Pixels have one layer, whichever layers are asked for.
+
     Raises:
         UserError: a class has fewer images than `images_per_class`.
     """
     train = task.train
+    if task.features == PIXELS:
+        settings = replace(settings, layers=None, layer=None)
     layers = range(len(train.layers)) if settings.layers is None else settings.layers
     choices = {layer: _choose(task, layer) for layer in layers}
     # The first of equals.
@@ -171,6 +181,7 @@ def transfer(task: Task, settings: TransferSettings) -> TransferResult:
         scores.append(_score(task, settings.layer, choice, OPTION))
     return TransferResult(
         data_set=task.name,
+        features=task.features,
         splits=task.splits,
         num_train=len(train.labels),
         num_held_out=len(task.selection.held_out),

@@ -12,6 +12,7 @@ from megavis.evaluation.transfer import OPTION, TransferResult, TransferScore
 
 _HEADER = (
     "data set",
+    "features",
     "top-1, %",
     "mean of classes, %",
     "labels",
@@ -29,6 +30,7 @@ def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[
     return [
         {
             "data_set": result.data_set,
+            "features": result.features,
             "step": step,
             "seed": seed,
             **{key: "" if value is None else value for key, value in vars(score).items()},
@@ -50,9 +52,7 @@ def markdown_of(results: Sequence[TransferResult], *, title: str) -> str:
     """Return the table with its title, the mean over data sets, and which images these are."""
     lines = [_cells(_HEADER), _cells(["---"] * len(_HEADER))]
     lines += [_cells(_row(result, score)) for result in results for score in result.scores]
-    if len(results) > 1:
-        mean = fmean(result.scores[0].accuracy for result in results)
-        lines.append(_cells(["mean of the best layers", f"{100 * mean:.1f}", *[""] * 8]))
+    lines += _means(results)
     return "\n".join([title, "", *lines, "", *_footnotes(results)]) + "\n"
 
 
@@ -66,12 +66,23 @@ def write_transfer(
     return [readable, write_table(folder / "transfer.csv", rows_of(results, step=step, seed=seed))]
 
 
+def _means(results: Sequence[TransferResult]) -> Iterator[str]:
+    """Yield the mean over several data sets for all features that each was seen by."""
+    data_sets = dict.fromkeys(result.data_set for result in results)
+    for features in dict.fromkeys(result.features for result in results):
+        own = [result.scores[0].accuracy for result in results if result.features == features]
+        if len(own) == len(data_sets) > 1:
+            cells = ["mean of the best layers", features, f"{100 * fmean(own):.1f}"]
+            yield _cells([*cells, *[""] * (len(_HEADER) - len(cells))])
+
+
 def _row(result: TransferResult, score: TransferScore) -> list[str]:
     few = score.deviation is not None
     spread = f" ± {100 * score.deviation:.1f}" if score.deviation is not None else ""
     fitted = result.num_train - result.num_held_out
     return [
         result.data_set,
+        result.features,
         f"{100 * score.accuracy:.1f}{spread}",
         _percent(score.class_accuracy),
         score.labels,
@@ -93,6 +104,6 @@ def _cells(cells: Sequence[str]) -> str:
 
 
 def _footnotes(results: Sequence[TransferResult]) -> Iterator[str]:
-    for result in results:
-        splits = "; ".join(f"{part}: {images}" for part, images in result.splits.items())
-        yield f"- {result.data_set}: {splits}"
+    for name, splits in {result.data_set: result.splits for result in results}.items():
+        images = "; ".join(f"{part}: {what}" for part, what in splits.items())
+        yield f"- {name}: {images}"

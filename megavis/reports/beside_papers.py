@@ -150,7 +150,8 @@ def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
 
 def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[OwnResult]:
     for row in rows:
-        if row["labels"] == "all":
+        # Tables of before there was anything beside the run have no such column.
+        if row["labels"] == "all" and row.get("features", "trained") == "trained":
             what = f"linear probe on {row['data_set']}, layer {row['layer']}"
             images = f"{row['num_test']} of {row['test']}"
             yield OwnResult("transfer", run.name, what, images, percent(float(row["accuracy"])))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import numpy as np
 import pytest
 
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.evaluation.data_sets import LabelledFolders, read_data_sets
 
 pytestmark = pytest.mark.once
 
@@ -50,39 +53,69 @@ def cifar(shard_folders, tmp_path_factory):
     for split in ("train", "validation", "test"):
         out = ["--split", split, "--validation-share", "0.3", "--out", f"{root}/shards/{split}"]
         assert data_tools(["palette", "shards", str(files), *words, *out]) == 0
-    (root / "whole").mkdir()
-    for split in ("train", "test"):
-        (root / "whole" / split).symlink_to(root / "shards" / split)
+    (root / "list.yaml").write_text(
+        f"""\
+parted: {{path: {root}/shards}}
+whole:
+  path: {root}
+  splits: {{train: shards/train, test: shards/test}}
+"""
+    )
     return root
 
 
+def table(folder):
+    with (folder / "transfer.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_a_table_of_several_data_sets(run, cifar, capsys):
-    data_sets = f"parted:{cifar}/shards,whole:{cifar}/whole"
     words = ["--layer", "0", "--images-per-class", "4", "--draws", "2", "--device", "cpu"]
-    assert main(["transfer", str(run), "--data-sets", data_sets, *words]) == 0
+    assert main(["transfer", str(run), "--data-sets", f"{cifar}/list.yaml", *words]) == 0
     printed = capsys.readouterr().out
     assert (run / "evaluation" / "transfer.md").read_text() in printed
-    with (run / "evaluation" / "transfer.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["labels"] for row in rows] == ["all", "all", "4 a class"] * 2
-    parted, whole = rows[0], rows[3]
-    assert min(float(row["accuracy"]) for row in (parted, whole)) > 0.8
+    rows = table(run / "evaluation")
+    # Pixels have one layer, so that none can be asked for.
+    assert [(row["features"], row["labels"]) for row in rows[:8]] == [
+        *[("trained", labels) for labels in ("all", "all", "4 a class")],
+        *[("untrained, seed 0", labels) for labels in ("all", "all", "4 a class")],
+        *[("raw pixels", labels) for labels in ("all", "4 a class")],
+    ]
+    assert [row["data_set"] for row in rows] == ["parted"] * 8 + ["whole"] * 8
+    parted, whole, pixels = rows[0], rows[8], rows[14]
+    assert min(float(row["accuracy"]) for row in (parted, whole, pixels)) > 0.8
     assert parted["num_test"] == "30"
     # The official training set is one set, whether its held-out part lies in a folder or not.
     held_out = int(parted["num_held_out"])
     assert int(parted["num_train"]) == 150
-    assert int(whole["num_train"]) == 150 - held_out
+    assert int(whole["num_train"]) == int(pixels["num_train"]) == 150 - held_out
     assert int(whole["num_held_out"]) == -(-(150 - held_out) // 5)
     assert parted["selection"].startswith("cifar-10, train set, 150 of 50000 pictures, validation")
     assert parted["test"].startswith("cifar-10, test set")
 
 
+def test_baselines_are_those_of_probe(run, cifar, tmp_path):
+    """`megavis probe` on the same shards gives the same numbers, features by features."""
+    folders = {part: f"{cifar}/shards/{part}" for part in ("train", "validation", "test")}
+    words = ["--device", "cpu", "--untrained-networks", "1"]
+    data = ["--train", folders["train"], "--selection", folders["validation"]]
+    data += ["--validation", folders["test"], "--out", f"{tmp_path}/probe.json"]
+    assert main(["probe", str(run), *words, *data]) == 0
+    words += ["--data-sets", f"a:{cifar}/shards", "--out", str(tmp_path)]
+    assert main(["transfer", str(run), *words]) == 0
+    probed = json.loads((tmp_path / "probe.json").read_text())
+    trained, untrained, pixels = (float(row["accuracy"]) for row in table(tmp_path))
+    assert trained == probed["best_layer"]["accuracy"]
+    assert untrained == probed["untrained_accuracy"]
+    assert pixels == probed["pixels"]["accuracy"]
+
+
 def test_few_examples_are_the_first(run, cifar, tmp_path):
-    words = [f"a:{cifar}/shards,b:{cifar}/whole", "--examples", "50", "--device", "cpu"]
-    assert main(["transfer", str(run), "--data-sets", *words, "--out", str(tmp_path)]) == 0
-    with (tmp_path / "transfer.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["num_train"], row["num_held_out"]) for row in rows] == [("50", "10")] * 2
+    words = [f"a:{cifar}/shards", "--examples", "50", "--device", "cpu", "--out", str(tmp_path)]
+    words += ["--untrained-networks", "0", "--no-pixels"]
+    assert main(["transfer", str(run), "--data-sets", *words]) == 0
+    [row] = table(tmp_path)
+    assert (row["num_train"], row["num_held_out"]) == ("50", "10")
     assert "fitted on 50 training images" in (tmp_path / "transfer.md").read_text()
 
 
@@ -93,6 +126,8 @@ def test_few_examples_are_the_first(run, cifar, tmp_path):
         ("a:{cifar}/shards", ["--layer", "7"], "--layer 7: say a number from 0 to 1"),
         ("a:{cifar}/nowhere", [], "{cifar}/nowhere/train"),
         ("a:{cifar}/shards", ["--examples", "0"], "--examples must be at least 1"),
+        ("shards/cifar10", [], "--data-sets shards/cifar10: this is no YAML file, nor a list of"),
+        ("{cifar}/nowhere.yaml", [], "{cifar}/nowhere.yaml: no such config file"),
     ],
 )
 def test_mistakes_are_one_sentence(run, cifar, capsys, data_sets, options, message):
@@ -103,7 +138,41 @@ def test_mistakes_are_one_sentence(run, cifar, capsys, data_sets, options, messa
     assert error.count("\n") == 1
 
 
-def test_a_list_without_names_is_refused(run, capsys):
-    with pytest.raises(SystemExit):
-        main(["transfer", str(run), "--data-sets", "shards/cifar10"])
-    assert "is not a list of different names" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {path: x, splitz: {}}", ":1: a.splitz: unknown key; known here: path, splits"),
+        ("a:\n  splits: {}", ":1: a.path: is missing; it names the folder of the splits"),
+        ("a: x", ":1: a: must hold keys, not 'x'; known here: path, splits"),
+        ("a:\n  path: 3", ":2: a.path: must be a text, not 3"),
+        (
+            "a: {path: x, splits: {dev: x}}",
+            ":1: a.splits.dev: unknown key; known here: train, validation, test",
+        ),
+        ("a: {path: x}\na: {path: y}", ":1: a: is given twice, also on line 2; keep one"),
+        ("{}", " names no data set; one is, for example, cifar10: {path: FOLDER}"),
+    ],
+)
+def test_mistakes_in_a_file_are_named_with_their_line(tmp_path, text, message):
+    path = tmp_path / "list.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as raised:
+        read_data_sets(str(path))
+    assert str(raised.value).startswith(f"{path}{message}")
+
+
+def test_a_file_names_splits(tmp_path):
+    (tmp_path / "a" / "validation").mkdir(parents=True)
+    path = tmp_path / "list.yml"
+    path.write_text(
+        f"found: {{path: {tmp_path}/a}}\n"
+        f"left: {{path: {tmp_path}/a, splits: {{validation: null}}}}\n"
+        "named: {path: s3://b, splits: {train: t, validation: v, test: e}}\n"
+        "absent: {path: b}\n"
+    )
+    assert read_data_sets(str(path)) == {
+        "found": LabelledFolders(*(f"{tmp_path}/a/{p}" for p in ("train", "test", "validation"))),
+        "left": LabelledFolders(f"{tmp_path}/a/train", f"{tmp_path}/a/test", None),
+        "named": LabelledFolders("s3://b/t", "s3://b/e", "s3://b/v"),
+        "absent": LabelledFolders("b/train", "b/test", None),
+    }

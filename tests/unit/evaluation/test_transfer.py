@@ -33,7 +33,7 @@ def features(count, *, seed):
 def task():
     selection = Selection(np.arange(96), np.arange(96, 120))
     splits = {"train": "toy, training set", "test": "toy, test set"}
-    return Task("toy", features(120, seed=0), features(80, seed=1), selection, splits)
+    return Task("toy", "trained", features(120, seed=0), features(80, seed=1), selection, splits)
 
 
 def fitted(x, y, penalty):
@@ -139,10 +139,14 @@ def test_tables_hold_every_number_with_its_sizes(task, tmp_path):
     assert (rows[0]["step"], rows[0]["num_test"], rows[2]["penalty"]) == ("7", "80", "")
     lines = readable.read_text().splitlines()
     assert lines[0] == "# Title"
-    shown = f"| toy | {100 * best.accuracy:.1f} | {100 * best.class_accuracy:.1f} | all | 1 |"
+    shown = (
+        f"| toy | trained | {100 * best.accuracy:.1f} | {100 * best.class_accuracy:.1f} | all | 1 |"
+    )
     assert lines[4].startswith(shown)
     assert lines[4].endswith("| 96 + 24 | 80 | 4 |")
     assert "| 0 (given) |" in lines[5]
     assert " ± " in lines[6]
-    assert lines[10].startswith(f"| mean of the best layers | {100 * best.accuracy:.1f} |")
+    assert lines[10].startswith(
+        f"| mean of the best layers | trained | {100 * best.accuracy:.1f} |"
+    )
     assert lines[-1] == "- other: train: toy, training set; test: toy, test set"
