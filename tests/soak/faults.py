@@ -94,8 +94,12 @@ def tear_a_file(job: Job, draw: random.Random) -> None:
     is_over = any(process.exitcode == 0 for process in job.processes)
     if is_over or len(folders) < 2:
         return
-    files = sorted(path for path in folders[0].iterdir() if path.is_file())
-    path = draw.choice([*files, folders[0].parent / "latest"])
+    # One that is torn already stays as it is until the run saves again.
+    latest = folders[0].parent / "latest"
+    files = [path for path in (*folders[0].iterdir(), latest) if _has_content(path)]
+    if not files:
+        return
+    path = draw.choice(sorted(files))
     content = bytearray(path.read_bytes())
     harm = draw.choice(("cut", "flip", "empty", "gone"))
     if harm == "gone":
@@ -105,6 +109,10 @@ def tear_a_file(job: Job, draw: random.Random) -> None:
         path.write_bytes(content)
     else:
         path.write_bytes(content[: len(content) // 2 if harm == "cut" else 0])
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def fill_the_disk(job: Job, draw: random.Random) -> None:
