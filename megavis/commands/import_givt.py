@@ -37,6 +37,11 @@ def import_transformer(args: argparse.Namespace) -> None:
         update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
         paper = paper.model_copy(update=update)
     size = released.side * paper.downsampling
+    if released.image_size not in (None, size):
+        raise UserError(
+            f"the encoder reads images of {released.image_size}² pixels, and the VAE of --tokenizer"
+            f" gives {released.side}² latents of images of {size}²"
+        )
     write_run(args, paper, released.weights(), image_size=size, model=released.model())
 
 

@@ -1,4 +1,4 @@
-"""Self-attention for every visibility, split over the tensor group by heads.
+"""Attention for every visibility, split over the tensor group by heads.
 
 Queries and keys-values have projections of their own: keys and values are computed only for
 tokens that someone sees, queries only for tokens that someone reads.
@@ -111,6 +111,17 @@ class Attention(nn.Module):
             else:
                 query = rotate(query, read_places, scale=self.rotary_scale)
                 key = rotate(key, seen_places, scale=self.rotary_scale)
+        return self._project(query, key, value, relations, bias)
+
+    def _project(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        relations: Relations,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `_attend` does; returns what `forward` does."""
         if self.recompute and self.training:
             mixed = checkpoint(self._attend, query, key, value, relations, bias, use_reentrant=True)
         else:
@@ -165,6 +176,31 @@ class Attention(nn.Module):
                 query, key, value, attn_mask=mask, dropout_p=dropout
             )
         return _attend_where_seen(query, key, value, mask[:, None], dropout)
+
+
+class CrossAttention(Attention):
+    """Attention to a memory: what an encoder made of a condition, all of which every token sees."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
+        # As where tokens are chosen, the projections take whole sequences: a memory is not split.
+        super().__init__(config, layer_number, visibility_kind="context", **options)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, key_value_states: Tensor, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
+            key_value_states: the memory `[c, b, h]`, whole on every process.
+
+        Returns:
+            As self-attention, for all s tokens.
+        """
+        whole = all_tokens(hidden_states, self.config, self.tensor_group)
+        query = self._heads(self.linear_q(whole)[0], 1)[0]
+        key, value = self._heads(self.linear_kv(key_value_states)[0], 2)
+        return self._project(query, key, value, Relations(Visibility("full")))
 
 
 def _attend_where_seen(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.config.schema import RunConfig
-from megavis.model.attention import Attention
+from megavis.model.attention import Attention, CrossAttention
 from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -28,6 +28,9 @@ from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
 from megavis.parallel.random import uniform
 
 QUICK_GELU_FACTOR = 1.702
+
+MEMORY = "memory"
+"""Name under which what an encoder gave travels, `[c, b, h]`: blocks then attend to it as well."""
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -68,6 +71,11 @@ class Core:
     relative_grid: tuple[int, int] | None = None
     """Rows and columns of the grid on which attention has a bias for each offset. Wants
     `coordinates` among the tensors that are carried."""
+
+    @property
+    def has_memory(self) -> bool:
+        """True where blocks attend to what an encoder gave, after they attend to themselves."""
+        return MEMORY in self.carries
 
     @classmethod
     def create(
@@ -178,18 +186,27 @@ class Block(TransformerLayer):
         core.megatron.output_layer_init_method = initialization.mlp_output
         attention = {
             "initialization": initialization,
-            "visibility_kind": core.visibility_kind,
-            "rotary_scale": model.position_scale,
-            "relative_grid": core.relative_grid,
             "has_bias": model.has_biased_attention,
             "recompute": parallel.activation_checkpointing == "selective",
         }
+        seen = {
+            "visibility_kind": core.visibility_kind,
+            "rotary_scale": model.position_scale,
+            "relative_grid": core.relative_grid,
+        }
+        add_attended = add_to_residual(dropout=model.residual_dropout, drop_path=path)
+        cross: dict[str, Any] = {}
+        if core.has_memory:
+            cross["pre_cross_attn_layernorm"] = norm
+            cross["cross_attention"] = ModuleSpec(CrossAttention, params=attention)
+            cross["cross_attn_bda"] = add_attended
         super().__init__(
             core.megatron,
             TransformerLayerSubmodules(
                 input_layernorm=norm,
-                self_attention=ModuleSpec(Attention, params=attention),
-                self_attn_bda=add_to_residual(dropout=model.residual_dropout, drop_path=path),
+                self_attention=ModuleSpec(Attention, params=attention | seen),
+                self_attn_bda=add_attended,
+                **cross,
                 pre_mlp_layernorm=norm,
                 mlp=_feed_forward_type(core),
                 mlp_bda=add_to_residual(dropout=model.hidden_dropout, drop_path=path),
@@ -210,20 +227,28 @@ class Block(TransformerLayer):
         if self.is_last:
             # Nobody looks at the others any more: the head reads only these.
             relations = replace(relations, reads_from=relations.visibility.reads_from)
-        return stream.with_hidden(self.run(stream.hidden, relations)).pack()
+        memory = stream.carried.get(MEMORY)
+        return stream.with_hidden(self.run(stream.hidden, relations, memory)).pack()
 
-    def run(self, hidden: Tensor, relations: Relations) -> Tensor:
+    def run(self, hidden: Tensor, relations: Relations, memory: Tensor | None = None) -> Tensor:
         """Do what `attend` does, and once more in the backward pass where the config says so."""
         if self.recomputes and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant form's saved-tensor check takes for changed tensors.
-            return checkpoint(self.attend, hidden, relations, use_reentrant=True)
-        return self.attend(hidden, relations)
+            return checkpoint(self.attend, hidden, relations, memory, use_reentrant=True)
+        return self.attend(hidden, relations, memory)
 
-    def attend(self, hidden: Tensor, relations: Relations) -> Tensor:
-        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.reads_from` on."""
+    def attend(self, hidden: Tensor, relations: Relations, memory: Tensor | None = None) -> Tensor:
+        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.reads_from` on.
+
+        Args:
+            hidden: of all tokens.
+            relations: who sees whom.
+            memory: what an encoder gave, `[c, b, h]`, where there is one.
+        """
         if relations.reads_from == 0 and relations.kept is None:
-            return super().forward(hidden, attention_mask=relations)[0]
+            return super().forward(hidden, attention_mask=relations, context=memory)[0]
+        assert memory is None, "no paper has both"
         return self._attend_for_some(hidden, relations)
 
     def _attend_for_some(self, hidden: Tensor, relations: Relations) -> Tensor:

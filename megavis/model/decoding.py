@@ -49,12 +49,14 @@ class Decoder(KeyValueCache):
 
     @staticmethod
     def suits(blocks: Sequence[Block]) -> bool:
-        """True where tokens see those before them, and this process has the weights.
+        """True where tokens see those before them and no more, and this process has the weights.
 
         Under ZeRO-3 it has them only while a module runs.
         """
         return bool(blocks) and all(
-            block.core.visibility_kind == "causal" and all(p.numel() for p in block.parameters())
+            block.core.visibility_kind == "causal"
+            and not block.core.has_memory
+            and all(p.numel() for p in block.parameters())
             for block in blocks
         )
 

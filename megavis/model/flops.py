@@ -25,6 +25,8 @@ class Workload:
         mean_visible: keys that a query sees, on average; what no kernel leaves out counts.
         num_read: are read by the head, and alone leave the last block.
         num_outputs: numbers that the head gives for each of them.
+        num_memory: tokens of an encoder to which all others attend; what the encoder computes is
+            not of this workload.
     """
 
     num_tokens: int
@@ -32,6 +34,7 @@ class Workload:
     mean_visible: float
     num_read: int
     num_outputs: int
+    num_memory: int = 0
 
     @classmethod
     def of_one_stream(cls, num_tokens: int, num_outputs: int, *, causal: bool) -> Workload:
@@ -46,7 +49,9 @@ def training_flops(model: ModelConfig, work: Workload) -> float:
 
     def block(num_tokens: int) -> float:
         own = 2 * width * width + 2 * width * model.mlp_size + 2 * width * work.mean_visible
-        return 2 * (num_tokens * own + work.num_seen * 2 * width * width)
+        if work.num_memory:
+            own += 2 * width * width + 2 * width * work.num_memory
+        return 2 * (num_tokens * own + (work.num_seen + work.num_memory) * 2 * width * width)
 
     head = 2 * work.num_read * width * work.num_outputs
     return 3 * ((model.num_layers - 1) * block(work.num_tokens) + block(work.num_read) + head)

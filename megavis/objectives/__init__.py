@@ -9,6 +9,7 @@ from megavis.objectives.base import Objective
 from megavis.objectives.classification import Classification
 from megavis.objectives.darl import DARL
 from megavis.objectives.givt import GIVT
+from megavis.objectives.givt_encoder_decoder import GIVTEncoderDecoder
 from megavis.objectives.givt_maskgit import GIVTMaskGIT
 from megavis.objectives.gvp import GVP
 from megavis.objectives.igpt import IGPT
@@ -21,6 +22,7 @@ from megavis.parallel.context import ParallelContext
 OBJECTIVES: Mapping[str, type[Trainable]] = {
     "darl": DARL,
     "givt": GIVT,
+    "givt_encoder_decoder": GIVTEncoderDecoder,
     "givt_maskgit": GIVTMaskGIT,
     "gvp": GVP,
     "igpt": IGPT,

@@ -54,8 +54,8 @@ class Objective(Trainable):
     def carries(self) -> tuple[str, ...]:
         """Names of the tensors that travel beside the hidden states, in the order of `Stream`.
 
-        Blocks know `coordinates`, `content_groups`, `query_groups` and `context`; what else is
-        named goes through to the head.
+        Blocks know `coordinates`, `content_groups`, `query_groups` and `context`, and attend to the
+        `memory` of an encoder; what else is named goes through to the head.
         """
         return ()
 

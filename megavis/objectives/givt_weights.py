@@ -2,13 +2,14 @@
 
 The names are those of the released checkpoints: `decoder/EncDecBlock3/...`, or layers stacked on
 axis 1 of `decoder/EncDecBlock/...`; kernels input first, attention's as width, heads, head size.
-An adapter that was trained jointly stands under `params_adaptor/`.
+An adapter that was trained jointly stands under `params_adaptor/`. An encoder-decoder model has its
+Vision Transformer under `encoder/`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig, MaskGITConfig
+from megavis.objectives.givt_encoder_decoder import EncoderDecoderConfig
 from megavis.objectives.givt_layers import REPLACEMENT
 from megavis.objectives.givt_released import Arrays, adapter_weights
 
@@ -26,6 +28,7 @@ Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
 _ADAPTER = "params_adaptor/"
 _BLOCK = "decoder/EncDecBlock"
+_ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class ReleasedModel:
             **self._labels(),
             **self._adapter(),
         }
+        if self.has_encoder:
+            return EncoderDecoderConfig(**keys, **self._encoder())
         return MaskGITConfig(**keys) if self.is_masked else GIVTConfig(**keys)
 
     def model(self) -> ModelConfig:
@@ -85,6 +90,28 @@ class ReleasedModel:
     def side(self) -> int:
         """Latents on the side of the grid."""
         return math.isqrt(self._num_tokens * self._stacked())
+
+    @property
+    def has_encoder(self) -> bool:
+        """True for an encoder-decoder model."""
+        return any(name.startswith(_ENCODER) for name in self.arrays)
+
+    @property
+    def image_size(self) -> int | None:
+        """Side in pixels of the images that an encoder reads; None without one."""
+        if not self.has_encoder:
+            return None
+        patches = self._shape("pos_embedding_encoder")[1]
+        return math.isqrt(patches) * self._shape("EmbedPatches/kernel")[0]
+
+    def _encoder(self) -> dict[str, Any]:
+        names = {name.split("/")[1] for name in self.arrays if name.startswith(_ENCODER_BLOCK)}
+        assert self.image_size is not None
+        return {
+            "encoder_layers": len(names),
+            "encoder_patch_size": self._shape("EmbedPatches/kernel")[0],
+            "downsampling": self.image_size // self.side,
+        }
 
     @property
     def num_layers(self) -> int:
@@ -114,11 +141,10 @@ class ReleasedModel:
         positions = torch.from_numpy(self._array("decoder/pos_emb")[0])
         named = {
             "embedding.labels.weight": torch.from_numpy(self._array("EmbedLabels/embedding")),
-            **_dense("embedding.linear", self.arrays, "EmbedTargets"),
+            **_dense("embedding.linear", self.arrays, "EmbedTargets/"),
             "embedding.positions.weight": positions[1:] if self.is_masked else positions,
-            "head.norm.weight": torch.from_numpy(self._array("decoder/LayerNorm/scale")),
-            "head.norm.bias": torch.from_numpy(self._array("decoder/LayerNorm/bias")),
-            **_dense("head.linear", self.arrays, "decoder/LogitsDense"),
+            **dict(_norm("head.norm", self.arrays, "decoder/LayerNorm/")),
+            **_dense("head.linear", self.arrays, "decoder/LogitsDense/"),
         }
         if self.is_masked:
             named["embedding.label_position"] = positions[0]
@@ -127,7 +153,27 @@ class ReleasedModel:
         for number in range(self.num_layers):
             for name, tensor in _block_weights(self._block(number)):
                 named[f"blocks.{number}.{name}"] = tensor
+        if self.has_encoder:
+            named |= {f"embedding.encoder.{n}": tensor for n, tensor in self._encoder_weights()}
         return {name: tensor.float().contiguous() for name, tensor in named.items()}
+
+    def _encoder_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the encoder's tensors by megavis's names."""
+        patches = {
+            "kernel": self._array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
+            "bias": self._array("EmbedPatches/bias"),
+        }
+        yield from _dense("linear_patches", patches).items()
+        yield "positions.weight", torch.from_numpy(self._array("pos_embedding_encoder")[0])
+        yield from _norm("norm", self._inside("encoder/encoder_norm/"))
+        for number in range(self._encoder()["encoder_layers"]):
+            block = self._inside(f"{_ENCODER_BLOCK}{number}/")
+            for name, tensor in _encoder_block_weights(block):
+                yield f"blocks.{number}.{name}", tensor
+
+    def _inside(self, prefix: str) -> Arrays:
+        """Return the arrays whose names begin so, without it."""
+        return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
 
     def _block(self, number: int) -> Arrays:
         prefix = f"{_BLOCK}/"
@@ -138,11 +184,9 @@ class ReleasedModel:
                 if name.startswith(prefix)
             }
         prefix = f"{_BLOCK}{number}/"
-        found = {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
+        found = self._inside(prefix)
         if "SelfAttn/query/kernel" not in found:
             raise UserError(f"the file has no {prefix}SelfAttn; is it a released GIVT?")
-        if any(name.startswith("CrossAttn") for name in found):
-            raise UserError("the file has cross-attention: an encoder-decoder model, not read here")
         return found
 
     def _labels(self) -> dict[str, Any]:
@@ -166,11 +210,7 @@ class ReleasedModel:
         return {"adapter_blocks": len(blocks), "adapter_bottleneck": bottleneck}
 
     def _adapter_arrays(self) -> Arrays:
-        return {
-            name.removeprefix(_ADAPTER): array
-            for name, array in self.arrays.items()
-            if name.startswith(_ADAPTER)
-        }
+        return self._inside(_ADAPTER)
 
     @property
     def _num_tokens(self) -> int:
@@ -191,32 +231,59 @@ class ReleasedModel:
 
 def _block_weights(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
     """Yield a block's tensors by megavis's names."""
+    norms = {"input_layernorm": "LayerNorm1", "pre_mlp_layernorm": "LayerNorm3"}
+    yield from _attention("self_attention", arrays, "SelfAttn/")
+    if "CrossAttn/query/kernel" in arrays:
+        norms["pre_cross_attn_layernorm"] = "LayerNorm2"
+        yield from _attention("cross_attention", arrays, "CrossAttn/")
+    for own, released in norms.items():
+        yield from _norm(own, arrays, f"{released}/")
+    yield from _mlp(arrays, "MLP/")
 
-    def rows(name: str) -> Tensor:
-        """Return a projection `[width, heads, head size]` as `[heads, head size, width]`."""
-        kernel = np.asarray(arrays[f"SelfAttn/{name}/kernel"], np.float32)
-        return torch.from_numpy(kernel).permute(1, 2, 0)
 
-    out = torch.from_numpy(np.asarray(arrays["SelfAttn/out/kernel"], np.float32))
-    yield "self_attention.linear_q.weight", rows("query").flatten(0, 1)
+def _encoder_block_weights(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an encoder's block by megavis's names."""
+    yield from _attention("self_attention", arrays, "MultiHeadDotProductAttention_0/")
+    yield from _norm("input_layernorm", arrays, "LayerNorm_0/")
+    yield from _norm("pre_mlp_layernorm", arrays, "LayerNorm_1/")
+    yield from _mlp(arrays, "MlpBlock_0/")
+
+
+def _attention(own: str, arrays: Arrays, released: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield kernels stored as width, heads, head size (the output's: heads, head size, width)."""
+    parts = ("query", "key", "value")
+    kernels = [_tensor(arrays[f"{released}{part}/kernel"]).permute(1, 2, 0) for part in parts]
+    yield f"{own}.linear_q.weight", kernels[0].flatten(0, 1)
     # Head by head, each head's keys before its values.
-    yield (
-        "self_attention.linear_kv.weight",
-        torch.stack([rows("key"), rows("value")], dim=1).flatten(0, 2),
-    )
-    yield "self_attention.linear_proj.weight", out.flatten(0, 1).t()
-    for own, released in (("input_layernorm", "LayerNorm1"), ("pre_mlp_layernorm", "LayerNorm3")):
-        yield f"{own}.weight", torch.from_numpy(np.array(arrays[f"{released}/scale"], np.float32))
-    for own, released in (("mlp.linear_fc1", "MLP/Dense_0"), ("mlp.linear_fc2", "MLP/Dense_1")):
-        yield from _dense(own, arrays, released).items()
+    yield f"{own}.linear_kv.weight", torch.stack(kernels[1:], dim=1).flatten(0, 2)
+    yield f"{own}.linear_proj.weight", _tensor(arrays[f"{released}out/kernel"]).flatten(0, 1).t()
+    if f"{released}query/bias" in arrays:
+        biases = [_tensor(arrays[f"{released}{part}/bias"]) for part in parts]
+        yield f"{own}.linear_q.bias", biases[0].flatten()
+        yield f"{own}.linear_kv.bias", torch.stack(biases[1:], dim=1).flatten()
+        yield f"{own}.linear_proj.bias", _tensor(arrays[f"{released}out/bias"])
 
 
-def _dense(own: str, arrays: Mapping[str, np.ndarray], released: str) -> dict[str, Tensor]:
-    kernel, bias = (arrays[f"{released}/{part}"] for part in ("kernel", "bias"))
+def _mlp(arrays: Arrays, released: str) -> Iterator[tuple[str, Tensor]]:
+    for number, own in enumerate(("mlp.linear_fc1", "mlp.linear_fc2")):
+        yield from _dense(own, arrays, f"{released}Dense_{number}/").items()
+
+
+def _norm(own: str, arrays: Arrays, released: str = "") -> Iterator[tuple[str, Tensor]]:
+    for own_part, part in (("weight", "scale"), ("bias", "bias")):
+        if f"{released}{part}" in arrays:
+            yield f"{own}.{own_part}", _tensor(arrays[f"{released}{part}"])
+
+
+def _dense(own: str, arrays: Arrays, released: str = "") -> dict[str, Tensor]:
     return {
-        f"{own}.weight": torch.from_numpy(np.array(kernel, np.float32)).t(),
-        f"{own}.bias": torch.from_numpy(np.array(bias, np.float32)),
+        f"{own}.weight": _tensor(arrays[f"{released}kernel"]).t(),
+        f"{own}.bias": _tensor(arrays[f"{released}bias"]),
     }
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(array, np.float32))
 
 
 def _is_square(number: int) -> bool:

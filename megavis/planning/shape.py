@@ -77,8 +77,17 @@ class ModelShape:
 
 
 def shape_of(objective: Objective) -> ModelShape:
-    """Measure the model of an objective, in a context of one process, without allocating it."""
+    """Measure the model of an objective, in a context of one process, without allocating it.
+
+    Raises:
+        UserError: its blocks attend to an encoder, which the arithmetic of plans leaves out.
+    """
     config = objective.config
+    if objective.workload().num_memory:
+        raise UserError(
+            f"plans leave out encoders, and {config.objective.name} has one; `megavis params` counts"
+            " its parameters"
+        )
     model = config.model
     embedding_bytes, head_bytes = _saved_by_ends(objective)
     return ModelShape(

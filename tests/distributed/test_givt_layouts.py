@@ -1,5 +1,6 @@
 """GIVT in several layouts: causal, masked, and with an adapter whose output has a gradient."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,26 +133,112 @@ def test_dropout_agrees_on_what_is_shared_and_differs_on_what_is_split(
     assert 0.4 < (masks[0] == masks[1]).mean() < 0.6
 
 
-def golden_outputs(launch: Launch, run_folder: str, values: dict[str, Any]) -> np.ndarray:
+@pytest.fixture(scope="module")
+def conditioned_config(
+    image_shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., RunConfig]:
+    """A config that predicts the latents of the released code's small VAE from images."""
+    folder = tmp_path_factory.mktemp("conditioned")
+    assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
+    path = folder / "config.yaml"
+    path.write_text(
+        f"""\
+name: conditioned
+output: {folder}/runs
+objective:
+  name: givt_encoder_decoder
+  latent_channels: 8
+  downsampling: 4
+  encoder_layers: 1
+  encoder_patch_size: 4
+  tokenizer: {folder}/vae
+model:
+  {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm,
+  norm_bias: last, add_bias: true, attention_bias: false}}
+data: {{train: {image_shards}/train, image_size: 16}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 4, micro_batch_size: 1}}
+"""
+    )
+    return lambda **layout: with_layout(make_config(path), **layout)
+
+
+def test_an_encoder_is_trained_alike_in_all_layouts(
+    run_job: Any, conditioned_config: Callable[..., RunConfig]
+) -> None:
+    reference = run_job(train_briefly, 1, conditioned_config(), 3)[0]
+    assert reference[-1][0] < reference[0][0], "nothing was learned"
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layouts = (
+        (2, {"zero_stage": 3, "activation_checkpointing": "full"}),
+        (4, {"pipeline_model_parallel_size": 2, **split}),
+    )
+    for processes, layout in layouts:
+        curves = run_job(train_briefly, processes, conditioned_config(**layout), 3)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+def golden_outputs(
+    launch: Launch, run_folder: str, tokens: np.ndarray, values: dict[str, np.ndarray]
+) -> np.ndarray:
     """Return the outputs of an imported run whose layers two processes share."""
     open_context(launch, tensor_model_parallel_size=2)
     try:
         run = Run.open(run_folder, device="cpu")
         given = {name: torch.from_numpy(value) for name, value in values.items()}
-        tokens, labels = given.pop("tokens"), given.pop("labels").long()
-        return run.outputs(tokens, labels=labels, **given).numpy()
+        return run.outputs(torch.from_numpy(tokens), **given).numpy()
     finally:
         close_context()
 
 
-@pytest.mark.parametrize("name", ["givt_causal", "givt_maskgit", "givt_full_covariance"])
-def test_golden_values_hold_on_two_processes(run_job: Any, tmp_path: Path, name: str) -> None:
-    source = str(GOLDEN / f"{name}.npz")
-    folder = str(tmp_path / "run")
-    assert main(["import", "givt", source, folder, "--num-classes", "10"]) == 0
+@pytest.mark.parametrize(
+    ("name", "inputs", "expected"),
+    [
+        ("givt_causal", "tokens", "logits"),
+        ("givt_maskgit", "tokens", "logits"),
+        ("givt_full_covariance", "tokens", "logits"),
+        ("givt_encoder_decoder", "tokens", "logits"),
+        ("vae", "image01", "moments"),
+    ],
+)
+def test_golden_values_hold_on_two_processes(
+    run_job: Any, tmp_path: Path, name: str, inputs: str, expected: str
+) -> None:
+    source, folder = str(GOLDEN / f"{name}.npz"), str(tmp_path / "run")
     with np.load(source) as archive:
-        inputs = ("tokens", "labels", "mask")
-        values = {key: archive[key] for key in inputs if key in archive.files}
-        expected = archive["logits"]
-    for outputs in run_job(golden_outputs, 2, folder, values):
-        np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-4)
+        values = {key: archive[key] for key in archive.files if "/" not in key}
+    words = ["--num-classes", "10"] if "labels" in values else []
+    form = "givt-vae" if name == "vae" else "givt"
+    assert main(["import", form, source, folder, *words]) == 0
+    given = {key: values[key] for key in ("labels", "mask", "image") if key in values}
+    for outputs in run_job(golden_outputs, 2, folder, values[inputs], given):
+        made = np.moveaxis(outputs, 1, -1) if name == "vae" else outputs
+        np.testing.assert_allclose(made, values[expected], rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def adapted_run(tmp_path: Path) -> str:
+    """A run of the golden adapter, before a Transformer of the causal one's widths."""
+    with np.load(GOLDEN / "givt_causal.npz") as archive:
+        arrays = {name: archive[name] for name in archive.files if "/" in name}
+    for name, shape in {
+        "EmbedTargets/kernel": (16, 64),
+        "decoder/LogitsDense/kernel": (64, 99),
+        "decoder/LogitsDense/bias": (99,),
+        "decoder/pos_emb": (1, 36, 64),
+    }.items():
+        arrays[f"params/{name}"] = np.zeros(shape, np.float32)
+    np.savez(tmp_path / "plain.npz", **arrays)
+    words = ["--adapter", str(GOLDEN / "adapter.npz"), "--num-classes", "10"]
+    folder = str(tmp_path / "run")
+    assert main(["import", "givt", str(tmp_path / "plain.npz"), folder, *words]) == 0
+    return folder
+
+
+def test_the_golden_adapter_holds_on_two_processes(run_job: Any, adapted_run: str) -> None:
+    with np.load(GOLDEN / "adapter.npz") as archive:
+        latents, expected = np.moveaxis(archive["z"], -1, 1).copy(), archive["y"]
+    for outputs in run_job(golden_outputs, 2, adapted_run, latents, {}):
+        # What the adapter gave follows the density's parameters.
+        adapted = outputs[..., -16:].reshape(expected.shape)
+        np.testing.assert_allclose(adapted, expected, rtol=0, atol=1e-4)

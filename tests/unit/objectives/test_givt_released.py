@@ -49,16 +49,27 @@ def stacked(arrays):
     return {n: a for n, a in arrays.items() if "EncDecBlock" not in n} | together
 
 
-@pytest.mark.parametrize("name", ["givt_causal", "givt_maskgit", "givt_full_covariance"])
+@pytest.mark.parametrize(
+    "name", ["givt_causal", "givt_maskgit", "givt_full_covariance", "givt_encoder_decoder"]
+)
 def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
     values = golden(name)
-    run = open_imported(tmp_path, "givt", GOLDEN / f"{name}.npz", "--num-classes", "10")
-    mask = torch.from_numpy(values["mask"]) if "mask" in values else None
-    tokens, labels = torch.from_numpy(values["tokens"]), torch.from_numpy(values["labels"])
-    outputs = run.outputs(tokens, labels=labels.long(), mask=mask)
+    words = ["--num-classes", "10"] if "labels" in values else []
+    run = open_imported(tmp_path, "givt", GOLDEN / f"{name}.npz", *words)
+    tokens = torch.from_numpy(values["tokens"])
+    names = ("labels", "mask", "image")
+    given = {key: torch.from_numpy(values[key]) for key in names if key in values}
+    outputs = run.outputs(tokens, **given)
     torch.testing.assert_close(outputs, torch.from_numpy(values["logits"]), **TOLERANCE)
     nats = run.objective.nats(outputs, (tokens,))
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
+
+
+def test_an_encoder_decoder_draws_no_images(tmp_path, capsys):
+    file = str(GOLDEN / "givt_encoder_decoder.npz")
+    assert main(["import", "givt", file, str(tmp_path / "run")]) == 0
+    assert main(["sample", str(tmp_path / "run")]) == 2
+    assert "givt_encoder_decoder" in capsys.readouterr().err
 
 
 def test_stacked_layers_and_an_adapter_are_read(tmp_path):

@@ -1,0 +1,194 @@
+"""GIVT's encoder-decoder: latents predicted from an image ("GIVT", section 4.2, appendix B).
+
+The paper's form for dense prediction, after UViM: GIVT-Causal with a cross-attention after each
+self-attention, to what a Vision Transformer makes of an image.
+
+Shards hold one image a sample. In training it is both: the encoder reads it, and its latents are
+predicted. `outputs` and `loss` of a loaded run take any image beside the latents.
+
+Legend: b images, n tokens, d numbers of a token, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.config.schema import Complaint, NonNegative, Positive, RunConfig
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.core import MEMORY, Core
+from megavis.model.encoder import Encoder, encoder_model
+from megavis.model.flops import Workload, training_flops
+from megavis.model.positions import PositionKind
+from megavis.model.stream import State, Stream
+from megavis.model.visibility import Kind
+from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.givt_base import LatentTokens, Predictions
+from megavis.objectives.givt_config import LatentTokensConfig
+from megavis.objectives.givt_layers import CausalEmbedding, DensityHead
+
+
+class EncoderDecoderConfig(LatentTokensConfig):
+    """GIVT-Causal with an encoder; width and heads of both are those of `model`."""
+
+    name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
+    num_classes: NonNegative = 0
+    """Classes whose label stands in front; 0, as in the paper: a learned start vector."""
+    num_components: Positive = 1
+    """k of the mixture; 1 in section 4.2."""
+    encoder_layers: Positive = 24
+    """Blocks of the encoder; 24 in the paper's, ViT-L/16."""
+    encoder_patch_size: Positive = 16
+    """Pixels on the side of its patches."""
+
+    def num_patches(self, config: RunConfig) -> int:
+        """Return the patches that the encoder reads."""
+        return (config.data.image_size // self.encoder_patch_size) ** 2
+
+    def check(self, config: RunConfig) -> Iterator[Complaint]:
+        """Want patches that divide the image."""
+        yield from super().check(config)
+        if config.data.image_size % self.encoder_patch_size:
+            text = f"{self.encoder_patch_size} does not divide data.image_size"
+            yield "objective.encoder_patch_size", f"{text} {config.data.image_size}"
+
+
+class ConditionedEmbedding(CausalEmbedding):
+    """Tokens of latents as the causal model has them, and the memory that blocks attend to."""
+
+    paper: EncoderDecoderConfig
+
+    def __init__(
+        self, core: Core, paper: EncoderDecoderConfig, positions: PositionKind, *, num_rows: int
+    ) -> None:
+        super().__init__(core, paper, positions, num_rows=num_rows)
+        self.encoder = Encoder(
+            core, num_layers=paper.encoder_layers, patch_size=paper.encoder_patch_size
+        )
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> State:
+        """Embed latents and rows of labels, and encode images `[b, H, W, 3]`, the last input."""
+        *own, images = inputs
+        names = [name for name in self.core.carries if name != MEMORY]
+        stream = Stream.unpack(super().forward(tuple(own)), names)
+        return Stream(stream.hidden, {**stream.carried, MEMORY: self.encoder(images)}).pack()
+
+
+class GIVTEncoderDecoder(LatentTokens):
+    """Next-token prediction of latents, given an image."""
+
+    config_type = EncoderDecoderConfig
+
+    @property
+    def conditioned(self) -> EncoderDecoderConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, EncoderDecoderConfig)
+        return self.config.objective
+
+    @property
+    def visibility_kind(self) -> Kind:
+        """Each place sees those before it."""
+        return "causal"
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """The encoder's memory as well."""
+        return (*super().carries, MEMORY)
+
+    @property
+    def carries_gradient(self) -> bool:
+        """The encoder learns from what blocks read of its memory."""
+        return True
+
+    def workload(self) -> Workload:
+        """Return that of the causal blocks, which attend to the encoder's patches."""
+        tokens, patches = self.num_tokens, self.conditioned.num_patches(self.config)
+        visible = (tokens + 1) / 2
+        return Workload(tokens, tokens, visible, tokens, self.num_outputs, num_memory=patches)
+
+    def flops_per_image(self) -> float:
+        """Count the encoder as well, its first matrix as a last one."""
+        paper = self.conditioned
+        model = encoder_model(self.config.model, paper.encoder_layers)
+        numbers, patches = 3 * paper.encoder_patch_size**2, paper.num_patches(self.config)
+        encoder = Workload.of_one_stream(patches, numbers, causal=False)
+        return super().flops_per_image() + training_flops(model, encoder)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want images and the VAE that makes latents of them."""
+        if manifest.kind == "latents":
+            name = self.config.objective.name
+            yield f"holds latents without their images, which the encoder of {name} reads"
+        else:
+            yield from super().check_data(manifest)
+
+    def build_embedding(self) -> ConditionedEmbedding:
+        """Return labels, latents and positions, and the encoder."""
+        return ConditionedEmbedding(
+            self.core, self.conditioned, self.position_kind, num_rows=self.num_label_rows
+        )
+
+    def build_head(self) -> DensityHead:
+        """Return the last norm and the matrix to the density's parameters."""
+        return DensityHead(self.core, self.paper)
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return black images."""
+        return Objective.blank_batch(self, num_images, device)
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Draw latents of the images, and show these to the encoder."""
+        latents = self.latents(batch.inputs, batch.sample_index)
+        inputs = (latents, self.training_rows(batch), self.condition(batch.inputs))
+        return Sequence(inputs, self.plain_targets(latents))
+
+    def condition(self, images: Tensor) -> Tensor:
+        """Return what the encoder reads, float32 `[b, H, W, 3]` from -1 to 1.
+
+        Args:
+            images: uint8, or float in that range already.
+
+        Raises:
+            UserError: they have another shape.
+        """
+        side = self.config.data.image_size
+        if images.shape[1:] != (side, side, 3):
+            raise UserError(
+                f"the images that the encoder reads have shape {list(images.shape)}; this run takes"
+                f" [b, {side}, {side}, 3], uint8 or from -1 to 1"
+            )
+        return images.float() / 127.5 - 1.0 if images.dtype == torch.uint8 else images.float()
+
+    def inputs_from(
+        self,
+        inputs: Any,
+        *,
+        image: Tensor | None = None,
+        labels: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return what the first layer takes.
+
+        Args:
+            inputs: as `latents` takes them. Tokens pass the adapter by.
+            image: what the encoder reads, as `condition` takes it; the inputs when absent.
+            labels: int64 `[b]`; -1 or None: no class.
+            sample_index: as `latents` takes it.
+
+        Raises:
+            UserError: a shape or a label is wrong.
+        """
+        latents = self.latents(inputs, sample_index)
+        rows = self.label_rows(labels, len(latents), latents.device)
+        seen = self.condition(inputs if image is None else image.to(latents.device))
+        return latents, rows, seen
+
+    def loss(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return nats a token (equation 2), the mean over tokens and images."""
+        return self.nats(predictions, targets).mean()
