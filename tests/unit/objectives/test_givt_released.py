@@ -9,6 +9,7 @@ from latent_shards import write_latent_shards
 
 import megavis
 from megavis.cli import main
+from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.manifest import Manifest
 from megavis.objectives import OBJECTIVES, objective_configs
@@ -65,11 +66,16 @@ def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
-def test_an_encoder_decoder_draws_no_images(tmp_path, capsys):
-    file = str(GOLDEN / "givt_encoder_decoder.npz")
-    assert main(["import", "givt", file, str(tmp_path / "run")]) == 0
-    assert main(["sample", str(tmp_path / "run")]) == 2
-    assert "givt_encoder_decoder" in capsys.readouterr().err
+def test_an_encoder_reads_images_of_its_size_and_nothing_is_drawn_from_it(tmp_path):
+    values = golden("givt_encoder_decoder")
+    run = open_imported(tmp_path, "givt", GOLDEN / "givt_encoder_decoder.npz")
+    tokens = torch.from_numpy(values["tokens"])
+    with pytest.raises(UserError, match=r"shape \[3, 16, 32, 3\]; this run takes \[b, 32, 32, 3\]"):
+        run.outputs(tokens, image=torch.from_numpy(values["image"])[:, ::2])
+    with pytest.raises(UserError, match="givt_encoder_decoder draws no latents"):
+        run.latent_sampler()
+    folder = write_latent_shards(tmp_path / "s", shape=(8, 4, 4), num_classes=0, num_images=2)
+    assert "without their images" in "".join(run.objective.check_data(Manifest.read(folder)))
 
 
 def test_stacked_layers_and_an_adapter_are_read(tmp_path):
