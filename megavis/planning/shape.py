@@ -85,8 +85,8 @@ def shape_of(objective: Objective) -> ModelShape:
     config = objective.config
     if objective.workload().num_memory:
         raise UserError(
-            f"plans leave out encoders, and {config.objective.name} has one; `megavis params` counts"
-            " its parameters"
+            f"plans leave out encoders, and {config.objective.name} has one; `megavis params`"
+            " counts its parameters"
         )
     model = config.model
     embedding_bytes, head_bytes = _saved_by_ends(objective)
