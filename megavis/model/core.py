@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.config.schema import RunConfig
+from megavis.model.activations import ACTIVATIONS
 from megavis.model.attention import Attention, CrossAttention
 from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
@@ -27,30 +27,8 @@ from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
 from megavis.parallel.random import uniform
 
-QUICK_GELU_FACTOR = 1.702
-
 MEMORY = "memory"
 """Name under which what an encoder gave travels, `[c, b, h]`: blocks then attend to it as well."""
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses.
-
-    As SiLU of 1.702 x, which keeps one tensor for the gradient where the plain form keeps two.
-    """
-    return F.silu(QUICK_GELU_FACTOR * x) * (1.0 / QUICK_GELU_FACTOR)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU by its tanh approximation."""
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": quick_gelu,
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +104,7 @@ def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> Transf
         ffn_hidden_size=model.mlp_size,
         layernorm_epsilon=model.norm_epsilon,
         normalization="RMSNorm" if model.normalization == "rms_norm" else "LayerNorm",
-        activation_func=_ACTIVATIONS[model.activation],
+        activation_func=ACTIVATIONS[model.activation],
         add_bias_linear=model.add_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,

@@ -26,8 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
-from megavis.model.core import QUICK_GELU_FACTOR, Block, quick_gelu
+from megavis.model.core import Block
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
 from megavis.model.stream import State, Stream

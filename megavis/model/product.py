@@ -43,6 +43,16 @@ def _multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return result
 
 
+def _multiply_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Return leftᵀ · right of `[rows, m]` and `[rows, n]`.
+
+    oneDNN wants one of them turned over, which is a copy: the narrower one.
+    """
+    if left.shape[1] <= right.shape[1]:
+        return _multiply(left.t(), right.t())
+    return _multiply(right.t(), left.t()).t()
+
+
 class _Product(torch.autograd.Function):
     """The product with a gradient: two more products of the same size."""
 
@@ -60,7 +70,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = _multiply(gradient, weight.t())
         if ctx.needs_input_grad[1]:
-            of_weight = _multiply(rows.t(), inputs.flatten(0, -2).t())
+            of_weight = _multiply_over_rows(rows, inputs.flatten(0, -2))
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return of_inputs, of_weight, of_bias

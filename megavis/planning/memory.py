@@ -143,7 +143,7 @@ class BlockActivations:
 
 
 def block_activations(
-    shape: ModelShape, layout: Layout, *, is_last: bool = False, fused_norms: bool = True
+    shape: ModelShape, layout: Layout, *, is_last: bool = False
 ) -> BlockActivations:
     """Return what a block keeps where nothing is recomputed but, by `selective`, attention.
 
@@ -151,15 +151,12 @@ def block_activations(
         shape: the model.
         layout: tensor and sequence parallelism divide, each what it splits.
         is_last: the last block of the model, which goes on with the tokens that are read.
-        fused_norms: an RMS norm is one operation, as on GPUs; on a CPU it keeps what it
-            normalised as well.
     """
     work, width = shape.work, shape.hidden_size
     read = work.num_read if is_last else work.num_tokens
     numbers = shape.number_size * width
-    kept_input = 1 if shape.is_layer_norm or fused_norms else 2
-    # Mean (of a layer norm) and deviation of each token.
-    norm = 4 * width * kept_input + 4 * (1 + shape.is_layer_norm)
+    # The input, and of each token the mean (where it is subtracted) and the deviation.
+    norm = 4 * width + 4 * (1 + shape.is_layer_norm)
     dropped = shape.residual_dropouts * width * read
     return BlockActivations(
         norms=((work.num_tokens + read) * norm + dropped + numbers * read) / layout.token_parts,
@@ -231,14 +228,12 @@ class ActivationMemory:
         return self.saved + self.recomputed + self.transit + self.backward
 
 
-def activation_memory(
-    shape: ModelShape, layout: Layout, stage: int = 0, *, fused_norms: bool = True
-) -> ActivationMemory:
+def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> ActivationMemory:
     """Return what a process of a pipeline stage keeps, at the worst moment of a step."""
     images, work = layout.micro_batch_size, shape.work
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
-    block = block_activations(shape, layout, fused_norms=fused_norms)
-    last = block_activations(shape, layout, is_last=is_last, fused_norms=fused_norms)
+    block = block_activations(shape, layout)
+    last = block_activations(shape, layout, is_last=is_last)
     checkpointing = layout.parallel.activation_checkpointing
     hidden = shape.number_size * shape.hidden_size * work.num_tokens / layout.token_parts
     kept, kept_last, recomputed = block.total, last.total, 0.0

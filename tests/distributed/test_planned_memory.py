@@ -41,5 +41,5 @@ def test_an_engine_holds_what_was_planned(
     for found_states, found_saved in run_job(found_memory, num_processes, path, words):
         # Between two passes nothing is gathered.
         assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
-        planned = activation_memory(shape, layout, fused_norms=False)
+        planned = activation_memory(shape, layout)
         assert planned.saved == pytest.approx(found_saved, rel=0.1)

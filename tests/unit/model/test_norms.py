@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megavis.model.norms import Norm
+from megavis.model.norms import Norm, rms_norm
 
 
 def make(kind, width=8):
@@ -33,3 +33,9 @@ def test_norm_is_its_formula(kind, dtype):
     assert out.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rms_norm_has_the_gradient_of_its_formula():
+    x, gain = torch.randn(4, 2, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    inputs = (x.requires_grad_(), gain.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-2), inputs)

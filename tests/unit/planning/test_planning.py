@@ -62,7 +62,7 @@ def test_activations_are_what_autograd_saves(context, name, words):
 
     found, _ = saved_bytes(forward, layers)
     layout = Layout(objective.config.parallel, 1, IMAGES, 1)
-    planned = activation_memory(shape, layout, fused_norms=False)
+    planned = activation_memory(shape, layout)
     assert planned.saved == pytest.approx(found, rel=0.02)
 
 
