@@ -78,7 +78,7 @@ def _square(
 
 
 def _deviation(pixels: np.ndarray) -> float:
-    return float(pixels.std((0, 1)).max())
+    return float(np.max(pixels.std((0, 1))))
 
 
 def _of_one_contrast(pixels: np.ndarray) -> np.ndarray:

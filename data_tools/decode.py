@@ -139,7 +139,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:
     # Pillow's own conversion of these modes clips at 255 and would give a white image.
     values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
+    if np.min(values) < 0 or np.max(values) > 65535:
         raise RefusedImageError("unsupported pixel format")
     grey = ((values + 128) // 257).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)
