@@ -26,11 +26,9 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 
-asked=""
 # shellcheck disable=SC2317,SC2329 # called by the trap
 save() {
   echo "slurm: time is nearly up; asking the run to save and stop" >&2
-  asked=yes
   # To the tasks alone: without --batch or --full a signal does not come here again. They may have
   # ended already.
   scancel --signal=USR1 "$job" || true
@@ -60,9 +58,10 @@ while kill -0 "$step" 2>/dev/null; do
 done
 
 # A run that trains but comes no further is given up after training.max_restarts, with 2. One that
-# never gets so far is counted here.
+# never gets so far is counted here: also where SLURM's warning ends it while it starts, as under a
+# time limit that is hardly longer than the warning, which may come a minute early.
 failures=.slurm-$job.failures
-if [[ -z $asked ]] && ((code != 0 && code != 75 && SECONDS < 300)); then
+if ((code != 0 && code != 75 && SECONDS < 300)); then
   echo "$code" >>"$failures"
 else
   rm -f "$failures"

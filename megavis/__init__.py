@@ -6,12 +6,17 @@ first function that needs them is called.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megavis.notebook import Run
 
 __version__ = "0.1.0"
+
+# Megatron-Core says so four times when it is imported, of optimizers and kernels that megavis does
+# not take from it; here, before any module of ours can import it. Its other warnings are shown.
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
 
 def load(run_folder: str, **options: Any) -> Run:

@@ -27,6 +27,16 @@ def test_importing_costs_nothing(module):
     assert process.stdout.strip() == ""
 
 
+def test_what_megatron_says_of_packages_that_are_not_used_is_not_shown():
+    code = """import megavis, warnings
+warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.")
+warnings.warn("Another of Megatron's.")
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert "Another of Megatron's." in process.stderr
+    assert "Apex" not in process.stderr
+
+
 def test_help_of_every_command_is_quick_and_has_an_example():
     """The parsers of all commands are built without a heavy import; each shows how it is used."""
     from megavis.cli import _COMMANDS
