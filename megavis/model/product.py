@@ -26,8 +26,9 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     if not _suits(inputs, weight):
         return F.linear(inputs, weight, bias)
     if torch.is_grad_enabled() and (inputs.requires_grad or weight.requires_grad):
-        result: Tensor = _Product.apply(inputs, weight, bias)
-        return result
+        # In rows: of more dimensions the operator returns a view, which nobody may write into.
+        rows: Tensor = _Product.apply(inputs.flatten(0, -2), weight, bias)
+        return rows.unflatten(0, inputs.shape[:-1])
     return _multiply(inputs, weight, bias)
 
 
@@ -54,7 +55,7 @@ def _multiply_over_rows(left: Tensor, right: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The product with a gradient: two more products of the same size."""
+    """The product of rows `[n, in]` with a gradient: two more products of the same size."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,12 +66,11 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
         of_inputs = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_inputs = _multiply(gradient, weight.t())
         if ctx.needs_input_grad[1]:
-            of_weight = _multiply_over_rows(rows, inputs.flatten(0, -2))
+            of_weight = _multiply_over_rows(gradient, inputs)
         if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
+            of_bias = gradient.sum(0)
         return of_inputs, of_weight, of_bias

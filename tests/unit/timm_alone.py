@@ -1,4 +1,4 @@
-"""Single modules of timm: the package wants torchvision, whose usual wheel does not load here."""
+"""Single modules of timm: the package imports torchvision, whose wheel may not load."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ def timm_module(folder, name):
     """Import timm/<folder>/<name>.py alone; skips where timm is not installed."""
     found = importlib.util.find_spec("timm")
     if found is None:
-        pytest.skip("pip install --no-deps timm, to compare with it")
+        pytest.skip("pip install timm, to compare with it")
     package = types.ModuleType(f"timm_{folder}")
     package.__path__ = [str(Path(found.submodule_search_locations[0]) / folder)]
     sys.modules[package.__name__] = package

@@ -124,12 +124,16 @@ class StandIn:
 
 @pytest.fixture
 def timm(monkeypatch):
-    """Import timm without torchvision, whose usual wheel does not load beside torch for CPUs."""
+    """Import timm without torchvision, whose wheel does not load beside every torch."""
     pytest.importorskip("huggingface_hub", reason="timm imports it")
-    monkeypatch.setattr(sys, "meta_path", [StandIn(), *sys.meta_path])
-    yield pytest.importorskip("timm", reason="pip install --no-deps timm, to compare with it")
+    before = set(sys.modules)
+    if "torchvision" not in before:
+        monkeypatch.setattr(sys, "meta_path", [StandIn(), *sys.meta_path])
+    yield pytest.importorskip("timm", reason="pip install timm, to compare with it")
+    # Whoever comes next finds the real one.
     for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
-        del sys.modules[name]
+        if name not in before:
+            del sys.modules[name]
 
 
 def test_features_by_timm(timm, features):
