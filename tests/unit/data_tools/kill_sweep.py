@@ -145,6 +145,11 @@ def children(process: int) -> list[int]:
     return [int(word) for word in text.split()]
 
 
+def workers_of(process: int) -> list[int]:
+    """Return the worker processes of a command, without the one that cleans up after them."""
+    return children(process)[1:]
+
+
 def long_sweep(kills: int, count: int, *, workers: Sequence[int], seed: int) -> None:
     """Sweep round after round, killing now the command, now one of its workers.
 
@@ -168,7 +173,7 @@ def long_sweep(kills: int, count: int, *, workers: Sequence[int], seed: int) -> 
                 lambda: spawned([*words, *options]),  # noqa: B023
                 broken,
                 kills=kills - total,
-                victim=lambda child: choice.choice([child, *children(child)]),
+                victim=lambda child: choice.choice([child, *workers_of(child)]),
                 seed=choice.getrandbits(32),
             )
             one, other = tree(broken), tree(whole)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from image_files import tree
-from kill_sweep import children, finished, killed_after, spawned, stop, write_images
+from kill_sweep import finished, killed_after, spawned, stop, workers_of, write_images
 
 from data_tools.__main__ import main
 
@@ -100,11 +100,6 @@ def wait_until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def workers_of(process):
-    """Worker processes, without the one that cleans up after them."""
-    return children(process)[1:]
 
 
 def test_a_killed_worker_and_a_killed_parent(command, tmp_path):
