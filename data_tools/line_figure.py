@@ -31,7 +31,7 @@ def line_figure(
     else:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(ys))
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)

@@ -21,7 +21,7 @@ from data_tools.units import UnitResult, peak_memory
 from megavis.data.files import write_atomically
 
 _SECONDS_BETWEEN_LINES = 10.0
-_IMAGES_WORTH_A_FIGURE = 10_000
+_IMAGES_OF_A_FIGURE, _POINTS_OF_A_FIGURE = 10_000, 5
 
 
 def say(text: str) -> None:
@@ -139,7 +139,7 @@ def write_memory_figure(path: Path, outcome: Outcome) -> bool:
         outcome: of the job.
     """
     course = [(images, peak / 2**20) for images, peak in outcome.memory_course()]
-    if len(course) < 2 or course[-1][0] < _IMAGES_WORTH_A_FIGURE:
+    if len(course) < _POINTS_OF_A_FIGURE or course[-1][0] < _IMAGES_OF_A_FIGURE:
         return False
     memory = "most memory of a process so far (MiB)"
     write_atomically(path, line_figure(course, xlabel="images done", ylabel=memory))
