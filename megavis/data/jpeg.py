@@ -39,7 +39,7 @@ class JpegCodec(Codec):
         """Return pixels uint8 `[b, size, size, 3]`."""
         assert self._transform is not None
         size = self._transform.image_size
-        pixels = np.zeros((len(payloads), size, size, 3), np.uint8)
+        pixels = np.empty((len(payloads), size, size, 3), np.uint8)
         refused = {}
         draws = self._transform.draws(positions)
         for row, payload in enumerate(payloads):

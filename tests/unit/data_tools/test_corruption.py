@@ -208,7 +208,7 @@ def test_what_is_wrong_is_named_and_what_is_good_is_there(
     verb, odd_set, verb_words, tokenizers, tmp_path
 ):
     place, refused, num_good = odd_set
-    out, copy = tmp_path / "out", tmp_path / "copy"
+    out, copy, both = tmp_path / "out", tmp_path / "copy", tmp_path / "both"
     assert main(verb_words(verb, place, out)) == 0
     assert reported(out) == sorted(refused)
     manifest = Manifest.read(out)
@@ -219,6 +219,8 @@ def test_what_is_wrong_is_named_and_what_is_good_is_there(
     show = ["--tokenizer", str(tokenizers[verb])] if verb in tokenizers else []
     assert main(["inspect", str(out), "--out", str(tmp_path / "sheet.png"), *show]) == 0
     assert main(["reshard", str(out), "--out", str(copy), "--samples-per-shard", "5"]) == 0
+    assert main(["merge", str(out), str(copy), "--out", str(both)]) == 0
+    assert Manifest.read(both).num_samples == 2 * num_good
 
 
 def test_filter_and_fit_read_them_too(odd_set, verb_words, tmp_path):
