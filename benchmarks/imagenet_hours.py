@@ -146,10 +146,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mean = prepare(Path(folder), count=arguments.images)
         print(f"{arguments.images} photographs of {mean / 1000:.0f} KB on average; {machine()}")
-        print(
-            f"| what is stored | images/s a core | time on {CORES} cores | bytes an image |", end=""
-        )
-        print(" training set | validation set |\n|---|---|---|---|---|---|")
+        print(f"| what is stored | images/s a core | on one core | on {CORES} cores |", end="")
+        print(" bytes an image | training set | validation set |\n|---|---|---|---|---|---|---|")
         for choice in CHOICES:
             seconds, num_bytes = cost(Path(folder), choice, rounds=arguments.rounds)
             print(line(choice, seconds, num_bytes), flush=True)

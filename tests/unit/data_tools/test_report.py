@@ -40,7 +40,9 @@ def test_a_long_job_leaves_a_picture(tmp_path):
     assert (np.abs(rising - [0x1F, 0x5F, 0xA8]).max(axis=2) < 8).any(axis=1).sum() > 300
 
 
-@pytest.mark.parametrize("job", [outcome([]), outcome([100] * 4, images=20_000), outcome([100] * 9)])
+@pytest.mark.parametrize(
+    "job", [outcome([]), outcome([100] * 4, images=20_000), outcome([100] * 9)]
+)
 def test_a_short_job_leaves_none(job, tmp_path):
     assert not write_memory_figure(tmp_path / "memory.png", job)
     assert not list(tmp_path.iterdir())
