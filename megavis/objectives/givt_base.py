@@ -138,6 +138,11 @@ class LatentTokens(Objective):
             yield "has no labels; set objective.num_classes to 0, or give labelled shards"
 
     @property
+    def needs_labels(self) -> bool:
+        """True unless a null label, or none at all, stands for a sample without one."""
+        return self.paper.num_classes > 0 and not self.paper.has_null_label
+
+    @property
     def num_label_rows(self) -> int:
         """Rows of the table: classes (or one that stands for all), special ones, null label."""
         classes = self.paper.num_classes or 1
@@ -174,7 +179,10 @@ class LatentTokens(Objective):
         return blank_batch(num_images, (2, *self.latent_shape), torch.float16, device)
 
     def training_rows(self, batch: Batch) -> Tensor:
-        """Return the rows `[b]` of a batch's labels, some of them dropped."""
+        """Return the rows `[b]` of a batch's labels, some of them dropped.
+
+        A sample without a label has the null label's.
+        """
         if not self.paper.num_classes:
             return torch.zeros_like(batch.labels)
         rows = self._rows(batch.labels)

@@ -119,6 +119,11 @@ class Trainable(ABC):
         return None
 
     @property
+    def needs_labels(self) -> bool:
+        """True where every sample must have a class."""
+        return False
+
+    @property
     def likelihood(self) -> Likelihood | None:
         """How the loss of evaluation is read as -log p of whole images; None where it is not."""
         return None

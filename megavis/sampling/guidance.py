@@ -21,9 +21,10 @@ from torch import Tensor
 from megavis.model.mixture import gaussian_log_prob
 from megavis.parallel.random import normal, uniform
 
-MAX_TRIES = 1000
 _REACH, _NUM_POINTS = 10.0, 1001
-_TRIES_AT_ONCE = 10
+# Most numbers are found at once; for the few that are not, a round costs more than its tries.
+_ROUNDS = (16, 64, 256, 664)
+MAX_TRIES = sum(_ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def draw_guided(
 ) -> Tensor:
     """Draw one value of each guided density.
 
-    The tries are made a few at once, for those numbers alone that have none yet.
+    The tries are made in a few rounds, for those numbers alone that have none yet.
 
     Args:
         guided: of m numbers, `[m]` each.
@@ -127,16 +128,16 @@ def draw_guided(
     values = guided.mean + guided.log_scale.exp() * fallback
     log_bound = guided.log_bound()
     waiting = torch.arange(len(keys), device=keys.device)
-    for first in range(0, MAX_TRIES, _TRIES_AT_ONCE):
+    for tries in _ROUNDS:
         if not len(waiting):
             break
-        part, name = guided.select(waiting), f"{purpose}/{first}"
-        noise = normal(keys[waiting], _TRIES_AT_ONCE, seed=seed, purpose=f"{name}/value")
-        heights = uniform(keys[waiting], _TRIES_AT_ONCE, seed=seed, purpose=f"{name}/height")
+        part, name = guided.select(waiting), f"{purpose}/{tries}"
+        noise = normal(keys[waiting], tries, seed=seed, purpose=f"{name}/value")
+        heights = uniform(keys[waiting], tries, seed=seed, purpose=f"{name}/height")
         accepted, proposals = _try(part, log_bound[waiting], noise.t(), heights.t())
         hit, place = accepted.max(dim=0)
         values[waiting[hit]] = proposals.gather(0, place[None])[0][hit]
-        tried = torch.where(hit, place + 1, _TRIES_AT_ONCE)
+        tried = torch.where(hit, place + 1, tries)
         acceptance.proposals += int(tried.sum())
         acceptance.found += int(hit.sum())
         waiting = waiting[~hit]

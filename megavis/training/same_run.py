@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megavis.checkpoint.manifest import Manifest
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
+from megavis.config.section import Section
 from megavis.data.mixture import Samples
 from megavis.objectives import objective_configs
 
@@ -35,10 +37,11 @@ def check_same_run(path: Path, config: RunConfig) -> None:
     """
     before = load_config(path, objectives=objective_configs()).config
     for key in ("seed", "objective", "model", "finetune"):
-        if getattr(before, key) != getattr(config, key):
+        old, new = getattr(before, key), getattr(config, key)
+        if old != new:
             raise UserError(
-                f"{path}: this run was begun with another '{key}'; choose another name, or make"
-                f" '{key}' what it was"
+                f"{path}: this run was begun with {_first_difference(key, old, new)}; choose"
+                " another name, or make it what it was"
             )
     if before.training.batch_size != config.training.batch_size:
         raise UserError(
@@ -51,3 +54,13 @@ def check_same_run(path: Path, config: RunConfig) -> None:
             f"{path}: this run was begun with data.train of weights {weights}, which its sample"
             " order follows; keep them, or choose another name"
         )
+
+
+def _first_difference(key: str, old: Any, new: Any) -> str:
+    """Name the first of a section's keys that differs, and what it was and is."""
+    if not (isinstance(old, Section) and isinstance(new, Section)):
+        return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
+    for name in type(old).model_fields:
+        if getattr(old, name) != getattr(new, name, None):
+            return f"{key}.{name} {getattr(old, name)}, not {getattr(new, name, 'without it')}"
+    return f"another {key!r}"

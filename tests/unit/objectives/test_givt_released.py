@@ -10,12 +10,14 @@ from latent_shards import write_latent_shards
 import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
-from megavis.config.load import load_config
+from megavis.config.load import LoadedConfig, Source, load_config
+from megavis.data.dataset import ShardDataset
 from megavis.data.manifest import Manifest
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.tokenizers.base import open_tokenizer
+from megavis.training.open_data import open_data
 
 GOLDEN = Path(__file__).parents[2] / "data" / "givt"
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
@@ -177,3 +179,23 @@ def test_latents_of_another_vae_and_labels_out_of_range_are_refused(encoding, tm
     complaints = " / ".join(objective.check_data(Manifest.read(folder)))
     assert "holds latents of shape [8, 4, 4]" in complaints
     assert "has no labels" in complaints
+
+
+@pytest.mark.once
+def test_unlabelled_samples_in_labelled_shards_want_a_null_label(encoding, tmp_path, monkeypatch):
+    objective, vae = encoding
+    folder = write_latent_shards(
+        tmp_path / "some", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
+    )
+    loaded = LoadedConfig(objective.config, Source("config.yaml"))
+    found = ShardDataset(folder)
+    found.labels[1:3] = -1
+    monkeypatch.setattr("megavis.training.open_data.ShardDataset", lambda *_, **__: found)
+    arguments = ("data.train", str(folder), None)
+    assert open_data(loaded, *arguments, objective) is found
+    paper = objective.paper.model_copy(update={"label_dropout": 0.0})
+    plain = OBJECTIVES["givt"](
+        objective.config.model_copy(update={"objective": paper}), current_context()
+    )
+    with pytest.raises(UserError, match="holds 2 samples without a label, of 4 in all"):
+        open_data(loaded, *arguments, plain)

@@ -54,7 +54,7 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
     assert found[-1].endswith("step-00000004: goes on from step 4")
     code, found = lines(tiny_config, "name=begun", "model.num_layers=2")
     assert code == 2
-    assert "begun with another 'model'" in found[-1]
+    assert "begun with model.num_layers 3, not 2;" in found[-1]
     run_folder = tiny_config.parent / "runs" / "begun"
     assert [start["first_step"] for start in read_starts(run_folder)] == [0], "dry runs start none"
     folder = run_folder / "checkpoints" / "step-00000004"

@@ -97,9 +97,9 @@ def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["model.num_layers=2"], "begun with another 'model'"),
-        (["seed=1"], "begun with another 'seed'"),
-        (["objective.order=random"], "begun with another 'objective'"),
+        (["model.num_layers=2"], "begun with model.num_layers"),
+        (["seed=1"], "begun with seed 0, not 1;"),
+        (["objective.order=random"], "begun with objective.order raster, not random;"),
         (["training.batch_size=16"], "batch_size 8"),
         (["name=new", "data.image_size=8"], "holds images of 4² pixels; data.image_size is 8"),
         (["name=new", "objective.vocabulary_size=16"], "palette of 32 colours"),
