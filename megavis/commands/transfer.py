@@ -81,6 +81,21 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
     )
+    _add_baseline_arguments(parser)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of held-out part, subsets and untrained weights; default: 0",
+    )
+    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_feature_arguments(parser)
+    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
+    parser.set_defaults(run=run)
+
+
+def _add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--untrained-networks",
         type=int,
@@ -93,17 +108,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="leave out raw pixels, which are many numbers an image where images are large",
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of held-out part, subsets and untrained weights; default: 0",
-    )
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
-    add_feature_arguments(parser)
-    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
