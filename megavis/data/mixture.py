@@ -28,17 +28,17 @@ class Samples(Protocol):
     """
 
     @property
-    def directory(self) -> Path: ...  # noqa: D102
+    def directory(self) -> Path: ...  # noqa: D102 - see above
     @property
-    def manifest(self) -> Manifest: ...  # noqa: D102
+    def manifest(self) -> Manifest: ...  # noqa: D102 - see above
     @property
-    def class_names(self) -> tuple[str, ...]: ...  # noqa: D102
+    def class_names(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
     @property
-    def labels(self) -> np.ndarray: ...  # noqa: D102
+    def labels(self) -> np.ndarray: ...  # noqa: D102 - see above
     @property
-    def skipped(self) -> Counter[str]: ...  # noqa: D102
+    def skipped(self) -> Counter[str]: ...  # noqa: D102 - see above
     @property
-    def skipped_names(self) -> list[str]: ...  # noqa: D102
+    def skipped_names(self) -> list[str]: ...  # noqa: D102 - see above
 
     def __len__(self) -> int: ...
 

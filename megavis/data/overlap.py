@@ -25,12 +25,17 @@ colour are equal wherever they come from."""
 
 
 class Shards(Protocol):
-    """A shard folder: `ShardDataset`, or what `find_shards` gives."""
+    """A shard folder: `ShardDataset`, or what `find_shards` gives.
+
+    Attributes:
+        directory: where it lies.
+        manifest: what its samples are.
+    """
 
     @property
-    def directory(self) -> Path: ...  # noqa: D102
+    def directory(self) -> Path: ...  # noqa: D102 - see above
     @property
-    def manifest(self) -> Manifest: ...  # noqa: D102
+    def manifest(self) -> Manifest: ...  # noqa: D102 - see above
 
 
 @dataclass(frozen=True)

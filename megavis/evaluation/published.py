@@ -60,8 +60,8 @@ def published_papers() -> dict[str, PublishedPaper]:
 def _trees() -> Iterator[dict]:
     folder = resources.files("megavis.evaluation") / "published"
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        # The loader that makes every scalar a text.
-        yield yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
+        written = file.read_text(encoding="utf-8")
+        yield yaml.load(written, Loader=yaml.BaseLoader)  # noqa: S506 - makes texts of all scalars
 
 
 def _paper(tree: dict) -> PublishedPaper:

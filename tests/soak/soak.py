@@ -20,16 +20,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from faults import AT_ANY_TIME, FAULTS, PATIENCE, BrokenPromiseError, expect, leftovers
+from job import LAYOUTS, Job, newest_step
+
+from megavis.checkpoint.folder import latest_checkpoint
+from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.verify import damages
+from megavis.training.metrics import read_metrics
+
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
-from faults import AT_ANY_TIME, FAULTS, PATIENCE, BrokenPromiseError, expect, leftovers  # noqa: E402
-from job import LAYOUTS, Job, newest_step  # noqa: E402
-from run_jobs import deterministic_metrics  # noqa: E402
-
-from megavis.checkpoint.folder import latest_checkpoint  # noqa: E402
-from megavis.checkpoint.manifest import read_manifest  # noqa: E402
-from megavis.checkpoint.verify import damages  # noqa: E402
-from megavis.training.metrics import read_metrics  # noqa: E402
+from run_jobs import deterministic_metrics  # noqa: E402 - it lies there
 
 STEPS = 120
 _SLACK = 3.0
@@ -105,7 +106,7 @@ class Soak:
                 names = list(AT_ANY_TIME)
             elif not quiet:
                 target = first + self.draw.randint(1, 30)
-                came = job.wait_for(lambda: reached(job, target), seconds=180)  # noqa: B023
+                came = job.wait_for(lambda target=target: reached(job, target), seconds=180)
                 expect(came, f"the run goes on from step {first} to step {target}")
                 time.sleep(self.draw.uniform(0.0, 0.2))
             if job.is_over() or (quiet and job.wait(seconds=300)):

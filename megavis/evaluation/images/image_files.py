@@ -62,8 +62,9 @@ class NpzImages:
     def __init__(self, path: Path) -> None:
         self.path, self.sha256 = path, sha256_of_file(path)
         try:
-            # Read as a stream, as long as this lives: numpy would hold all images at once.
-            self._file: IO[bytes] = zipfile.ZipFile(path).open(_MEMBER)  # noqa: SIM115
+            # A stream, since numpy would hold all images at once.
+            archive = zipfile.ZipFile(path)
+            self._file: IO[bytes] = archive.open(_MEMBER)  # noqa: SIM115 - read as long as this lives
             shape, fortran, dtype = _read_header(self._file)
         except (zipfile.BadZipFile, KeyError, ValueError) as error:
             raise UserError(f"{path} holds no array arr_0 of images: {error}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -170,7 +171,7 @@ def long_sweep(kills: int, count: int, *, workers: Sequence[int], seed: int) -> 
                 path.unlink()
             options = ["--out", str(broken), "--workers", str(workers[rounds % len(workers)])]
             killed, progress = sweep(
-                lambda: spawned([*words, *options]),  # noqa: B023
+                functools.partial(spawned, [*words, *options]),
                 broken,
                 kills=kills - total,
                 victim=lambda child: choice.choice([child, *workers_of(child)]),
