@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from megavis.config.errors import CorruptionError, UnfinishedError, UserError
+from megavis.parallel.launch import read_launch
 
 # Each command and its module; `import` is a word of Python, so its module has another name.
 _COMMANDS = {
@@ -35,7 +37,16 @@ _COMMANDS = {
     "doctor": "doctor",
 }
 
-_RECORDED = ("sample", "probe", "figure", "transfer", "evaluate")
+_RECORDED = (
+    "sample",
+    "probe",
+    "figure",
+    "transfer",
+    "features",
+    "likelihood",
+    "evaluate",
+    "ensemble",
+)
 """Commands that make something of a run; reports tell how to repeat them."""
 
 
@@ -76,6 +87,9 @@ def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Let each run that the command was given remember it, where its folder can be written."""
     from megavis.training.starts import record_command
 
+    with contextlib.suppress(UserError):  # A launcher that says too little names nobody else.
+        if read_launch(os.environ).rank > 0:
+            return
     folders = [*getattr(parsed, "run_folders", ()), getattr(parsed, "run_folder", None)]
     for folder in folders:
         with contextlib.suppress(OSError):

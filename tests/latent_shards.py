@@ -19,16 +19,21 @@ def write_latent_shards(
     num_classes: int,
     num_images: int,
     identity: str = "1" * 64,
+    scale: float = 0.1,
+    seed: int = 0,
 ) -> Path:
-    """Write latents of classes that differ in their means, as one shard; 0: without labels."""
+    """Write latents of classes that differ in their means, as one shard; 0: without labels.
+
+    Another seed gives other images, from other files.
+    """
     folder.mkdir(parents=True)
-    random, codec = np.random.default_rng(0), LatentsCodec(shape)
+    random, codec = np.random.default_rng(seed), LatentsCodec(shape)
     path = folder / "shard-000000.tar"
     with open_shard(path, suffix=codec.suffix, job="test") as writer:
         for number in range(num_images):
             label = number % num_classes if num_classes else -1
             mean = random.normal(size=shape) + label
-            payload = codec.encode(np.stack([mean, np.full(shape, 0.1)]))
+            payload = codec.encode(np.stack([mean, np.full(shape, scale)]))
             writer.add(f"{number:09d}", payload, label=label, source=f"{number}.png")
     write_index(path, writer.index)
     index = writer.index
@@ -51,7 +56,7 @@ def write_latent_shards(
         ),
         skipped={},
         seed=0,
-        source=Source(description="test", num_files=num_images, sha256="0" * 64),
+        source=Source(description="test", num_files=num_images, sha256=f"{seed:064x}"),
         tool_version="0",
     ).write(folder)
     return folder

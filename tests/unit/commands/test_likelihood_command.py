@@ -1,0 +1,93 @@
+"""`megavis likelihood` of a GIVT, against a sum of densities over latents and places."""
+
+import json
+import math
+
+import pytest
+import torch
+from latent_shards import write_latent_shards
+
+import megavis
+from megavis.cli import main
+from megavis.commands.probing import job_closed
+from megavis.data.dataset import ShardDataset
+from megavis.training.starts import read_commands
+
+pytestmark = pytest.mark.once
+SHAPE, NUM_IMAGES = (4, 4, 4), 70
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run of a few steps, labels never dropped; latents have no spread, so that none is drawn."""
+    folder = tmp_path_factory.mktemp("givt")
+    sizes = {"shape": SHAPE, "num_classes": 3, "scale": 0.0}
+    write_latent_shards(folder / "train", num_images=60, **sizes)
+    write_latent_shards(folder / "validation", num_images=NUM_IMAGES, seed=1, **sizes)
+    (folder / "small.yaml").write_text(
+        f"""\
+name: small
+output: {folder}/runs
+objective: {{name: givt, latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2,
+  label_dropout: 0.0}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}}
+data: {{train: {folder}/train, validation: {folder}/validation, image_size: 16}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 5, batch_size: 8}}
+"""
+    )
+    assert main(["train", str(folder / "small.yaml"), "--device", "cpu"]) == 0
+    return folder / "runs" / "small"
+
+
+def nats_of(run, dataset):
+    """Sum -log p over images, places and numbers, from the head's raw outputs (equation 2)."""
+    inputs, labels = dataset.read(range(NUM_IMAGES))
+    latents = torch.from_numpy(inputs[:, 0]).double()
+    outputs = run.outputs(latents.float(), labels=torch.from_numpy(labels)).double()
+    total = 0.0
+    for place in range(16):
+        token = latents[:, :, place // 4, place % 4]
+        weights = outputs[:, place, :2].softmax(1)
+        components = outputs[:, place, 2:].reshape(NUM_IMAGES, 2, 2, 4)
+        density = torch.zeros(NUM_IMAGES, dtype=torch.float64)
+        for component in range(2):
+            mean, raw = components[:, component].unbind(1)
+            scale = (raw + (raw**2 + 4).sqrt()) / 2
+            exponent = (-(((token - mean) / scale) ** 2) / 2).sum(1).exp()
+            density += weights[:, component] * exponent / (scale * math.sqrt(2 * math.pi)).prod(1)
+        total -= float(density.log().sum())
+    return total
+
+
+def test_it_is_the_sum_of_all_densities(run_folder, capsys):
+    assert main(["likelihood", str(run_folder), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    result = json.loads((run_folder / "evaluation" / "likelihood.json").read_text())
+    dataset = ShardDataset(str(run_folder.parents[1] / "validation"))
+    with job_closed():
+        nats = nats_of(megavis.load(run_folder, device="cpu"), dataset)
+    expected = nats / (NUM_IMAGES * 64)
+    assert result["nats_per_dimension"] == pytest.approx(expected, rel=1e-5)
+    assert result["bits_per_dimension"] == pytest.approx(expected / math.log(2), rel=1e-5)
+    assert result["nats_per_image"] == pytest.approx(nats / NUM_IMAGES, rel=1e-5)
+    assert (result["num_images"], result["dimensions_per_image"]) == (NUM_IMAGES, 64)
+    assert "number of the VAE's latents; 64 an image, given the class" in said
+
+
+def test_the_run_remembers_who_measured_it(run_folder):
+    """Once, however many processes; those of a launcher are told apart by their rank."""
+    before = len(read_commands(run_folder))
+    assert main(["features", str(run_folder)]) == 0
+    assert [line["command"] for line in read_commands(run_folder)[before:]] == [
+        f"megavis features {run_folder}"
+    ]
+
+
+def test_only_the_first_process_remembers(run_folder, monkeypatch):
+    places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1"}
+    for name, value in {**places, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    before = read_commands(run_folder)
+    assert main(["features", str(run_folder)]) == 0
+    assert read_commands(run_folder) == before
