@@ -57,6 +57,7 @@ _SAME_MEASURE = {
     "finetune": {"finetune", "classification"},
     "generation": {"generation"},
     "transfer": {"transfer", "linear_probe"},
+    "likelihood": {"likelihood"},
 }
 """Which tables stand beside which results."""
 
@@ -157,9 +158,16 @@ def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[OwnResult]
             yield OwnResult("transfer", run.name, what, images, percent(float(row["accuracy"])))
 
 
+def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+    images = f"{result['num_images']} of {result['data']}"
+    value = f"{result['nats_per_dimension']:.4f} nats a dimension ({result['dimension']})"
+    yield OwnResult("likelihood", run.name, f"likelihood, step {result['step']}", images, value)
+
+
 _FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[OwnResult]]] = {
     "probe.json": _probe,
     "transfer.csv": _transfer,
     "finetune_test.json": _finetune,
     "samples.json": _samples,
+    "likelihood.json": _likelihood,
 }

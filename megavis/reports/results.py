@@ -88,7 +88,9 @@ def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block
     if ".md" in files:
         yield markdown_table(files[".md"])
     if ".png" in files and not drawn:
-        yield picture(files[".png"], title="", on_white=True)
+        # Where the section has the name of something else.
+        title = _FIGURES.get(stem, "") if stem in _HEADINGS else ""
+        yield picture(files[".png"], title=title, on_white=True)
     if ".csv" in files:
         yield csv_table(files[".csv"], title="The numbers")
 
@@ -199,6 +201,22 @@ def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
         )
 
 
+def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis likelihood`: nats and bits, and what a dimension is."""
+    rows = [
+        ("nats a dimension", f"{result['nats_per_dimension']:.4f}"),
+        ("bits a dimension", f"{result['bits_per_dimension']:.4f}"),
+        ("nats an image", number(result["nats_per_image"])),
+    ]
+    given = f", given {result['given']}" if result["given"] else ""
+    caption = (
+        f"A dimension is {result['dimension']}, {number(result['dimensions_per_image'])} an"
+        f" image{given}. {number(result['num_images'])} images of {result['data']}; step"
+        f" {result['step']}, {result['precision']}."
+    )
+    yield Table("Held-out images", ("", "mean of -log p"), rows, caption)
+
+
 def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
     """`megavis evaluate watch`: each measure over the steps of the checkpoints."""
     records = sorted(records, key=lambda record: record["step"])
@@ -217,8 +235,11 @@ def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
                 name = words(key) if len(keys) > 1 else ""
                 lines.append(Line(steps, values, color, name, marks=True))
         if lines:
-            yield line_chart(title, lines, x="step", y=unit, caption=caption)
-    table = tables_of(records, title="The numbers")[0]
+            about = measured[-1].get("distance_of", "") if keys[0] in _DISTANCES else caption
+            yield line_chart(title, lines, x="step", y=unit, caption=about)
+    # Said once, below the curve.
+    numbers = [{k: v for k, v in record.items() if k != "distance_of"} for record in records]
+    table = tables_of(numbers, title="The numbers")[0]
     yield dataclasses.replace(table, closed=True)
 
 
@@ -241,9 +262,13 @@ def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
 _OVER_STEPS = (
     ("Accuracy by step", ("probe_accuracy", "neighbors_accuracy"), "accuracy (%)", 100),
     ("Validation loss by step", ("validation_loss",), "loss", 1),
+    ("FID by step", ("fid",), "FID", 1),
+    ("Fréchet distance by step", ("frechet_distance",), "distance", 1),
 )
+_DISTANCES = ("fid", "frechet_distance")
 _KNOWN: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
     "probe": _probe,
+    "likelihood": _likelihood,
     "samples": _samples,
     "watch": _watch,
     "finetune_test": _classes,
@@ -253,6 +278,7 @@ _HEADINGS = {
     "probe": "Linear probe",
     "finetune_selection": "Fine-tuning: the images that chose the step",
     "finetune_test": "Fine-tuning: the images that judge",
+    "likelihood": "Likelihood",
     "samples": "Generated images",
     "transfer": "Linear probes on other data sets",
     "watch": "Checkpoints as they appeared",

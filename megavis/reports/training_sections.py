@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megavis.reports.blocks import Table, number, text, words
 from megavis.reports.charts import Chart, Line, line_chart
@@ -24,6 +25,7 @@ def headline(run: RunRecord) -> list[tuple[str, str]]:
         ("layout", _layout(run)),
         ("speed", _speed(run)),
         ("time in steps", _duration(run.seconds_in_steps)),
+        ("watched for", _guards(run)),
         *_losses(run),
     ]
     return [(name, value) for name, value in facts if value]
@@ -96,6 +98,18 @@ def _duration(seconds: float | None) -> str | None:
     if seconds < 6000:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 360_000 else f"{seconds / 86400:.1f} days"
+
+
+def _guards(run: RunRecord) -> str | None:
+    """Return which faults training looks for; what it finds is among the events, or ends it."""
+    spikes, every = (
+        run.setting(f"training.{key}") for key in ("spike_threshold", "check_replicas_every")
+    )
+    guards = [
+        f"spikes of the loss, {number(spikes)} deviations above the median" if spikes else "",
+        f"copies of weights and losses that differ, every {every} steps" if every else "",
+    ]
+    return "; ".join(guard for guard in guards if guard) or None
 
 
 def _losses(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -178,14 +192,37 @@ def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
         time = str(start.get("time", ""))[:16].replace("T", " ")
         where = f"{start.get('processes', 1)} × {start.get('device', '?')}"
         yield first, f"{again} {time} UTC on {where}"
-    told: Callable[[int], str]
-    for key, told in (
-        ("steps_skipped", lambda n: f"{n} steps skipped: gradients not finite"),
-        ("checkpoints_not_saved", lambda n: f"{n} checkpoints could not be written so far"),
-    ):
-        before = 0
-        for record in run.metrics:
-            count = int(record.get(key, 0))
-            if count and (key == "steps_skipped" or count > before):
-                yield record["step"], told(count)
-            before = max(before, count)
+    yield from _faults(run)
+    for record in run.metrics:
+        if "went_back_from" in record:
+            yield record["step"], _return_told(record)
+
+
+def _faults(run: RunRecord) -> Iterator[tuple[int, str]]:
+    """Yield what the lines of `metrics.jsonl` count: since the line before, or since the start."""
+    before = 0
+    for record in run.metrics:
+        step = record["step"]
+        if count := int(record.get("steps_skipped", 0)):
+            yield step, f"{_times(count, 'step')} skipped: gradients not finite"
+        if count := int(record.get("loss_spikes", 0)):
+            yield step, f"{_times(count, 'step')} with a spike of the loss"
+        count = int(record.get("checkpoints_not_saved", 0))
+        if count > before:
+            yield step, f"{_times(count, 'checkpoint')} could not be written so far"
+        before = max(before, count)
+
+
+def _return_told(record: Mapping[str, Any]) -> str:
+    """Say from where training went back to a line's step, and which data it left out."""
+    first, last, times = (
+        record.get(key, "?") for key in ("first_bad_step", "went_back_from", "times_gone_back")
+    )
+    return (
+        f"went back here from step {last}: steps {first} to {last} were bad, time {times} in this"
+        f" run; {record.get('batches_skipped', '?')} batches of the sample order left out so far"
+    )
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"

@@ -12,7 +12,8 @@ seed: 3
 objective: {{name: igpt}}
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4}}
 data: {{train: demo/train, validation: demo/validation, image_size: 8}}
-training: {{steps: 40, batch_size: 8, precision: float32, validation_images: 64}}
+training: {{steps: 40, batch_size: 8, precision: float32, validation_images: 64, spike_threshold: 8,
+  check_replicas_every: 5}}
 """
 
 
@@ -66,6 +67,20 @@ GENERATED = {
 }
 
 
+LIKELIHOOD = {
+    "step": 40,
+    "data": "demo/validation",
+    "num_images": 64,
+    "dimension": "a token",
+    "dimensions_per_image": 256,
+    "given": None,
+    "nats_per_dimension": 2.0895,
+    "bits_per_dimension": 3.0145,
+    "nats_per_image": 534.912,
+    "precision": "float32",
+}
+
+
 def write_json(path, content):
     path.write_text(json.dumps(content))
 
@@ -87,7 +102,9 @@ def write_run(folder, name):
         speed = {"samples_per_s": 16.0, "tokens_per_s": 1024.0, "samples_seen": 8 * step}
         records.append({"step": step, "loss": 6 - step / 10, "lr": 1e-3, "grad_norm": 1.0, **speed})
     records[2] |= {"grad_norm": math.inf, "steps_skipped": 2}
-    records[3] |= {"checkpoints_not_saved": 1}
+    records[3] |= {"checkpoints_not_saved": 1, "loss_spikes": 1}
+    event = {"times_gone_back": 1, "batches_skipped": 12}
+    records.insert(3, {"step": 20, "first_bad_step": 22, "went_back_from": 25, **event})
     records[4] |= {"validation_loss": 3 * math.log(2), "validation_accuracy": 0.5}
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 50, "lo')
@@ -99,6 +116,7 @@ def write_run(folder, name):
     write_json(evaluation / "probe.json", PROBE)
     write_json(evaluation / "finetune_test.json", CLASSES)
     write_json(evaluation / "samples.json", GENERATED)
+    write_json(evaluation / "likelihood.json", LIKELIHOOD)
     (evaluation / "watch.log").write_text("step 20")
     (evaluation / "transfer.md").write_text(
         "Linear probes\n\n|set|top-1, %|\n|---|---|\n|cifar10|62.5|\n"
