@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
+    from megavis.notebook import Run
     from megavis.training.sweep import Axis, Point
 
 
@@ -53,6 +54,12 @@ def add_parser(subparsers: Any) -> None:
         " as a noise schedule does",
     )
     parser.add_argument("--train-images", type=int, default=2000, help="of a probe; default: 2000")
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compute a probe's features; default: they are read from and kept in each run's"
+        " evaluation/features",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
     parser.set_defaults(run=run)
 
@@ -163,21 +170,21 @@ def _score(point: Point, args: argparse.Namespace) -> float:
             return float(told["accuracy"])
     with job_closed():
         opened = open_run(point.folder, step=None, device=args.device)
-        accuracy = _probe(opened, args.train_images)
+        accuracy = _probe(opened, args)
     kept.parent.mkdir(exist_ok=True)
     write_atomically(kept, json.dumps({**asked, "accuracy": accuracy}).encode())
     return accuracy
 
 
-def _probe(opened: Any, num_images: int) -> float:
+def _probe(opened: Run, args: argparse.Namespace) -> float:
+    from megavis.commands.networks import feature_cache, network_of
     from megavis.commands.probing import open_shards
-    from megavis.evaluation.networks import Network
     from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 
     config = opened.config.data
     train, validation = (
         open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
     )
-    data = ProbeData(train, validation, num_train=num_images)
-    features = data.features(Network.of(opened.runner, opened.objective))
+    data = ProbeData(train, validation, num_train=args.train_images)
+    features = data.features(network_of(opened, feature_cache(opened, args)))
     return score_best_layer(features, data, ProbeSettings()).accuracy
