@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from megavis.commands import drawn_distance
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from megavis.commands.drawn_distance import DrawnDistance
     from megavis.data.dataset import ShardDataset
     from megavis.evaluation.linear import Selection
     from megavis.evaluation.probe import Pair, ProbeData
     from megavis.notebook import Run
 
-MEASURES = ("loss", "probe", "neighbors", "samples")
+MEASURES = ("loss", "probe", "neighbors", "samples", drawn_distance.MEASURE)
 _NEIGHBORS = 20
 _PICTURES = 8
 
@@ -25,17 +27,25 @@ _PICTURES = 8
 class CheckpointMeasures:
     """The measures of one opened checkpoint; what they share is computed once."""
 
-    def __init__(self, opened: Run, args: argparse.Namespace) -> None:
-        """Remember the run and the options of `add_data_arguments`."""
-        self.opened, self.args = opened, args
+    def __init__(
+        self, opened: Run, args: argparse.Namespace, distance: DrawnDistance | None = None
+    ) -> None:
+        """Remember the run, the options of `add_data_arguments`, and what `frechet` measures by."""
+        self.opened, self.args, self.distance = opened, args, distance
 
-    def numbers(self, name: str) -> Mapping[str, float]:
-        """Return the numbers of `loss`, `probe` or `neighbors`, by the name of each.
+    def numbers(self, name: str) -> Mapping[str, float | str]:
+        """Return the numbers of a measure other than `samples`, by the name of each.
 
         Raises:
             UserError: the run's images do not allow it.
         """
-        return {"loss": self._loss, "probe": self._probe, "neighbors": self._neighbors}[name]()
+        measures: Mapping[str, Callable[[], Mapping[str, float | str]]] = {
+            "loss": self._loss,
+            "probe": self._probe,
+            "neighbors": self._neighbors,
+            drawn_distance.MEASURE: self._distance,
+        }
+        return measures[name]()
 
     def picture(self) -> np.ndarray:
         """Return what the run draws now, uint8 `[H, W, 3]`.
@@ -76,6 +86,11 @@ class CheckpointMeasures:
         accuracy = accuracy_by_layer(train, validation, k=_NEIGHBORS)[layer]
         return {"neighbors_accuracy": accuracy, "neighbors_layer": layer}
 
+    def _distance(self) -> Mapping[str, float | str]:
+        assert self.distance is not None
+        found = self.distance.measure(self.opened)
+        return {found.distance_key: found.distance, "distance_of": found.conditions}
+
     @functools.cached_property
     def _validation(self) -> ShardDataset:
         from megavis.commands.probing import open_shards
@@ -93,10 +108,9 @@ class CheckpointMeasures:
 
     @functools.cached_property
     def _features(self) -> Pair:
-        from megavis.commands.networks import network_of
+        from megavis.commands.networks import feature_cache, network_of
 
-        # Not kept on disk: a checkpoint is looked at once.
-        return self._data.features(network_of(self.opened, None))
+        return self._data.features(network_of(self.opened, feature_cache(self.opened, self.args)))
 
     @functools.cached_property
     def _division(self) -> Selection:

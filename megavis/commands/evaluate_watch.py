@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.checkpoint_measures import MEASURES, CheckpointMeasures
+from megavis.commands.drawn_distance import MEASURE as DISTANCE
+from megavis.commands.drawn_distance import DrawnDistance, add_distance_arguments
 from megavis.commands.probing import add_data_arguments, check_arguments, job_closed, open_run
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
@@ -57,6 +59,7 @@ def add_watch(verbs: Any) -> None:
     # How a training ends what it has started, also when it is killed: the pipe closes.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     add_data_arguments(parser)
+    add_distance_arguments(parser)
     parser.set_defaults(run=watch)
 
 
@@ -87,7 +90,7 @@ def watch(args: argparse.Namespace) -> int:
     if args.until_input_ends:
         os.nice(10)  # Training comes first.
     with quietly():
-        import megavis.notebook  # noqa: F401
+        import megavis.notebook  # noqa: F401 - its libraries chatter when they are first imported
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with job_closed():
@@ -100,11 +103,12 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> None:
+    distance = DrawnDistance(args) if DISTANCE in args.what else None
     pruned: set[int] = set()
     is_last_look = False
     while True:
         for step in _waiting_steps(args, pruned):
-            if (record := _measured(args, step)) is None:
+            if (record := _measured(args, step, distance)) is None:
                 pruned.add(step)
                 sys.stdout.write(f"step {step} was pruned before it was read\n")
             else:
@@ -175,15 +179,17 @@ def _wait(args: argparse.Namespace) -> bool:
     return False
 
 
-def _measured(args: argparse.Namespace, step: int) -> dict[str, Any] | None:
+def _measured(
+    args: argparse.Namespace, step: int, distance: DrawnDistance | None
+) -> dict[str, Any] | None:
     """Measure a checkpoint; None where it was pruned meanwhile."""
     from megavis.checkpoint.folder import step_folder
 
     began = time.perf_counter()
     try:
         opened = open_run(args.run_folder, step=step, device=args.device, precision=args.precision)
-        measures = CheckpointMeasures(opened, args)
-        numbers: dict[str, float] = {}
+        measures = CheckpointMeasures(opened, args, distance)
+        numbers: dict[str, float | str] = {}
         for name in args.what:
             if name == "samples":
                 _show(args.run_folder, step, measures.picture())
@@ -208,10 +214,12 @@ def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
     with (folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     shown = {name: record[name] for name in record if name not in ("step", *_SETTINGS)}
+    told = shown.pop("distance_of", None)
     with _board(run_folder) as board:
         for name, value in shown.items():
             board.add_scalar(f"evaluation/{name}", value, record["step"])
     words = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+    words += f" | {told}" if told else ""
     sys.stdout.write(f"step {record['step']}: {words}\n")
     sys.stdout.flush()
 

@@ -125,11 +125,11 @@ def _picture(opened: Run, args: argparse.Namespace) -> Any:
     from megavis.objectives.real_tokens import OneByOne, Uncovers
     from megavis.sampling.gallery import gallery_of
 
-    if isinstance(opened.objective, OneByOne | Uncovers):
-        return sample_latents.picture(opened, args)
     if args.npz is not None:
         write_samples(opened, args)
         return None
+    if isinstance(opened.objective, OneByOne | Uncovers):
+        return sample_latents.picture(opened, args)
     if isinstance(opened.objective, PatchByPatch):
         return _picture_of_patches(opened, opened.objective, args)
     if not isinstance(opened.objective, TokenByToken):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.sample_npz import write_drawn
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from megavis.notebook import Run
     from megavis.sampling.latent_pictures import LatentPictures
+    from megavis.sampling.npz import Draw
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def picture(opened: Run, args: argparse.Namespace) -> Any:
-    """Draw the grid that the options ask for; None where they ask for numbers or an .npz file.
+    """Draw the grid that the options ask for; None where they ask for numbers.
 
     Raises:
         UserError: the run cannot be sampled so.
@@ -61,9 +62,6 @@ def picture(opened: Run, args: argparse.Namespace) -> Any:
     from megavis.sampling.grids import sample_grid
 
     pictures = _pictures(opened, args)
-    if args.npz is not None:
-        _write_npz(opened, args, pictures)
-        return None
     if args.moments:
         _compare_moments(opened, args, pictures)
         return None
@@ -125,7 +123,13 @@ def _later(args: argparse.Namespace, labels: Tensor) -> Tensor | None:
     return torch.tensor(args.then_classes).repeat_interleave(args.per_class)
 
 
-def _write_npz(opened: Run, args: argparse.Namespace, pictures: LatentPictures) -> None:
+def drawing(opened: Run, args: argparse.Namespace) -> tuple[Draw, Mapping[str, Any]]:
+    """Return what draws a run's images by their numbers, and the settings that decide about them.
+
+    Raises:
+        UserError: the run cannot be sampled so.
+    """
+    pictures = _pictures(opened, args)
     objective: Any = opened.objective
     classes = objective.num_classes
 
@@ -134,8 +138,7 @@ def _write_npz(opened: Run, args: argparse.Namespace, pictures: LatentPictures) 
         return pictures.draw(numbers % classes if classes else numbers * 0 - 1, numbers)
 
     sampler = pictures.sampler
-    settings = {**asdict(sampler.choice), **asdict(sampler.schedule)}
-    write_drawn(opened, args, draw, settings=settings)
+    return draw, {**asdict(sampler.choice), **asdict(sampler.schedule)}
 
 
 def _compare_moments(opened: Run, args: argparse.Namespace, pictures: LatentPictures) -> None:

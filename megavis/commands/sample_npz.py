@@ -18,46 +18,16 @@ if TYPE_CHECKING:
 
 
 def write_samples(opened: Run, args: argparse.Namespace) -> None:
-    """Draw images id by id or patch by patch into `args.npz`.
+    """Draw --num-images images from nothing into `args.npz`.
 
     Raises:
-        UserError: the run draws no images so.
-    """
-    from megavis.objectives.base import PatchByPatch, TokenByToken
-
-    if args.prefix:
-        raise UserError("--npz holds images from nothing; leave --prefix out")
-    objective = opened.objective
-    if isinstance(objective, TokenByToken):
-        choice = choice_of_ids(args)
-        write_drawn(opened, args, _draw_ids(opened, args.seed, choice), settings=choice)
-    elif isinstance(objective, PatchByPatch):
-        objective.check_drawing()
-        choice = {"num_steps": args.sampling_steps, "temperature": args.temperature}
-        write_drawn(
-            opened, args, _draw_patches(opened, objective, args.seed, choice), settings=choice
-        )
-    else:
-        name = opened.config.objective.name
-        raise UserError(f"--npz is for runs that draw images from nothing; {name} draws none")
-
-
-def choice_of_ids(args: argparse.Namespace) -> dict[str, Any]:
-    """Return how ids are chosen, as `generate` takes it."""
-    temperature = 1.0 if args.temperature is None else args.temperature
-    return {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p}
-
-
-def write_drawn(
-    opened: Run, args: argparse.Namespace, draw: Draw, *, settings: Mapping[str, Any]
-) -> None:
-    """Write images as the options name file and number; `settings` decide about them.
-
-    Raises:
-        UserError: the file was begun with other settings.
+        UserError: the run draws no images so, or the file was begun with other settings.
     """
     from megavis.sampling.npz import write_npz
 
+    if args.prefix:
+        raise UserError("--npz holds images from nothing; leave --prefix out")
+    draw, settings = drawing_of(opened, args)
     write_npz(
         args.npz,
         draw,
@@ -68,6 +38,40 @@ def write_drawn(
     )
     if opened.context.is_main:
         sys.stdout.write(f"{args.npz}\n")
+
+
+def drawing_of(opened: Run, args: argparse.Namespace) -> tuple[Draw, Mapping[str, Any]]:
+    """Return what draws a run's images by their numbers, and the settings that decide about them.
+
+    Args:
+        opened: the run.
+        args: the options of `megavis sample`.
+
+    Raises:
+        UserError: the run draws no images from nothing.
+    """
+    from megavis.commands import sample_latents
+    from megavis.objectives.base import PatchByPatch, TokenByToken
+    from megavis.objectives.real_tokens import OneByOne, Uncovers
+
+    objective = opened.objective
+    if isinstance(objective, OneByOne | Uncovers):
+        return sample_latents.drawing(opened, args)
+    choice: dict[str, Any]
+    if isinstance(objective, TokenByToken):
+        choice = choice_of_ids(args)
+        return _draw_ids(opened, args.seed, choice), choice
+    if isinstance(objective, PatchByPatch):
+        objective.check_drawing()
+        choice = {"num_steps": args.sampling_steps, "temperature": args.temperature}
+        return _draw_patches(opened, objective, args.seed, choice), choice
+    raise UserError(f"runs of {opened.config.objective.name} draw no images from nothing")
+
+
+def choice_of_ids(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how ids are chosen, as `generate` takes it."""
+    temperature = 1.0 if args.temperature is None else args.temperature
+    return {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p}
 
 
 def _draw_ids(opened: Run, seed: int, choice: Mapping[str, Any]) -> Draw:

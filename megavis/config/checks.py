@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megavis.config.evaluation import EvaluationConfig
 from megavis.config.finetune_checks import check_finetuning, check_finetuning_batch
 from megavis.config.schema import (
     Complaint,
@@ -27,8 +28,8 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
     yield from check_finetuning(config)
-    if config.evaluation is not None and config.data.validation is None:
-        yield "data.validation", "is missing, and `evaluation` measures on it"
+    if config.evaluation is not None:
+        yield from _check_evaluation(config.evaluation, config.data)
     if config.schedule.halve_every and config.schedule.decay != "constant":
         yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
     if config.optimizer.algorithm == "lars" and config.finetune is None:
@@ -73,6 +74,19 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[Complaint]:
             f" {_nearest_multiple(training.batch_size, micro * data_parallel)} would be",
         )
     yield from check_finetuning_batch(config, micro, data_parallel)
+
+
+def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[Complaint]:
+    if data.validation is None:
+        yield "data.validation", "is missing, and `evaluation` measures on it"
+    if "frechet" not in evaluation.what:
+        return
+    if evaluation.reference is None:
+        text = "is missing, and `frechet` compares with it: a file of `megavis evaluate statistics`"
+        yield "evaluation.reference", text
+    if (evaluation.inception is None) == (evaluation.network is None):
+        text = "has `frechet`, which wants one network: evaluation.inception or evaluation.network"
+        yield "evaluation.what", text
 
 
 def _check_sizes(config: RunConfig) -> Iterator[Complaint]:

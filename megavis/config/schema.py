@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, SerializeAsAny, Tag
 
+from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import Complaint, Fraction, NonNegative, Positive, Section, Share
 
 
@@ -337,29 +338,6 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept."""
     keep_every: NonNegative = 0
     """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
-
-
-class EvaluationConfig(Section):
-    """Evaluation beside training: a process of its own measures checkpoints as they appear."""
-
-    what: Annotated[
-        tuple[Literal["loss", "probe", "neighbors", "samples"], ...], Field(strict=False)
-    ] = ("loss", "probe")
-    """Validation loss, linear probe, nearest neighbours, an image grid."""
-    every: Positive = 1
-    """Only checkpoints whose step is a multiple of this, and the last one."""
-    train_images: Positive = 2000
-    """Training images that classifiers are fitted on."""
-    validation_images: Positive = 1000
-    """Held-out images that are measured."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where; on cuda it shares a GPU with training."""
-    threads: Positive = 1
-    """Threads of the process."""
-    interval: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds between two looks for a new checkpoint."""
-    finish_within: Annotated[float, Field(ge=0)] = 600.0
-    """Seconds that the end of training waits for the last checkpoint's measures."""
 
 
 class RunConfig(Section):

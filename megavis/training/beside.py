@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.config.schema import EvaluationConfig, RunConfig
+from megavis.config.evaluation import EvaluationConfig
+from megavis.config.schema import RunConfig
 
 LOG_NAME = "watch.log"
 # What a launcher tells its own processes; the child is none of them.
@@ -55,7 +56,7 @@ def evaluation_beside(config: RunConfig, *, is_main: bool) -> Iterator[None]:
 
 def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> list[str]:
     """Return the command that does what the config's section says."""
-    options = {
+    options: dict[str, object] = {
         "--what": ",".join(settings.what),
         "--every": settings.every,
         "--train-images": settings.train_images,
@@ -63,10 +64,16 @@ def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> lis
         "--device": settings.device,
         "--seed": seed,
         "--interval": settings.interval,
+        "--reference": settings.reference,
+        "--inception": settings.inception,
+        "--network": settings.network,
+        "--num-samples": settings.num_samples,
     }
-    words = [str(word) for option in options.items() for word in option]
+    given = {name: value for name, value in options.items() if value is not None}
+    words = [str(word) for option in given.items() for word in option]
     program = [sys.executable, "-m", "megavis.cli", "evaluate", "watch", str(folder)]
-    return [*program, *words, "--until-input-ends"]
+    # Features of every checkpoint of a long run would fill the disk.
+    return [*program, *words, "--no-cache", "--until-input-ends"]
 
 
 def _environment(settings: EvaluationConfig) -> dict[str, str]:

@@ -129,7 +129,7 @@ class Comparison:
     def line(self) -> str:
         """One line: numbers, N, network, reference and resize."""
         numbers = self.numbers
-        words = [f"{self.title}: {numbers[_key('distance', self.network)]:.4g}"]
+        words = [f"{self.title}: {self.distance:.4g}"]
         labels = {
             "sfid": "sFID",
             "spatial_frechet_distance": "spatial",
@@ -139,12 +139,27 @@ class Comparison:
             "recall": "recall",
         }
         words += [f"{label} {numbers[k]:.4g}" for k, label in labels.items() if k in numbers]
+        return f"{', '.join(words)} | {self.conditions}"
+
+    @property
+    def distance(self) -> float:
+        """The Fréchet distance."""
+        return self.numbers[self.distance_key]
+
+    @property
+    def distance_key(self) -> str:
+        """Its name: `fid`, or `frechet_distance`."""
+        return _key("distance", self.network)
+
+    @property
+    def conditions(self) -> str:
+        """What must be said with each number: N, network, reference and resize."""
         known = self.reference.num_images
         count = "of another tool, N unknown" if known is None else f"N {known}"
         return (
-            f"{', '.join(words)} | N {self.samples.num_images} of {self.samples.source}, network"
-            f" {self.network}, reference {self.reference.source} {self.reference.sha256[:8]}"
-            f" ({count}), resize {self.network.resize}"
+            f"N {self.samples.num_images} of {self.samples.source}, network {self.network},"
+            f" reference {self.reference.source} {self.reference.sha256[:8]} ({count}), resize"
+            f" {self.network.resize}"
         )
 
     @property

@@ -9,13 +9,13 @@ import pytest
 import torch
 from inception_weights import random_images
 from PIL import Image
+from small_network import Small
 from small_vqgan import write_untrained_run
 
 from megavis.cli import main
 from megavis.data.files import sha256_of_file
 from megavis.evaluation.images import feature_networks
 from megavis.evaluation.images.feature_networks import (
-    Activations,
     EfficientNetFeatures,
     NetworkName,
 )
@@ -26,17 +26,6 @@ from megavis.tokenizers.base import open_tokenizer
 pytestmark = pytest.mark.once
 
 CPU, NAME = ["--device", "cpu"], "efficientnet-lite0"
-
-
-class Small:
-    """Mean colours of three rows as nine features, of which three are also logits."""
-
-    def __init__(self, is_published=False):
-        self.about = NetworkName("small", "ab" * 32, "none", is_published)
-
-    def __call__(self, images):
-        features = images[:, :3].float().mean(2).flatten(1) / 255.0
-        return Activations(features, 8 * features[:, :3], spatial=features[:, 3:])
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,14 @@ import shutil
 import sys
 
 import pytest
+from small_network import Small
 
 from megavis.checkpoint.folder import step_folder
 from megavis.cli import main
+from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
-from megavis.config.schema import EvaluationConfig
+from megavis.evaluation.feature_cache import kept_features
+from megavis.evaluation.images import feature_networks
 from megavis.objectives import objective_configs
 from megavis.training import beside
 from megavis.training.metrics import read_json_lines
@@ -53,10 +56,31 @@ def test_each_checkpoint_is_measured_once(run_folder, copied, capsys):
     assert "step 4: validation_loss" in capsys.readouterr().out
 
 
+def test_the_distance_is_that_of_evaluate_samples(copied, shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(feature_networks, "open_network", lambda *_: Small())
+    reference, npz, out = (tmp_path / name for name in ("reference.npz", "drawn.npz", "out.json"))
+    words = ["--num-images", "30", "--out", str(reference)]
+    assert main(["evaluate", "statistics", str(shards / "validation"), *words]) == 0
+    words = ["--num-images", "5", "--seed", "3", "--npz", str(npz)]
+    assert main(["sample", str(copied), *words]) == 0
+    words = ["--reference", str(reference), "--out", str(out)]
+    assert main(["evaluate", "samples", str(npz), *words]) == 0
+    capsys.readouterr()
+    words = ["--num-samples", "5", "--seed", "3", "--reference", str(reference), "--every", "5"]
+    assert main(["evaluate", "watch", str(copied), "--what", "frechet", *words]) == 0
+    (line,) = measured(copied)
+    expected = json.loads(out.read_text())["frechet_distance"]
+    assert line["frechet_distance"] == pytest.approx(expected, rel=1e-5)
+    said = f"N 5 of watched at step 12, seed 3, network small abababab, reference {reference}"
+    assert line["distance_of"].startswith(said)
+    assert f" | {said}" in capsys.readouterr().out
+
+
 def test_the_probe_is_that_of_the_likelihood_figure(copied):
     for step in (4, 8):
         shutil.rmtree(step_folder(copied, step))
     assert main(["evaluate", "watch", str(copied), "--what", "probe", *FEW]) == 0
+    assert len(kept_features(copied)) == 2
     assert main(["figure", "likelihood", str(copied), *FEW, "--no-cache"]) == 0
     with (copied / "evaluation" / "likelihood.csv").open() as file:
         (row,) = csv.DictReader(file)
@@ -92,6 +116,7 @@ def test_a_damaged_checkpoint_is_not_taken_for_a_pruned_one(copied, capsys):
     [
         (["--every", "0"], "--every must be at least 1"),
         (["--validation", "nowhere"], "nowhere"),
+        (["--what", "frechet"], "--what frechet wants --reference FILE"),
     ],
 )
 def test_mistakes_are_one_sentence(copied, capsys, words, complaint):
@@ -110,6 +135,8 @@ def test_no_run_and_no_such_measure(tmp_path, capsys):
 def test_what_training_starts_ends_when_its_input_does(copied, monkeypatch):
     settings = EvaluationConfig(what=("loss",), every=12)
     command = beside.watch_command(copied, settings, seed=5)
+    assert "--reference" not in command
+    assert "--no-cache" in command
     monkeypatch.setattr(os, "nice", lambda _: 0)
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
@@ -168,6 +195,11 @@ def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
     path.write_text(f"{tiny_config.read_text()}evaluation: {{}}\n")
     assert main(["train", str(path), "data.validation="]) == 2
     assert "`evaluation` measures on it" in capsys.readouterr().err
+    path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [frechet]}}\n")
+    assert main(["train", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "evaluation.reference: is missing, and `frechet` compares with it" in told
+    assert "which wants one network: evaluation.inception or evaluation.network" in told
 
 
 def test_the_report_draws_them(copied):
@@ -176,10 +208,13 @@ def test_the_report_draws_them(copied):
 
     (copied / "evaluation").mkdir(exist_ok=True)
     settings = {"train_images": 100, "validation_images": None, "seed": 3}
+    settings |= {"frechet_distance": 7.5, "distance_of": "N 5 of watched"}
     lines = [{"step": step, "probe_accuracy": step / 20, **settings} for step in (4, 8)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (copied / "evaluation" / "watch.jsonl").write_text(text)
     page = render([RunRecord.read(copied)])
     assert "Checkpoints as they appeared" in page
     assert "<h4>Accuracy by step</h4>" in page
+    assert "<h4>Fréchet distance by step</h4>" in page
+    assert page.count("N 5 of watched") == 1
     assert "All validation images, classifiers fitted on 100 at most, seed 3." in page

@@ -63,7 +63,7 @@ def test_images_drawn_patch_by_patch(build_paper, write):
 
 
 def test_what_draws_nothing_is_refused(build_gvp, build, write):
-    with pytest.raises(UserError, match="gvp draws none"):
+    with pytest.raises(UserError, match="runs of gvp draw no images from nothing"):
         write(*build_gvp())
     with pytest.raises(UserError, match="leave --prefix out"):
         write(*build(None), prefix=0.5)

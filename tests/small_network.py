@@ -1,0 +1,14 @@
+"""A network that looks at images, as those of Fréchet distances do, in no time."""
+
+from megavis.evaluation.images.feature_networks import Activations, NetworkName
+
+
+class Small:
+    """Mean colours of three rows as nine features, of which three are also logits."""
+
+    def __init__(self, is_published=False):
+        self.about = NetworkName("small", "ab" * 32, "none", is_published)
+
+    def __call__(self, images):
+        features = images[:, :3].float().mean(2).flatten(1) / 255.0
+        return Activations(features, 8 * features[:, :3], spatial=features[:, 3:])
