@@ -96,7 +96,7 @@ def pixel_features(
     """Return what the model itself is given, after resize and crop; `layers` is `[1, b, width]`.
 
     Of palette shards the colours that the tokens stand for and of jpeg shards the pixels, both in
-    [-1, 1]; of latents the means.
+    [-1, 1]; of latents the means, and frames as they are.
 
     Args:
         dataset: images; those without a label are left out.
@@ -123,6 +123,8 @@ def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | No
         return inputs.astype(np.float32) / 127.5 - 1.0
     if kind == "latents":
         return inputs[:, 0].astype(np.float32)
+    if kind == "frames":
+        return inputs.astype(np.float32)
     raise UserError(
         f"{dataset.directory} holds {kind}, which no classifier takes for pixels: name jpeg shards"
         " of the same images"

@@ -19,6 +19,7 @@ from megavis.data.jpeg import DamagedImageError, decode_rgb
 from megavis.data.latents import LatentsCodec
 from megavis.data.loader import BatchLoader, evaluation_batches
 from megavis.data.transforms import Transform
+from megavis.evaluation.features import pixel_features
 
 RANDOM = np.random.default_rng(0)
 SHAPE = (3, 2, 4)
@@ -118,10 +119,9 @@ def test_latents_that_are_not_finite_are_replaced(tmp_path):
     assert dataset.skipped_names == ["shard-000000.tar:000000000: not finite"]
 
 
-def write_frames(folder, payloads):
-    return write_payloads(
-        folder, payloads, suffix="frm", kind="frames", image_size=None, frame_shape=(4, 3)
-    )
+def write_frames(folder, payloads, **fields):
+    kind = {"suffix": "frm", "kind": "frames", "image_size": None, "frame_shape": (4, 3)}
+    return write_payloads(folder, payloads, **kind, **fields)
 
 
 def test_frames_round_trip_and_those_that_are_not_finite_are_replaced(tmp_path):
@@ -139,6 +139,15 @@ def test_frames_round_trip_and_those_that_are_not_finite_are_replaced(tmp_path):
     for wrong in (np.inf, 1e6):
         with pytest.raises(ValueError, match="finite"):
             FramesCodec((4, 3)).encode(np.full((4, 3), wrong))
+
+
+def test_a_probe_is_given_raw_frames_too(tmp_path):
+    frames = RANDOM.normal(size=(2, 4, 3)).astype(np.float16)
+    payloads = [FramesCodec((4, 3)).encode(one) for one in frames]
+    write_frames(tmp_path, payloads, labels=[0, 1], class_names=("a", "b"))
+    features = pixel_features(ShardDataset(tmp_path))
+    assert features.layers.dtype == np.float32
+    assert np.array_equal(features.layers[0], frames.reshape(2, -1))
 
 
 def test_flipped_latents_by_position(tmp_path):
