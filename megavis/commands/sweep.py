@@ -182,6 +182,7 @@ def _probe(opened: Run, args: argparse.Namespace) -> float:
     from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 
     config = opened.config.data
+    assert config.validation is not None, "a grid without is refused"
     train, validation = (
         open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
     )
