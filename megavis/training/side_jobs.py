@@ -19,6 +19,7 @@ from megavis.training.hooks import (
 )
 from megavis.training.interruption import StopOnSignal
 from megavis.training.metrics import MetricsWriter, read_metrics
+from megavis.training.replaced_samples import TellReplacedSamples
 from megavis.training.samples import SampleImages
 from megavis.training.saving import SaveCheckpoint
 
@@ -50,7 +51,8 @@ def build_hooks(
         flops_per_image=paper.flops_per_image(),
         tokens_per_image=paper.num_tokens,
     )
-    hooks: list[Hook] = [log, save.record_stall]
+    replaced = TellReplacedSamples(settings.log_every, run.train_data, run.context)
+    hooks: list[Hook] = [log, save.record_stall, replaced]
     if validate is not None:
         hooks.append(validate)
     if run.finetuning is not None:

@@ -1,0 +1,52 @@
+"""Samples that could not be read: named when they are met, counted in the metrics.
+
+The next good sample is read in the place of a bad one (`ShardDataset`), so that one broken image
+does not end a run of a month; but nobody should find out from the accuracy.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megavis.data.mixture import Samples
+from megavis.parallel.context import ParallelContext
+from megavis.training.hooks import StepState
+
+_MOST_TOLD = 20
+"""Names that a process prints; those after them are only counted."""
+
+
+class TellReplacedSamples:
+    """Name new ones on stderr and record `samples_replaced`, every N steps.
+
+    Batches are read ahead, so that a sample may be named before the step that would have had it.
+    """
+
+    def __init__(self, every: int, data: Samples, context: ParallelContext) -> None:
+        self.every, self.data, self.context = every, data, context
+        # What the index shows, every process knows from the start.
+        self._known = len(data.skipped_names)
+        self._told: set[str] = set() if context.is_main else set(data.skipped_names)
+
+    def __call__(self, state: StepState) -> None:
+        """Every process takes part."""
+        if not state.is_due(self.every):
+            return
+        names = self.data.skipped_names
+        self._tell([name for name in names if name not in self._told])
+        met = torch.tensor(len(names) - self._known, device=self.context.device)
+        dist.all_reduce(met, group=self.context.data.group)
+        if total := self._known + int(met):
+            state.record["samples_replaced"] = total
+
+    def _tell(self, names: list[str]) -> None:
+        room = max(0, _MOST_TOLD - len(self._told))
+        for name in names[:room]:
+            tqdm.write(f"data: {name}; the next good sample is read in its place", sys.stderr)
+        if 0 < room < len(names):
+            tqdm.write("data: further samples are counted, not named", sys.stderr)
+        self._told.update(names)

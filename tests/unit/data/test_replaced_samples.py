@@ -1,0 +1,30 @@
+"""Damaged samples do not end a run, but it tells of them."""
+
+import numpy as np
+import pytest
+from shard_folder import write_folder
+
+from megavis.data.dataset import ShardDataset
+from megavis.training.hooks import StepState
+from megavis.training.replaced_samples import TellReplacedSamples
+
+pytestmark = pytest.mark.once
+
+
+def test_a_replaced_sample_is_named_once_and_counted(context, tmp_path, capsys):
+    tokens = np.ones((5, 16), int)
+    tokens[[1, 3], 5] = 300
+    write_folder(tmp_path, tokens=tokens, labels=[-1] * 5, vocabulary=200, class_names=[])
+    dataset = ShardDataset(tmp_path)
+    tell = TellReplacedSamples(2, dataset, context)
+    records = []
+    for step, indices in enumerate([[0], [0, 1], [2], [3], [1, 3]]):
+        dataset.read(np.array(indices))
+        state = StepState(step, 4, None, None)
+        tell(state)
+        records.append(state.record)
+    assert records == [{}, {}, {"samples_replaced": 1}, {}, {"samples_replaced": 2}]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(";")[0] for line in told] == [
+        f"data: shard-000000.tar:{number:09}: token beyond the vocabulary" for number in (1, 3)
+    ]
