@@ -20,6 +20,7 @@ from megavis.commands.patch_figures import add_patch_figures
 from megavis.commands.position_figures import add_position_figures
 from megavis.commands.probing import (
     add_data_arguments,
+    add_layout_argument,
     add_network_arguments,
     check_arguments,
     open_run,
@@ -68,6 +69,7 @@ def _add_depth(figures: Any) -> None:
         help="draw what `megavis probe` has written there, instead of probing",
     )
     add_data_arguments(parser)
+    add_layout_argument(parser)
     add_network_arguments(parser)
     parser.set_defaults(run=draw_depth)
 

@@ -27,7 +27,7 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
     """Join the job of a launcher, or make one of this process alone, and leave it in the end.
 
     Args:
-        args: with what `add_feature_arguments` adds.
+        args: with what `add_feature_arguments` adds, and `add_layout_argument` where not alone.
         alone: want no launcher.
 
     Raises:
@@ -37,7 +37,7 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
     from megavis.commands.quiet import quietly
     from megavis.parallel.launch import read_launch
 
-    launch, tensor_size = read_launch(os.environ), args.tensor_parallel
+    launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
     if alone and launch.world_size > 1:
         raise UserError("this command runs as one process; start it without a launcher")
     if tensor_size < 1 or launch.world_size % tensor_size:

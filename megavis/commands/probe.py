@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.networks import feature_job, probe_run
 from megavis.commands.probing import (
     add_data_arguments,
+    add_layout_argument,
     add_network_arguments,
     check_arguments,
     open_run,
@@ -56,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
         "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
     )
     add_data_arguments(parser)
+    add_layout_argument(parser)
     add_network_arguments(parser)
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
     parser.set_defaults(run=run)

@@ -52,6 +52,10 @@ def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute all features; default: what RUN/evaluation/features has of them is read, the"
         " others are kept there (`megavis features RUN --clear` deletes them)",
     )
+
+
+def add_layout_argument(parser: argparse.ArgumentParser) -> None:
+    """Add how the processes of a job share the work."""
     parser.add_argument(
         "--tensor-parallel",
         type=int,

@@ -20,6 +20,7 @@ from megavis.commands.networks import (
 )
 from megavis.commands.probing import (
     add_feature_arguments,
+    add_layout_argument,
     open_run,
     open_shards,
     read_counts,
@@ -91,6 +92,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
     add_feature_arguments(parser)
+    add_layout_argument(parser)
     parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
     parser.set_defaults(run=run)
 
