@@ -7,6 +7,7 @@ machines and need not be done again when a threshold changes.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -86,10 +87,8 @@ class MeasureRecipe:
 
 def check_installed() -> None:
     """Raise UserError where the package of perceptual hashes is missing."""
-    try:
-        import imagehash  # noqa: F401
-    except ImportError:
-        raise UserError("filter needs ImageHash: run `pip install 'megavis[web]'`") from None
+    if importlib.util.find_spec("imagehash") is None:
+        raise UserError("filter needs ImageHash: run `pip install 'megavis[web]'`")
 
 
 def _pixels_or_refusal(picture: Picture) -> np.ndarray | RefusedImageError:

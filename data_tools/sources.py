@@ -72,13 +72,13 @@ class Source(Protocol):
     """
 
     @property
-    def description(self) -> str: ...  # noqa: D102
+    def description(self) -> str: ...  # noqa: D102 - see above
     @property
-    def class_names(self) -> tuple[str, ...]: ...  # noqa: D102
+    def class_names(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
     @property
-    def sha256(self) -> str: ...  # noqa: D102
+    def sha256(self) -> str: ...  # noqa: D102 - see above
     @property
-    def root(self) -> Path: ...  # noqa: D102
+    def root(self) -> Path: ...  # noqa: D102 - see above
 
     def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
         """Cut the source into parts; the same arguments give the same parts."""

@@ -42,11 +42,11 @@ class Recipe(Protocol):
     """
 
     @property
-    def folders(self) -> tuple[str, ...]: ...  # noqa: D102
+    def folders(self) -> tuple[str, ...]: ...  # noqa: D102 - see above
     @property
-    def suffix(self) -> str: ...  # noqa: D102
+    def suffix(self) -> str: ...  # noqa: D102 - see above
     @property
-    def batch_size(self) -> int: ...  # noqa: D102
+    def batch_size(self) -> int: ...  # noqa: D102 - see above
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return all that decides about the bytes of `folder`, as JSON values."""
