@@ -139,8 +139,8 @@ def markdown_table(path: Path) -> Table:
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[0] == "|"]
     columns, _, *content = rows or [[], []]
-    caption = [line.removeprefix("- ") for line in lines if line[0] != "|"]
-    return Table("", columns, content, ". ".join(caption))
+    caption = [line.lstrip("#- ").rstrip(".") for line in lines if line[0] != "|"]
+    return Table("", columns, content, "".join(f"{line}. " for line in caption).rstrip())
 
 
 def tables_of(value: Any, *, title: str) -> list[Table]:
