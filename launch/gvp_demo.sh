@@ -22,7 +22,7 @@ show python -m data_tools jpeg demo/images/validation --out demo/jpeg_validation
   --classes-from demo/jpeg_train
 show megavis train yaml_configs/gvp/demo.yaml
 show megavis figure groups runs/gvp_demo
-show megavis probe runs/gvp_demo --train-images 2000 --untrained-networks 1
+show megavis probe runs/gvp_demo --train-images 1000 --untrained-networks 1
 show megavis train yaml_configs/gvp/demo_vqgan.yaml
 show megavis train yaml_configs/gvp/demo_p2d.yaml
 show python -m data_tools ids demo/jpeg_train --tokenizer "$vqgan" --out demo/ids_train --size 32
