@@ -9,7 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megavis.config.errors import CorruptionError, UnfinishedError, UserError
+from megavis.config.errors import (
+    CORRUPTION_EXIT_CODE,
+    CorruptionError,
+    UnfinishedError,
+    UserError,
+)
 from megavis.parallel.launch import read_launch
 
 # Each command and its module; `import` is a word of Python, so its module has another name.
@@ -73,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except CorruptionError as error:
         sys.stderr.write(f"corrupted: {error}\n")
-        return 71
+        return CORRUPTION_EXIT_CODE
     except UnfinishedError as error:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75

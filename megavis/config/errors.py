@@ -5,11 +5,12 @@ class UserError(ValueError):
     """A user's mistake: the command line prints it as one message and exits with code 2."""
 
 
-class CorruptionError(RuntimeError):
-    """Processes that must agree do not: exit code 71.
+CORRUPTION_EXIT_CODE = 71
+"""`sysexits.h` calls it EX_OSERR, an error of the system below."""
 
-    `sysexits.h` calls the code EX_OSERR, an error of the system below.
-    """
+
+class CorruptionError(RuntimeError):
+    """Processes that must agree do not: exit code 71."""
 
 
 class UnfinishedError(RuntimeError):

@@ -16,7 +16,7 @@ from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.manifest import Manifest, read_manifest
 from megavis.config.errors import UserError
 from megavis.training.metrics import read_metrics
-from megavis.training.starts import read_commands, read_starts
+from megavis.training.starts import read_commands, read_faults, read_starts
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class RunRecord:
         metrics: the lines of `metrics.jsonl`, at least one.
         starts: the lines of `starts.jsonl`.
         commands: the lines of `commands.jsonl`.
+        faults: the lines of `faults.jsonl`.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     starts: list[dict[str, Any]]
     commands: list[dict[str, Any]]
+    faults: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -61,6 +63,7 @@ class RunRecord:
             metrics=metrics,
             starts=read_starts(folder),
             commands=read_commands(folder),
+            faults=read_faults(folder),
         )
 
     @property

@@ -101,7 +101,7 @@ def _duration(seconds: float | None) -> str | None:
 
 
 def _guards(run: RunRecord) -> str | None:
-    """Return which faults training looks for; what it finds is among the events, or ends it."""
+    """Return which faults training looks for; what it finds is among the events."""
     spikes, every = (
         run.setting(f"training.{key}") for key in ("spike_threshold", "check_replicas_every")
     )
@@ -189,16 +189,22 @@ def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
     for place, start in enumerate(run.starts):
         first = start.get("first_step", 0)
         again = "started" if place == 0 else "went on" if first else "started again"
-        time = str(start.get("time", ""))[:16].replace("T", " ")
         where = f"{start.get('processes', 1)} × {start.get('device', '?')}"
-        yield first, f"{again} {time} UTC on {where}"
-    yield from _faults(run)
+        yield first, f"{again} {_minute(start)} on {where}"
+    for fault in run.faults:
+        code, what = fault.get("exit_code", "?"), fault.get("what", "?")
+        yield fault.get("step", 0), f"ended {_minute(fault)} with exit code {code}: {what}"
+    yield from _counted(run)
     for record in run.metrics:
         if "went_back_from" in record:
             yield record["step"], _return_told(record)
 
 
-def _faults(run: RunRecord) -> Iterator[tuple[int, str]]:
+def _minute(line: Mapping[str, Any]) -> str:
+    return f"{str(line.get('time', ''))[:16].replace('T', ' ')} UTC"
+
+
+def _counted(run: RunRecord) -> Iterator[tuple[int, str]]:
     """Yield what the lines of `metrics.jsonl` count: since the line before, or since the start."""
     before = 0
     for record in run.metrics:

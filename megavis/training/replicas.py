@@ -6,9 +6,11 @@ loss bit for bit, on every copy of the model and twice on one.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavis.config.errors import CorruptionError
+from megavis.config.errors import CORRUPTION_EXIT_CODE, CorruptionError
 from megavis.config.schema import CheckpointConfig
 from megavis.data.batch import Batch
 from megavis.data.loader import read_batch
@@ -25,6 +27,7 @@ from megavis.model.runner import Runner
 from megavis.parallel.tensors import partition_dimension
 from megavis.training.engine import Engine
 from megavis.training.hooks import StepState
+from megavis.training.starts import record_fault
 
 Fingerprints = dict[str, int]
 """By what is compared: whoever has the same key must have the same number."""
@@ -77,6 +80,7 @@ class CheckReplicas:
         if torn:
             complaint = f"two passes over the same images give two losses on {', '.join(torn)}"
         if complaint:
+            _remember(engine, state.step, complaint)
             raise CorruptionError(
                 f"after step {state.step}, {complaint}; nothing of it is saved: leave that host out"
                 " and start the run again"
@@ -101,6 +105,18 @@ class CheckReplicas:
         first = (step - 1 + self._batches_skipped) * engine.config.training.batch_size
         positions = np.arange(first, first + engine.micro_batch_size, dtype=np.int64)
         return read_batch(self.samples, self._order.dataset_index(positions), positions)
+
+
+def _remember(engine: Engine, step: int, complaint: str) -> None:
+    """Write the fault into the run's folder; every process calls this."""
+    world = engine.context.world
+    if engine.context.is_main:
+        # A full disk must not hide what was found.
+        with contextlib.suppress(OSError):
+            folder = Path(engine.config.folder)
+            record_fault(folder, step, complaint, exit_code=CORRUPTION_EXIT_CODE)
+    # The first process that ends may take the others with it.
+    dist.barrier(group=world.group)
 
 
 def weight_fingerprints(engine: Engine) -> Fingerprints:

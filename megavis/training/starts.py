@@ -1,7 +1,8 @@
-"""When and how a run was started, and what was then made of it: a line a time in its folder.
+"""When and how a run was started, what was made of it, and which faults were found: a line a time.
 
 `starts.jsonl` has the first start and every resume, `commands.jsonl` what `megavis` was asked
-to make of the run: enough to repeat both.
+to make of the run: enough to repeat both. `faults.jsonl` has what ended a job though nobody had
+made a mistake. Unlike the lines of `metrics.jsonl`, none is dropped when its step is taken again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megavis.training.metrics import read_json_lines
 
 STARTS_NAME = "starts.jsonl"
 COMMANDS_NAME = "commands.jsonl"
+FAULTS_NAME = "faults.jsonl"
 PACKAGES = ("megavis", "torch", "deepspeed", "megatron-core", "numpy")
 
 
@@ -33,22 +35,31 @@ def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
         facts: about the job: device, number of processes.
     """
     content = {
+        "command": command_line(sys.argv),
         "first_step": first_step,
         **facts,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "versions": versions(),
     }
-    _append(run_folder / STARTS_NAME, sys.argv, content)
+    _append(run_folder / STARTS_NAME, content)
 
 
 def record_command(run_folder: Path, arguments: Sequence[str]) -> None:
     """Add a line about a command that has made something of the run. Raises OSError."""
-    _append(run_folder / COMMANDS_NAME, ["megavis", *arguments], {})
+    _append(run_folder / COMMANDS_NAME, {"command": command_line(["megavis", *arguments])})
 
 
-def _append(path: Path, arguments: Sequence[str], content: Mapping[str, Any]) -> None:
+def record_fault(run_folder: Path, step: int, what: str, *, exit_code: int) -> None:
+    """Add a line about what ended the job after a step; the main process calls this.
+
+    Raises OSError.
+    """
+    _append(run_folder / FAULTS_NAME, {"step": step, "exit_code": exit_code, "what": what})
+
+
+def _append(path: Path, content: Mapping[str, Any]) -> None:
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"time": time, "command": command_line(arguments), **content})
+    line = json.dumps({"time": time, **content})
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
@@ -61,6 +72,11 @@ def read_starts(run_folder: Path) -> list[dict[str, Any]]:
 def read_commands(run_folder: Path) -> list[dict[str, Any]]:
     """Return all recorded commands, oldest first."""
     return read_json_lines(run_folder / COMMANDS_NAME)
+
+
+def read_faults(run_folder: Path) -> list[dict[str, Any]]:
+    """Return all faults, oldest first."""
+    return read_json_lines(run_folder / FAULTS_NAME)
 
 
 def command_line(arguments: Sequence[str]) -> str:

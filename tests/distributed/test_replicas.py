@@ -1,5 +1,6 @@
 """A bit that flips in one process's memory, and one that computes wrongly, are found and named."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megavis.checkpoint.folder import saved_steps
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
 from megavis.training.engine import Engine
+from megavis.training.starts import read_faults
 
 pytestmark = pytest.mark.once
 
@@ -70,6 +72,8 @@ def test_what_differs_is_named_and_not_saved(
     words = [f"output={tmp_path}", f"parallel.{layout}", "training.check_replicas_every=3"]
     with pytest.raises(WorkerError, match=told):
         run_job(train_with_fault, 2, str(tiny_config), words, fault, at)
+    (fault,) = read_faults(tmp_path / "tiny")
+    assert re.search(told, f"after step {fault['step']}, {fault['what']}")
     # That of step 4 may still have been on its way.
     assert set(saved_steps(tmp_path / "tiny")) <= {4}
 

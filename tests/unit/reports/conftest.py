@@ -112,6 +112,9 @@ def write_run(folder, name):
     facts = {"processes": 2, "device": "cpu", "versions": {"torch": "2.11.0"}}
     starts = [{**start, "first_step": step, **facts} for step in (0, 20)]
     (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    fault = {"time": "2026-01-01T03:05:06+00:00", "step": 24, "exit_code": 71}
+    what = "blocks.1.mlp.weight differs between rank 0 on left, rank 1 on right"
+    (folder / "faults.jsonl").write_text(json.dumps({**fault, "what": what}) + "\n")
     evaluation = folder / "evaluation"
     write_json(evaluation / "probe.json", PROBE)
     write_json(evaluation / "finetune_test.json", CLASSES)

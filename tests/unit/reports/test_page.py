@@ -58,6 +58,7 @@ def text(run_folder):
         "1 checkpoint could not be written so far",
         "30 1 step with a spike of the loss",
         "20 went back here from step 25: steps 22 to 25 were bad, time 1 in this run; 12 batches",
+        "24 ended 2026-01-01 03:05 UTC with exit code 71: blocks.1.mlp.weight differs between rank",
         "spikes of the loss, 8 deviations above the median; copies of weights and losses that",
         "Likelihood Held-out images mean of -log p nats a dimension 2.0895 bits a dimension 3.0145",
         "A dimension is a token, 256 an image. 64 images of demo/validation; step 40, float32.",
