@@ -5,8 +5,8 @@
 The ImageGPT has random weights; megavis has the same ones, as `megavis import` makes them. Both are
 given the same first token each and must choose the same ids. A further line is megavis without a
 cache: the whole sequence again for each id, of which `--uncached-tokens` are timed and the rest is
-extrapolated. The bound is what no way of writing it in torch can go below: for each id the matrix
-products, and the two of attention with all keys and values so far.
+extrapolated. The bound is what no way of writing it in torch can go below: for each id the products
+with packed weights, and the two of attention with all keys and values so far.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.twins import (
     sizes,
 )
 from megavis.config.schema import RunConfig
+from megavis.model.product import PackedLinear
 from megavis.model.runner import Runner
 from megavis.objectives.igpt import IGPT
 
@@ -95,7 +96,10 @@ def bare_products(config: RunConfig) -> Callable[[], None]:
     kept = (batch * model.num_attention_heads, num_tokens, head_size)
     blocks = [
         (
-            [torch.randn(shape) for shape in matrix_shapes(config)],
+            [
+                (width, PackedLinear(torch.randn(outputs, width), None, num_rows=batch))
+                for width, outputs in matrix_shapes(config)
+            ],
             torch.randn(kept),
             torch.randn(kept),
         )
@@ -105,9 +109,9 @@ def bare_products(config: RunConfig) -> Callable[[], None]:
 
     def run() -> None:
         for count in range(1, num_tokens):
-            for matrices, keys, values in blocks:
-                for matrix in matrices:
-                    rows[len(matrix)] @ matrix
+            for products, keys, values in blocks:
+                for width, product in products:
+                    product(rows[width])
                 scores = torch.bmm(query, keys[:, :count].transpose(1, 2))
                 torch.bmm(scores, values[:, :count])
             rows[model.hidden_size] @ head

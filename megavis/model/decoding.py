@@ -31,6 +31,7 @@ from megavis.model.attention import Attention
 from megavis.model.core import Block
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
+from megavis.model.product import PackedLinear
 from megavis.model.stream import State, Stream
 from megavis.model.visibility import KeyValueCache
 
@@ -42,9 +43,9 @@ class Decoder(KeyValueCache):
     It holds a copy of the blocks' matrices.
     """
 
-    def __init__(self, blocks: Sequence[Block], capacity: int) -> None:
+    def __init__(self, blocks: Sequence[Block], capacity: int, *, num_sequences: int) -> None:
         super().__init__(capacity)
-        self._blocks = [_Block.of(block) for block in blocks]
+        self._blocks = [_Block.of(block, num_rows=num_sequences) for block in blocks]
         self._first_layer, self._carries = blocks[0].layer_number, blocks[0].core.carries
         self._all: Tensor | None = None
 
@@ -96,16 +97,19 @@ class Decoder(KeyValueCache):
         return self._all[layer - self._first_layer]
 
 
-@dataclass(frozen=True)
-class _Projection:
-    """x ↦ x · matrix + bias, with the matrix as `[in, out]`, which is read in rows."""
-
-    matrix: Tensor
-    bias: Tensor | None
+class _Projection(PackedLinear):
+    """One of a block's four projections of single tokens, `[b, in]` to `[b, out]`."""
 
     @classmethod
     def after_norm(
-        cls, norm: Norm, weight: Tensor, bias: Tensor | None, gain: float, factor: float = 1.0
+        cls,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gain: float,
+        num_rows: int,
+        factor: float = 1.0,
     ) -> _Projection:
         """Take weights `[out, in]` and what the norm in front multiplies with and adds.
 
@@ -114,6 +118,7 @@ class _Projection:
             weight: of the projection.
             bias: likewise, `[out]`.
             gain: multiplies the norm's own.
+            num_rows: b.
             factor: multiplies what the projection gives.
         """
         wide = weight.float() * factor
@@ -121,28 +126,26 @@ class _Projection:
         if norm.bias is not None:
             shift = wide @ norm.bias.float()
             bias = shift if bias is None else bias + shift
-        matrix = (wide * (norm.weight.float() * gain)).t().to(weight.dtype)
-        return cls(matrix.contiguous(), None if bias is None else bias.to(weight.dtype))
+        matrix = (wide * (norm.weight.float() * gain)).to(weight.dtype)
+        return cls(matrix, None if bias is None else bias.to(weight.dtype), num_rows=num_rows)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map `[b, in]` to `[b, out]`."""
-        if self.bias is None:
-            return torch.mm(x, self.matrix)
-        return torch.addmm(self.bias, x, self.matrix)
+    @classmethod
+    def of_part(
+        cls, linear: Any, group: dist.ProcessGroup, *, num_rows: int, factor: float = 1.0
+    ) -> _Projection:
+        """Take a layer that is split over its inputs; the weight, not the bias, is multiplied.
+
+        The bias is on the first process alone, since `add_to_` sums over the group.
+        """
+        bias = linear.bias if group.rank() == 0 else None
+        return cls(linear.weight * factor, bias, num_rows=num_rows)
 
     def add_to_(self, hidden: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-        """Add what `x` `[b, in]` gives to hidden states `[b, out]`, summed over the tensor group.
-
-        The bias is the same on all processes, and added once.
-        """
-        if group.size() == 1:
-            hidden.addmm_(x, self.matrix)
-        else:
-            part = torch.mm(x, self.matrix)
+        """Add what `x` `[b, in]` gives to hidden states `[b, out]`, summed over the group."""
+        part = self(x)
+        if group.size() > 1:
             dist.all_reduce(part, group=group)
-            hidden.add_(part)
-        if self.bias is not None:
-            hidden.add_(self.bias)
+        hidden.add_(part)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class _Block:
     rotary_scale: float
 
     @classmethod
-    def of(cls, block: Block) -> _Block:
+    def of(cls, block: Block, *, num_rows: int) -> _Block:
         """Take the weights of a block as they are now."""
         with torch.no_grad():
             attention, mlp = block.self_attention, block.mlp
@@ -170,16 +173,24 @@ class _Block:
             norms = (block.input_layernorm, block.pre_mlp_layernorm)
             normalise, gains = zip(*(_normalisation(norm) for norm in norms), strict=True)
             activation, factor = _activation(block.config.activation_func)
+            group = block.core.groups.tp
             return cls(
-                _Projection.after_norm(norms[0], *_queries_keys_values(attention), gains[0]),
-                _plain(attention.linear_proj),
                 _Projection.after_norm(
-                    norms[1], mlp.linear_fc1.weight, mlp.linear_fc1.bias, gains[1], factor
+                    norms[0], *_queries_keys_values(attention), gain=gains[0], num_rows=num_rows
                 ),
-                _plain(mlp.linear_fc2, 1.0 / factor),
+                _Projection.of_part(attention.linear_proj, group, num_rows=num_rows),
+                _Projection.after_norm(
+                    norms[1],
+                    mlp.linear_fc1.weight,
+                    mlp.linear_fc1.bias,
+                    gain=gains[1],
+                    num_rows=num_rows,
+                    factor=factor,
+                ),
+                _Projection.of_part(mlp.linear_fc2, group, num_rows=num_rows, factor=1.0 / factor),
                 activation,
                 normalise,
-                block.core.groups.tp,
+                group,
                 attention.head_size,
                 attention.rotary_scale,
             )
@@ -224,11 +235,6 @@ def _queries_keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
 
     q, kv = attention.linear_q, attention.linear_kv
     return joined(q.weight, kv.weight), None if q.bias is None else joined(q.bias, kv.bias)
-
-
-def _plain(linear: Any, factor: float = 1.0) -> _Projection:
-    """Return a projection whose matrix, but not its bias, is multiplied."""
-    return _Projection((linear.weight * factor).t().contiguous(), linear.bias)
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], float]:

@@ -3,8 +3,8 @@
 On a CPU torch multiplies float32 matrices by MKL, which on processors of other makers leaves their
 widest instructions unused: on an AMD EPYC 9005 it reaches 93 GFLOP/s a core and oneDNN, which torch
 has on board as well, 215. No public switch of torch chooses it and keeps float32, so the operator
-that torch.compile emits is called by name. Wherever it does not exist, and on any other device, the
-product is torch's own.
+that torch.compile emits is called by name, and so is the one that lays out a weight in the order in
+which oneDNN reads it. Wherever they do not exist, and on any other device, the product is torch's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from torch import Tensor
 SMALLEST = 1 << 21
 """Multiply-adds below which MKL is faster: oneDNN takes some 25 µs to choose its kernel."""
 
-_available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+SMALLEST_PACKED = 1 << 19
+"""The same for packed weights, with which the choice is made sooner."""
+
+_available = torch.backends.mkldnn.is_available() and all(
+    hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
+)
 
 
 def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,11 +37,41 @@ def product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return _multiply(inputs, weight, bias)
 
 
+class PackedLinear:
+    """x ↦ x · weightᵀ + bias for many inputs of the same number of rows, without gradient.
+
+    A few rows cost little but reading the weight: it is copied once into the order in which it is
+    read. One row then takes as long as by MKL, eight a third.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, num_rows: int) -> None:
+        """Copy a weight `[out, in]`; the bias is `[out]`."""
+        self._bias = bias
+        self._is_packed = _has_kernel(weight) and num_rows * weight.numel() >= SMALLEST_PACKED
+        if self._is_packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), num_rows)
+        else:
+            # As `[in, out]`, which MKL reads in rows.
+            self._weight = weight.t().contiguous()
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Map `[num_rows, in]` to `[num_rows, out]`."""
+        if self._is_packed:
+            return _multiply(inputs, self._weight, self._bias)
+        if self._bias is None:
+            return torch.mm(inputs, self._weight)
+        return torch.addmm(self._bias, inputs, self._weight)
+
+
 def _suits(inputs: Tensor, weight: Tensor) -> bool:
     """True where oneDNN is worth its start; the same for all processes with the same shapes."""
-    if not _available or not inputs.is_cpu or inputs.dtype != torch.float32:
+    if not _has_kernel(inputs) or not _has_kernel(weight):
         return False
-    return weight.dtype == torch.float32 and inputs.numel() * len(weight) >= SMALLEST
+    return inputs.numel() * len(weight) >= SMALLEST
+
+
+def _has_kernel(operand: Tensor) -> bool:
+    return _available and operand.is_cpu and operand.dtype == torch.float32
 
 
 def _multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -54,13 +54,15 @@ class Runner:
             cache.advance()
         return predictions
 
-    def cache(self, capacity: int) -> KeyValueCache:
-        """Return a cache for sequences of so many tokens, for `predictions`.
+    def cache(self, capacity: int, *, num_sequences: int) -> KeyValueCache:
+        """Return a cache for so many sequences of so many tokens, for `predictions`.
 
         Where it can, it runs blocks by itself when a single token follows others.
         """
         blocks = [layer for layer in self.layers.modules if isinstance(layer, Block)]
-        return Decoder(blocks, capacity) if Decoder.suits(blocks) else KeyValueCache(capacity)
+        if not Decoder.suits(blocks):
+            return KeyValueCache(capacity)
+        return Decoder(blocks, capacity, num_sequences=num_sequences)
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:

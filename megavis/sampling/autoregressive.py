@@ -65,7 +65,7 @@ def generate(
     num_given = _copy_prefix(prefix, ids)
     numbers = torch.arange(first_image, first_image + batch_size, device=device)
     draws = uniform(numbers, num_places, seed=seed, purpose="sample")
-    cache = runner.cache(num_places)
+    cache = runner.cache(num_places, num_sequences=batch_size)
     with runner.evaluating(), without_sequence_parallelism(runner.layers):
         for place in range(num_given, num_places):
             # The first pass takes all that is given at once, every later one a single place.

@@ -57,7 +57,7 @@ def generate_tokens(
     given = 0 if prefix is None else prefix.shape[1]
     if prefix is not None:
         beams.tokens[:, :given] = prefix.repeat_interleave(choice.num_beams, dim=0)
-    cache = runner.cache(objective.num_tokens) if cached else None
+    cache = runner.cache(objective.num_tokens, num_sequences=len(rows)) if cached else None
     with without_sequence_parallelism(runner.layers):
         for place in range(given, objective.num_tokens):
             tokens = torch.cat([beams.tokens] * (2 if choice.guidance else 1))

@@ -113,7 +113,7 @@ def generate_patches(
     if prefix is not None:
         num_given = prefix.shape[1]
         patches[:, :num_given] = prefix
-    cache = runner.cache(count) if objective.keeps_keys else None
+    cache = runner.cache(count, num_sequences=len(order)) if objective.keeps_keys else None
     with runner.evaluating(), without_sequence_parallelism(runner.layers):
         for place in range(num_given, count):
             finish = _Draw(objective, numbers, place, seed, num_steps, temperature)

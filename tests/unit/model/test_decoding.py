@@ -3,15 +3,17 @@
 import pytest
 import torch
 
+from megavis.model import product
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
 
+LAYER_NORM = "model.normalization=layer_norm"
 SHAPES = [
-    # words of the config, tokens given at once, images
-    ([], 1, 1),
-    (["model.num_attention_heads=4", "model.positions=rope_2d"], 3, 2),
-    (["model.normalization=layer_norm", "model.add_bias=true", "model.activation=gelu"], 1, 3),
-    (["model.normalization=layer_norm", "model.norm_bias=last", "model.positions=rope_1d"], 5, 2),
+    # words of the config, tokens given at once, images, multiply-adds from which weights are packed
+    ([], 1, 1, 1 << 19),
+    (["model.num_attention_heads=4", "model.positions=rope_2d"], 3, 2, 1),
+    ([LAYER_NORM, "model.add_bias=true", "model.activation=gelu"], 1, 3, 1),
+    ([LAYER_NORM, "model.norm_bias=last", "model.positions=rope_1d"], 5, 2, 1 << 19),
 ]
 
 
@@ -24,16 +26,17 @@ def logits_piece_by_piece(runner, objective, cache, ids, num_given):
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
+@pytest.mark.parametrize(("words", "num_given", "num_images", "smallest_packed"), SHAPES)
 def test_single_tokens_give_what_the_whole_sequence_gives(
-    build, tmp_path, words, num_given, num_images, monkeypatch
+    build, tmp_path, words, num_given, num_images, smallest_packed, monkeypatch
 ):
+    monkeypatch.setattr(product, "SMALLEST_PACKED", smallest_packed)
     objective, runner = build(tmp_path / "c.yaml", *words)
     ids = torch.randint(32, (num_images, 16), generator=torch.Generator().manual_seed(0))
     whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
     called = []
     monkeypatch.setattr(Block, "attend", _counting(Block.attend, called))
-    cache = runner.cache(16)
+    cache = runner.cache(16, num_sequences=num_images)
     assert isinstance(cache, Decoder)
     pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
@@ -44,7 +47,7 @@ def test_sequences_are_exchanged_in_the_cache(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     ids = torch.randint(32, (3, 16), generator=torch.Generator().manual_seed(0))
     order = torch.tensor([2, 0, 0])
-    cache = runner.cache(16)
+    cache = runner.cache(16, num_sequences=3)
     logits_piece_by_piece(runner, objective, cache, ids[:, :9], 1)
     cache.select(order)
     inputs = objective.inputs_at(ids[order], 9, 10)
@@ -59,7 +62,8 @@ def test_half_precision_keeps_its_type(build, tmp_path):
         layer.to(torch.bfloat16)
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
-    pieces = logits_piece_by_piece(runner, objective, runner.cache(16), ids, 1)
+    cache = runner.cache(16, num_sequences=2)
+    pieces = logits_piece_by_piece(runner, objective, cache, ids, 1)
     assert pieces.dtype == whole.dtype == torch.bfloat16
     error = (pieces - whole).float().norm() / whole.float().norm()
     assert error < 0.03
@@ -70,7 +74,7 @@ def test_weights_that_are_elsewhere_leave_it_to_the_modules(build, tmp_path):
     block = runner.layers.modules[1]
     # As ZeRO-3 leaves a weight while its module does not run.
     block.mlp.linear_fc1.weight.data = torch.empty(0)
-    assert not isinstance(runner.cache(16), Decoder)
+    assert not isinstance(runner.cache(16, num_sequences=2), Decoder)
 
 
 def _counting(function, calls):

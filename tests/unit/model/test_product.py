@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megavis.model import product as module
-from megavis.model.product import SMALLEST, product
+from megavis.model.product import SMALLEST, SMALLEST_PACKED, PackedLinear, product
 
 pytestmark = pytest.mark.once
 available = pytest.mark.skipif(
@@ -82,3 +82,15 @@ def test_what_comes_out_may_be_written_over():
 def test_small_products_and_other_precisions_stay_with_torch(rows, dtype, expected):
     weight = torch.ones(64, 64, dtype=dtype, requires_grad=True)
     assert is_onednn(product(torch.ones(rows, 64, dtype=dtype), weight)) == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, SMALLEST_PACKED // 96 // 128 + 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_weight_gives_the_product_in_double_precision(num_rows, bias):
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(num_rows, 128), torch.randn(128, 96).t()
+    shift = torch.randn(96) if bias else None
+    linear = PackedLinear(weight, shift, num_rows=num_rows)
+    assert linear._is_packed == (module._available and num_rows > 1)
+    expected = F.linear(*(t if t is None else t.double() for t in (inputs, weight, shift)))
+    assert (linear(inputs) - expected).norm() < 1e-6 * expected.norm()
