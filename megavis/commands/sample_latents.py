@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.config.errors import UserError
@@ -142,26 +143,18 @@ def drawing(opened: Run, args: argparse.Namespace) -> tuple[Draw, Mapping[str, A
 
 
 def _compare_moments(opened: Run, args: argparse.Namespace, pictures: LatentPictures) -> None:
-    import numpy as np
+    """Compare drawn with held-out latents; as a yardstick also those of training with them."""
     import torch
 
-    from megavis.data.dataset import ShardDataset
     from megavis.data.files import write_atomically
-    from megavis.data.loader import read_batch
-    from megavis.evaluation.moments import compare
+    from megavis.data.manifest import MANIFEST_NAME
+    from megavis.evaluation.moments import compare, largest_differences
     from megavis.sampling.batches import share_out
 
     folder = args.images or opened.config.data.validation
     if folder is None:
         raise UserError("the run has no data.validation; name latents shards with --images")
-    objective: Any = opened.objective
-    dataset = ShardDataset(folder)
-    for complaint in objective.check_data(dataset.manifest):
-        raise UserError(f"{folder} {complaint}")
-    places = np.linspace(0, len(dataset) - 1, min(len(dataset), args.num_images)).astype(np.int64)
-    batch = read_batch(dataset, places, places)
-    held_out = objective.latents(batch.inputs, batch.sample_index)
-    labels = batch.labels
+    held_out, labels = _stored_latents(opened, folder, args.num_images)
 
     def draw(numbers: torch.Tensor) -> torch.Tensor:
         return pictures.sampler.draw(labels[numbers % len(labels)], numbers)
@@ -169,10 +162,30 @@ def _compare_moments(opened: Run, args: argparse.Namespace, pictures: LatentPict
     data = opened.context.data
     drawn = share_out(draw, len(labels), batch_size=args.batch_size, data=data)
     result = {**asdict(pictures.sampler.choice), **compare(drawn.cpu(), held_out)}
+    told = {"drawn": result["largest_difference"]}
+    trained_on = opened.config.data.train
+    if isinstance(trained_on, str) and Path(trained_on, MANIFEST_NAME).exists():
+        seen, _ = _stored_latents(opened, trained_on, args.num_images)
+        told["of training"] = result["training_difference"] = largest_differences(seen, held_out)
     if opened.context.is_main:
         path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
-        differences = result["largest_difference"].items()
-        words = ", ".join(f"{name} {value:.3f}" for name, value in differences)
-        sys.stdout.write(f"{path}\nlargest difference over the channels: {words}\n")
+        sys.stdout.write(f"{path}\nlargest difference to held-out latents over the channels\n")
+        for name, differences in told.items():
+            words = ", ".join(f"{moment} {value:.3f}" for moment, value in differences.items())
+            sys.stdout.write(f"  {name}: {words}\n")
+
+
+def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tensor]:
+    """Return latents `[b, c, h, w]`, evenly spaced over a shard folder, and their labels."""
+    import numpy as np
+
+    from megavis.commands.probing import open_shards
+    from megavis.data.loader import read_batch
+
+    objective: Any = opened.objective
+    dataset = open_shards(opened, folder)
+    places = np.linspace(0, len(dataset) - 1, min(len(dataset), count)).astype(np.int64)
+    batch = read_batch(dataset, places, places)
+    return objective.latents(batch.inputs, batch.sample_index), batch.labels

@@ -1,12 +1,15 @@
 """`megavis sample` for GIVT, from the golden files' models."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from latent_shards import write_latent_shards
 from PIL import Image
 
 from megavis.cli import main
+from megavis.tokenizers.base import open_tokenizer
 
 GOLDEN = Path(__file__).parents[2] / "data" / "givt"
 
@@ -63,6 +66,26 @@ def test_an_npz_of_all_classes_goes_on_where_it_was_cut_off(runs, tmp_path, caps
     (parts / "settings.json").write_text(str(settings))
     assert sample(runs, "givt_causal", *words, str(broken)) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_moments_stand_beside_those_of_training(runs, tmp_path, capsys, monkeypatch):
+    # What an imported run says that it was trained on, relative to where it is used.
+    monkeypatch.chdir(tmp_path)
+    vae = open_tokenizer(str(runs / "vae"))
+    options = {"shape": vae.latent_shape(16), "identity": vae.identity()}
+    for number, folder in enumerate(("shards/train", "held_out")):
+        write_latent_shards(Path(folder), num_classes=10, num_images=30, seed=number, **options)
+    assert (
+        sample(runs, "givt_causal", "--moments", "--num-images", "20", "--images", "held_out") == 0
+    )
+    path, _, drawn, trained = capsys.readouterr().out.splitlines()
+    result = json.loads(Path(path).read_text())
+    assert result["num_drawn"] == result["num_held_out"] == 20
+    # Both folders hold draws of one distribution; the golden model was trained on nothing.
+    for moment, difference in result["training_difference"].items():
+        assert difference < 0.5
+        assert f"{moment} {difference:.3f}" in trained
+        assert f"{moment} {result['largest_difference'][moment]:.3f}" in drawn
 
 
 @pytest.mark.parametrize(
