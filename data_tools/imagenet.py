@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from data_tools.ground_truth import GroundTruth
-from data_tools.sources import (
-    CUT_OFF,
-    FileSource,
-    SourceFile,
-    label_by_folder,
-    list_images,
-    number_classes,
-    printable,
-)
+from data_tools.image_folder import label_by_folder, list_images, number_classes
+from data_tools.sources import CUT_OFF, FileSource, SourceFile, printable
 from data_tools.tars import BrokenTarError, Stretch, tar_members, why_not
 from megavis.config.errors import UserError
 

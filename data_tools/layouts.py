@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from data_tools.ground_truth import KAGGLE_TRUTH, find_truth, read_truth
+from data_tools.image_folder import list_images
 from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
 from data_tools.selection import SPLITS, Selection, Split, check_made_for, open_selection
-from data_tools.sources import FileSource, Source, SourceFile, list_images
+from data_tools.sources import FileSource, Source, SourceFile
 from data_tools.tars import first_member, is_tar
 from data_tools.web_tars import list_tars
 from megavis.config.errors import UserError

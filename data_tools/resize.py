@@ -13,7 +13,7 @@ import numpy as np
 from data_tools.decode import RefusedImageError
 from data_tools.resample import resample, with_fourth_channel
 from megavis.config.errors import UserError
-from megavis.data.transforms import Window, cut, random_window
+from megavis.data.crops import NUM_WINDOW_DRAWS, Window, cut, random_window
 
 RESIZE = "Pillow bicubic (antialiased)"
 CROP = "shorter side to image_size, then centre crop"
@@ -96,7 +96,7 @@ class Crop:
     def _random_part(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
         height, width = image.shape[:2]
         scaled_size(image, 1)  # refuses thin pictures
-        draws = self._random(name, number).random(40)
+        draws = self._random(name, number).random(NUM_WINDOW_DRAWS)
         return cut(image, random_window(height, width, draws, scale=_AREAS, ratio=_SHAPES))
 
     def _random(self, name: str, number: int) -> np.random.Generator:

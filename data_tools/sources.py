@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Protocol
 import numpy as np
 
 from data_tools.decode import RefusedImageError
-from megavis.config.errors import UserError
 
 # Called with a name and a reason for each file that gives no picture.
 Refuse = Callable[[str, str], None]
@@ -30,7 +28,6 @@ MAX_FILE_BYTES = 1 << 30
 CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
 _DUPLICATE = "duplicate name: the last one counts"
-_NOT_REGULAR = "not a regular file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,97 +202,6 @@ class FileSource:
             for start in range(0, len(order), files_per_part)
             if (places := order[start : start + files_per_part])
         ]
-
-
-def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -> FileSource:
-    """List the files below `root`; the first folder on the way to a file is its class.
-
-    Files directly in `root` have no class. Hidden files and folders are left out; links are
-    followed, each folder once.
-
-    Args:
-        root: the image folder.
-        class_names: the classes of another data set whose numbering this one shall share.
-
-    Raises:
-        UserError: `root` is no folder or is empty, or a class is not among `class_names`.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder of images")
-    files = [_file_of(root, raw) for raw in _walk(root)]
-    if not files:
-        raise UserError(f"{root} holds no file: give a folder of images")
-    return label_by_folder(
-        files, description=f"image folder {root.name}", root=root, class_names=class_names
-    )
-
-
-def label_by_folder(
-    files: Sequence[SourceFile],
-    *,
-    description: str,
-    root: Path,
-    class_names: Sequence[str] | None = None,
-) -> FileSource:
-    """Make a source of files whose class is the first folder of their name, if they have one.
-
-    Args:
-        files: without labels.
-        description: one line for the manifest.
-        root: what the files are read from.
-        class_names: the classes of another data set whose numbering this one shall share; without
-            them classes are numbered in the order of their names.
-
-    Raises:
-        UserError: a class is not among `class_names`.
-    """
-    classes = [file.name.split("/")[0] if "/" in file.name else "" for file in files]
-    number = number_classes(sorted(set(classes) - {""}), class_names, root=root)
-    labelled = (
-        replace(file, label=number.get(name, -1)) for file, name in zip(files, classes, strict=True)
-    )
-    return FileSource.of(labelled, description=description, root=root, classes=list(number))
-
-
-def number_classes(
-    found: Sequence[str], known: Sequence[str] | None, *, root: Path
-) -> dict[str, int]:
-    """Return the number of each class: its place in `known`, or in `found` where that is None.
-
-    Raises:
-        UserError: a class that was found is not known.
-    """
-    classes = found if known is None else known
-    if unknown := sorted(set(found) - set(classes)):
-        raise UserError(f"{root}: class {unknown[0]!r} is not among the {len(classes)} known ones")
-    return {name: label for label, name in enumerate(classes)}
-
-
-def _walk(root: Path) -> Iterator[str]:
-    seen = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            if not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _file_of(root: Path, raw: str) -> SourceFile:
-    name = printable(raw)
-    path = "" if name == raw else raw
-    try:
-        status = (root / raw).stat()
-    except OSError:
-        return SourceFile(name, -1, -1, path)  # reading it will fail, and be counted
-    # Opening a pipe would wait for ever.
-    refused = "" if stat.S_ISREG(status.st_mode) else _NOT_REGULAR
-    return SourceFile(name, -1, status.st_size, path, refused=refused)
 
 
 def printable(name: str) -> str:

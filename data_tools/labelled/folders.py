@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from data_tools.image_folder import list_images
 from data_tools.labelled.data_set import TEST, TRAIN, VALIDATION, Listing
-from data_tools.sources import SourceFile, list_images
+from data_tools.sources import SourceFile
 from megavis.config.errors import UserError
 
 _CLUTTER = "BACKGROUND_Google"

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from megavis.data.codec import Codec, Payloads, Refusals
-from megavis.data.transforms import Transform, WrongSizeError
+from megavis.data.crops import WrongSizeError
+from megavis.data.transforms import Transform
 
 _DAMAGED = "damaged"
 _FORMATS = ("JPEG", "PNG", "MPO")

@@ -7,40 +7,29 @@ in the endless stream drives every draw, so that any rank, worker and resume rea
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from megavis.config.schema import DataConfig
 from megavis.data.augment import NUM_DRAWS, RandAugment
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from megavis.data.crops import (
+    NUM_WINDOW_DRAWS,
+    WrongSizeError,
+    cut,
+    cut_center,
+    mirror,
+    random_window,
+    resize,
+    shift,
+    square_window,
+)
 
 CropKind = Literal["random_resized", "window", "shifted", "center", "middle", "none"]
 
-_ATTEMPTS = 10
-_DRAWS_AN_ATTEMPT = 4
-_SHIFT = 4
-"""Pixels by which `shifted` moves an image at most."""
-_CROP_DRAWS = {"random_resized": _ATTEMPTS * _DRAWS_AN_ATTEMPT, "window": 2, "shifted": 2}
+_CROP_DRAWS = {"random_resized": NUM_WINDOW_DRAWS, "window": 2, "shifted": 2}
 """Numbers that decide about a crop."""
-
-
-class WrongSizeError(ValueError):
-    """An image whose size does not fit a transform that changes none."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """A rectangle of an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -127,126 +116,6 @@ class Transform:
         return image if self.augment is None else self.augment(image, draws[-NUM_DRAWS:])
 
 
-def shift(image: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Reflect 4 pixels on each side and cut the old size out at a random place.
-
-    The augmentation of Wide Residual Networks (Zagoruyko and Komodakis), with which iGPT fine-tunes
-    on CIFAR (section 3.1).
-
-    Args:
-        image: `[h, w]` or `[h, w, 3]`, each side above 4.
-        draws: `[2]` in [0, 1): from the top and from the left.
-    """
-    height, width = image.shape[:2]
-    border = [(_SHIFT, _SHIFT)] * 2 + [(0, 0)] * (image.ndim - 2)
-    top, left = (math.floor(draw * (2 * _SHIFT + 1)) for draw in draws.tolist())
-    return cut(np.pad(image, border, mode="reflect"), Window(top, left, height, width))
-
-
-def random_window(
-    height: int,
-    width: int,
-    draws: np.ndarray,
-    *,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> Window:
-    """Return a random part of an image, as the random resized crop of MAE's recipe has it.
-
-    The part's share of the area is uniform in `scale`, the logarithm of width / height uniform
-    between those of `ratio`. After ten parts that do not fit, the largest one in the middle whose
-    ratio is allowed is taken.
-
-    Args:
-        height: of the image.
-        width: of the image.
-        draws: `[40]` in [0, 1): four an attempt (area, ratio, top, left).
-        scale: smallest and largest share.
-        ratio: smallest and largest width / height.
-    """
-    logarithms = (math.log(ratio[0]), math.log(ratio[1]))
-    for area, shape, top, left in draws.reshape(-1, _DRAWS_AN_ATTEMPT).tolist():
-        target = height * width * _between(area, scale)
-        proportion = math.exp(_between(shape, logarithms))
-        window_width = round(math.sqrt(target * proportion))
-        window_height = round(math.sqrt(target / proportion))
-        if 0 < window_width <= width and 0 < window_height <= height:
-            first_row = math.floor(top * (height - window_height + 1))
-            first_column = math.floor(left * (width - window_width + 1))
-            return Window(first_row, first_column, window_height, window_width)
-    window_width = min(width, max(1, round(height * ratio[1])))
-    window_height = min(height, max(1, round(width / ratio[0])))
-    top_left = ((height - window_height) // 2, (width - window_width) // 2)
-    return Window(*top_left, window_height, window_width)
-
-
-def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> Window:
-    """Return a square of an image.
-
-    Args:
-        height: of the image.
-        width: of the image.
-        draws: `[2]` in [0, 1): from the top and from the left; or `[0]`, for the middle.
-        size: side of the square.
-
-    Raises:
-        WrongSizeError: the image is smaller.
-    """
-    spaces = (height - size, width - size)
-    if min(spaces) < 0:
-        raise WrongSizeError(f"smaller than {size}x{size} pixels")
-    if draws.size:
-        top, left = (
-            math.floor(draw * (space + 1))
-            for draw, space in zip(draws.tolist(), spaces, strict=True)
-        )
-    else:
-        top, left = (space // 2 for space in spaces)
-    return Window(top, left, size, size)
-
-
-def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:
-    """Resize the shorter side to `short_side` and cut the middle: uint8 `[size, size, 3]`.
-
-    The longer side becomes round(longer · short_side / shorter); the cut begins at
-    floor((side - size) / 2).
-    """
-    height, width = image.shape[:2]
-    shorter = min(height, width)
-    height, width = round(height * short_side / shorter), round(width * short_side / shorter)
-    image = resize(image, height=height, width=width)
-    return cut(image, Window((height - size) // 2, (width - size) // 2, size, size))
-
-
-def cut(image: np.ndarray, window: Window) -> np.ndarray:
-    """Return a view of a part of an image `[h, w, 3]`."""
-    rows = slice(window.top, window.top + window.height)
-    return image[rows, window.left : window.left + window.width]
-
-
-def resize(image: np.ndarray, *, height: int, width: int) -> np.ndarray:
-    """Resize uint8 `[h, w, 3]` to `[height, width, 3]`: bicubic, antialiased.
-
-    torch's filter, several times faster than Pillow's; they differ by one or two in a few bytes of
-    a thousand.
-    """
-    from torch.nn import functional as F
-
-    if image.shape[:2] == (height, width):
-        return image
-    pixels = _as_batch(image)
-    resized = F.interpolate(pixels, size=(height, width), mode="bicubic", antialias=True)
-    return resized[0].permute(1, 2, 0).numpy()
-
-
-def mirror(image: np.ndarray) -> np.ndarray:
-    """Return an image `[h, w]` or `[h, w, 3]` of any type with left and right exchanged."""
-    if image.ndim == 2:
-        return image[:, ::-1]
-    # numpy takes seven times as long to copy pixels of three bytes in another order.
-    return _as_batch(image).flip(-1)[0].permute(1, 2, 0).numpy()
-
-
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
     """Return what the `data` section asks for in training; `seed` is the run's."""
     return Transform(
@@ -267,16 +136,6 @@ def evaluation_transform(config: DataConfig) -> Transform:
     return Transform(image_size=config.image_size, crop=crop, short_side=config.short_side)
 
 
-def _as_batch(image: np.ndarray) -> Tensor:
-    """Return `[h, w, 3]` as `[1, 3, h, w]` with the channels last in memory, sharing it."""
-    # Imported here: tools that only list or write shards start without torch.
-    import torch
-
-    # The batch dimension first: were it added to the permuted image, torch would not see that the
-    # channels are last, and leave its fast path for bytes.
-    return torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-
-
 def _uniform(positions: np.ndarray, count: int, *, seed: int, purpose: str) -> np.ndarray:
     """Draw float32 `[b, count]` in [0, 1) for positions int64 `[b]`."""
     import torch
@@ -284,7 +143,3 @@ def _uniform(positions: np.ndarray, count: int, *, seed: int, purpose: str) -> n
     from megavis.parallel.random import uniform
 
     return uniform(torch.from_numpy(positions), count, seed=seed, purpose=purpose).numpy()
-
-
-def _between(draw: float, limits: tuple[float, float]) -> float:
-    return limits[0] + draw * (limits[1] - limits[0])

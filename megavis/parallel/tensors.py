@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import parallel_state
 from torch import nn
+
+from megavis.parallel.context import tensor_rank
 
 
 def partition_dimension(parameter: nn.Parameter) -> int | None:
@@ -21,4 +22,4 @@ def is_first_copy(parameter: nn.Parameter) -> bool:
     """True for exactly one process of the tensor group for each piece of a logical tensor."""
     if partition_dimension(parameter) is not None:
         return True
-    return parallel_state.get_tensor_model_parallel_rank() == 0
+    return tensor_rank() == 0

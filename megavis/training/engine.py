@@ -23,7 +23,8 @@ from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
 from megavis.objectives.trainable import Trainable
-from megavis.parallel.context import DeepSpeedView, ParallelContext
+from megavis.parallel.context import ParallelContext
+from megavis.parallel.deepspeed_view import DeepSpeedView
 from megavis.parallel.random import derive_seed
 from megavis.training.averaging import WeightAverage
 from megavis.training.deepspeed_config import deepspeed_config

@@ -1,0 +1,193 @@
+"""How known files of `RUN/evaluation/` are shown: probe, fine-tuning, likelihood, samples, watch.
+
+A function takes the run and what its file holds, and yields blocks. It raises KeyError, TypeError,
+IndexError or ValueError where the file is not of the form that the command writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from megavis.reports.blocks import Block, Confusion, Table, number, percent, tables_of, text, words
+from megavis.reports.charts import Line, line_chart
+from megavis.reports.run_record import RunRecord
+
+_MOST_NAMES = 25
+"""Classes of a confusion matrix whose names and counts can be read; of more, the PNG is shown."""
+
+
+def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis probe`: accuracy by depth, what was chosen, neighbouring layers, few labels."""
+    data = _probed_on(run, result)
+    if len(result["trained"]) > 1:
+        yield _depth_chart(result, data)
+    best, pixels = result["best_layer"], result["pixels"]
+    rows = [
+        (f"step {result['step']}, layer {best['layer']}", percent(best["accuracy"])),
+        ("untrained network, its best layer", percent(result["untrained_accuracy"])),
+        ("raw pixels", percent(pixels["accuracy"])),
+    ]
+    if result["num_views"] > 1:
+        vote = f"step {result['step']}, vote of {result['num_views']} masks"
+        rows.insert(1, (vote, percent(best["vote_accuracy"])))
+    rows += _concatenated(result.get("concatenated") or ())
+    chosen = f"The layer did best on {result['num_held_out']} images that no accuracy here is of."
+    yield Table(
+        "Best layer", ("features", "accuracy"), rows, f"{chosen} {data}", marked=frozenset({0})
+    )
+    if result.get("low_data"):
+        yield _low_data(result, data)
+
+
+def _probed_on(run: RunRecord, result: dict[str, Any]) -> str:
+    splits = result.get("splits") or {}
+    where = splits.get("validation") or run.setting("data.validation", "")
+    return (
+        f"{result['num_validation']} validation images{f' of {where}' if where else ''},"
+        f" {result['num_classes']} classes; fitted on {result['num_fitted']}, seed"
+        f" {result['seed']}."
+    )
+
+
+def _depth_chart(result: dict[str, Any], data: str) -> Block:
+    layers = [score["layer"] for score in result["trained"]]
+    lines = [Line(layers, _accuracies(result["trained"]), 0, f"step {result['step']}", marks=True)]
+    networks = [_accuracies(scores) for scores in result["untrained"]]
+    if networks:
+        columns = list(zip(*networks, strict=True))
+        mean = [sum(column) / len(column) for column in columns]
+        band = [min(column) for column in columns], [max(column) for column in columns]
+        name = f"untrained, mean and range of {len(networks)}"
+        lines.append(Line(layers, mean, None, name, marks=True, band=band))
+    pixels = 100 * result["pixels"]["accuracy"]
+    lines.append(Line([layers[0], layers[-1]], [pixels] * 2, 1, "raw pixels", dashed=True))
+    title = "Accuracy by depth"
+    return line_chart(title, lines, x="layer", y="accuracy (%)", caption=data)
+
+
+def _accuracies(scores: list[dict[str, Any]]) -> list[float]:
+    return [100 * score["accuracy"] for score in scores]
+
+
+def _concatenated(scores: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield adjacent layers together: the trained network's, and the mean of untrained ones."""
+    for features in dict.fromkeys(score["features"] for score in scores):
+        own = [score for score in scores if score["features"] == features]
+        layers = ", ".join(str(layer) for layer in own[0]["layers"])
+        several = f", mean of {len(own)}" if len(own) > 1 else ""
+        name = f"{features}, layers {layers} together ({own[0]['num_features']} features){several}"
+        yield name, percent(fmean(score["accuracy"] for score in own))
+
+
+def _low_data(result: dict[str, Any], data: str) -> Table:
+    scores = result["low_data"]
+    counts = sorted({score["images_per_class"] for score in scores})
+    rows = []
+    known = ("trained", "untrained", "pixels")
+    for features in sorted({score["features"] for score in scores}, key=known.index):
+        own = {s["images_per_class"]: s for s in scores if s["features"] == features}
+        cells = [
+            f"{100 * own[count]['mean']:.1f} ± {100 * own[count]['deviation']:.1f}"
+            for count in counts
+        ]
+        rows.append((features, *cells))
+    draws = len(scores[0]["accuracies"])
+    title = f"Few labels: accuracy in %, mean ± standard deviation over {draws} draws"
+    columns = ("features", *(f"{count} a class" for count in counts))
+    return Table(title, columns, rows, data, marked=frozenset({0}))
+
+
+def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """Fine-tuning: accuracies and the confusion matrix."""
+    rows = [("top-1", percent(result["top1"])), ("top-5", percent(result["top5"]))]
+    if result["num_views"] > 1:
+        rows.append((f"vote of {result['num_views']} draws", percent(result["vote"])))
+    role = {"selection": "chose the step", "test": "chose nothing"}[result["part"]]
+    caption = (
+        f"{result['num_images']} images of {result['data']}, which {role}; step {result['step']},"
+        f" seed {run.setting('seed', '–')}."
+    )
+    yield Table("Accuracy", ("", "accuracy"), rows, caption)
+    if len(result["class_names"]) <= _MOST_NAMES:
+        yield Confusion(
+            "Confusion", result["class_names"], result["confusion"], "Rows: class. Columns: answer."
+        )
+
+
+def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis likelihood`: nats and bits, and what a dimension is."""
+    rows = [
+        ("nats a dimension", f"{result['nats_per_dimension']:.4f}"),
+        ("bits a dimension", f"{result['bits_per_dimension']:.4f}"),
+        ("nats an image", number(result["nats_per_image"])),
+    ]
+    given = f", given {result['given']}" if result["given"] else ""
+    caption = (
+        f"A dimension is {result['dimension']}, {number(result['dimensions_per_image'])} an"
+        f" image{given}. {number(result['num_images'])} images of {result['data']}; step"
+        f" {result['step']}, {result['precision']}."
+    )
+    yield Table("Held-out images", ("", "mean of -log p"), rows, caption)
+
+
+def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
+    """`megavis evaluate watch`: each measure over the steps of the checkpoints."""
+    records = sorted(records, key=lambda record: record["step"])
+    last = records[-1]
+    caption = (
+        f"{text(last['validation_images'] or 'All')} validation images, classifiers fitted on"
+        f" {text(last['train_images'])} at most, seed {last['seed']}."
+    )
+    for title, keys, unit, factor in _OVER_STEPS:
+        lines = []
+        for color, key in enumerate(keys):
+            measured = [record for record in records if key in record]
+            steps = [record["step"] for record in measured]
+            values = [factor * record[key] for record in measured]
+            if steps:
+                name = words(key) if len(keys) > 1 else ""
+                lines.append(Line(steps, values, color, name, marks=True))
+        if lines:
+            about = measured[-1].get("distance_of", "") if keys[0] in _DISTANCES else caption
+            yield line_chart(title, lines, x="step", y=unit, caption=about)
+    # Said once, below the curve.
+    numbers = [{k: v for k, v in record.items() if k != "distance_of"} for record in records]
+    table = tables_of(numbers, title="The numbers")[0]
+    yield dataclasses.replace(table, closed=True)
+
+
+def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
+    """`megavis evaluate samples`: distances, with all that must be said beside them."""
+    network, samples, reference = (result[key] for key in ("network", "samples", "reference"))
+    names = {"fid": "FID", "sfid": "sFID", "frechet_distance": result["title"]}
+    numbers = {key: value for key, value in result.items() if isinstance(value, float)}
+    rows = [(names.get(key, words(key)), number(value)) for key, value in numbers.items()]
+    caption = (
+        f"{samples['num_images']} images of {samples['source']}; reference {reference['source']}"
+        f" {reference['sha256'][:8]} (N {text(reference['num_images'])}); network"
+        f" {network['name']} {network['sha256'][:8]}, resize {network['resize']}."
+    )
+    if result["caution"]:
+        caption += f" {result['caution'][:1].upper()}{result['caution'][1:]}."
+    yield Table("Distance from real images", ("", "value"), rows, caption)
+
+
+_OVER_STEPS = (
+    ("Accuracy by step", ("probe_accuracy", "neighbors_accuracy"), "accuracy (%)", 100),
+    ("Validation loss by step", ("validation_loss",), "loss", 1),
+    ("FID by step", ("fid",), "FID", 1),
+    ("Fréchet distance by step", ("frechet_distance",), "distance", 1),
+)
+_DISTANCES = ("fid", "frechet_distance")
+KNOWN_RESULTS: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
+    "probe": _probe,
+    "likelihood": _likelihood,
+    "samples": _samples,
+    "watch": _watch,
+    "finetune_test": _classes,
+    "finetune_selection": _classes,
+}
+"""By the name of the file, in the order of the page."""
