@@ -21,6 +21,7 @@ from data_tools import (
     spoken_words,
     verify,
 )
+from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import UserError
 
 
@@ -29,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when all is well, 1 when `verify` finds something wrong or the disk fails, 2 for a
-        user's mistake, 130 when interrupted. argparse itself exits with 2 on unknown options.
+        user's mistake, 130 when interrupted.
     """
-    arguments = build_parser().parse_args(argv)
     try:
+        arguments = build_parser().parse_args(argv)
         return arguments.run(arguments)
     except UserError as error:
         return _fail(str(error), code=2)
@@ -157,10 +158,12 @@ VERBS = (
 GROUPS = {"palette": "palette tokens: fit, shards"}
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ArgumentParser:
     """Return the parser of all commands; each has one example in its help."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data_tools", description="Turn images into shards, and check them."
+    parser = ArgumentParser(
+        prog="python -m data_tools",
+        description="Turn images into shards, and check them.",
+        epilog="`python -m data_tools VERB --help` shows the options of a verb, and an example.",
     )
     words = parser.add_subparsers(metavar="VERB", required=True)
     inner = {}
@@ -179,7 +182,6 @@ def _add(words: argparse._SubParsersAction[argparse.ArgumentParser], name: str, 
         help=verb.description,
         description=verb.description.capitalize() + ".",
         epilog=f"example: python -m data_tools {verb.name} {verb.example}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     verb.add_arguments(parser)
     parser.set_defaults(run=verb.run)

@@ -77,7 +77,7 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "labelled data set",
     )
     parser.add_argument(
-        "--validation-share", type=float, default=0.04, help="of --split; 0.04 as iGPT"
+        "--validation-share", type=float, default=0.04, help="of --split: iGPT holds out so much"
     )
     parser.add_argument(
         "--selection", type=Path, metavar="FOLDER", help="leave out what `filter` dropped"

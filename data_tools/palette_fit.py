@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `palette fit` to its parser."""
     add_source_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="the .npy file to write")
-    parser.add_argument("--num-colors", type=int, default=MAX_COLORS)
+    parser.add_argument("--num-colors", type=int, default=MAX_COLORS, help="of the palette")
     parser.add_argument("--pixels", type=int, default=500_000, help="pixels to fit on")
     parser.add_argument("--size", type=int, default=32, help="side that images are resized to")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled pixels and the fit")
     parser.add_argument(
         "--curve",
         type=palette_curve.color_counts,

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selection-crops", type=int, default=500, help="by which probes choose their layer"
     )
-    parser.add_argument("--validation-crops", type=int, default=500)
+    parser.add_argument("--validation-crops", type=int, default=500, help="crops that judge")
     parser.add_argument(
         "--sides",
         type=int,
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="close-ups: pixels on a crop's side, of the photograph as it is or shrunk, enlarged to"
         " --size and brought to one contrast; absent: from a quarter of its height on, as they are",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of places, sizes and mirror images")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-voices", type=int, default=15, help="others, for validation and for testing"
     )
     parser.add_argument("--takes", type=int, default=4, help="recordings of a word by a voice")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of voices, accents, speeds and noise")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
     if min(*counts.values(), arguments.takes) < 1 or arguments.seed < 0:
-        raise UserError("--voices, --held-out-voices, --takes must be at least 1, --seed 0")
+        raise UserError(
+            "--voices, --held-out-voices and --takes must be at least 1, --seed at least 0"
+        )
     words = tuple(filter(None, arguments.words.split(",")))
     record = {"words": words, "voices": counts, "takes": arguments.takes, "seed": arguments.seed}
     content = json.dumps(record, indent=2).encode() + b"\n"

@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megavis import __version__
+from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
     CorruptionError,
@@ -57,21 +59,8 @@ _RECORDED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 2, 71 and 75 as `config/errors.py` has them."""
-    parser = argparse.ArgumentParser(
-        prog="megavis", description="Pretrain generative vision Transformers on any layout."
-    )
-    # deepspeed's launcher puts this in front of everything; the environment says it too.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS.values():
-        importlib.import_module(f"megavis.commands.{module}").add_parser(subparsers)
-    parsed, words = parser.parse_known_args(arguments)
-    # argparse takes key=value words only where they stand together; users put options between.
-    if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    if words:
-        parsed.overrides += words
     try:
+        parsed = read_arguments(arguments)
         code: int = parsed.run(parsed)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -86,6 +75,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == 0 and was_typed and parsed.command in _RECORDED:
         _record(parsed, sys.argv[1:] if arguments is None else arguments)
     return code
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of all commands."""
+    parser = ArgumentParser(
+        prog="megavis",
+        description="Pretrain generative vision Transformers on any layout. Shards of images are"
+        " made by `python -m data_tools`.",
+        epilog="`megavis COMMAND --help` shows the options of a command, and an example.",
+    )
+    parser.add_argument("--version", action="version", version=f"megavis {__version__}")
+    # deepspeed's launcher puts this in front of everything; the environment says it too.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in _COMMANDS.values():
+        importlib.import_module(f"megavis.commands.{module}").add_parser(subparsers)
+    return parser
+
+
+def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the words after `megavis`; those of this process where None.
+
+    Raises:
+        UserError: they are no command, or not its options.
+    """
+    parsed, words = build_parser().parse_known_args(arguments)
+    # argparse takes key=value words only where they stand together; users put options between.
+    if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
+        raise UserError(
+            f"unrecognized arguments: {' '.join(words)}; `megavis {parsed.command} --help` shows"
+            " what there is"
+        )
+    if words:
+        parsed.overrides += words
+    return parsed
 
 
 def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """A run in one's hands: what `megavis.load` returns.
 
-    run = megavis.load("runs/igpt-demo")
+    run = megavis.load("runs/igpt_demo")
     ids = run.sample(8, originals=photographs, given=0.5, top_p=0.95)
     plt.imshow(run.images(ids)[0])
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megavis.commands.arguments import add_run, add_step
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
 
@@ -20,25 +22,27 @@ def add_parser(subparsers: Any) -> None:
         description="Look after the checkpoints of a run. They belong to no layout: any layout"
         " reads them as they are.",
         epilog="example: megavis checkpoint verify runs/igpt_demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     listing = _add_verb(verbs, "list", "steps, layouts that saved them, sizes", _list)
     listing.add_argument("--json", action="store_true", help="write JSON")
     verify = _add_verb(verbs, "verify", "read every byte; name damaged files and tensors", _verify)
-    verify.add_argument("--step", type=int, help="this one alone (default: all)")
+    verify.add_argument("--step", type=non_negative, help="this one alone; default: all")
     prune = _add_verb(verbs, "prune", "delete old ones; the latest always stays", _prune)
-    prune.add_argument("--keep-last", type=int, required=True, metavar="N", help="newest to keep")
+    prune.add_argument("--keep-last", type=positive, required=True, help="newest ones to keep")
     prune.add_argument(
-        "--keep-every", type=int, default=0, metavar="STEPS", help="keep its multiples too"
+        "--keep-every",
+        type=non_negative,
+        default=0,
+        help="keep those of every N-th step too; 0: none",
     )
     convert = _add_verb(
         verbs, "convert", "write one in the slices of another layout, offline", _convert
     )
     convert.add_argument("target", type=Path, help="run folder to write into")
-    convert.add_argument("--step", type=int, help="which (default: the latest)")
-    convert.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor size")
-    convert.add_argument("--data", type=int, default=1, metavar="N", help="data-parallel size")
+    add_step(convert)
+    convert.add_argument("--tensor", type=positive, default=1, help="tensor-parallel size")
+    convert.add_argument("--data", type=positive, default=1, help="data-parallel size")
 
 
 def _add_verb(verbs: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
@@ -54,7 +58,7 @@ def _add_verb(verbs: Any, name: str, text: str, run: Any) -> argparse.ArgumentPa
         description=f"{text[0].upper()}{text[1:]}.",
         epilog=f"example: megavis checkpoint {name} runs/igpt_demo{example}",
     )
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder")
+    add_run(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -145,8 +149,6 @@ def _prune(args: argparse.Namespace) -> int:
     """Delete, and say what stays."""
     from megavis.checkpoint.folder import prune
 
-    if args.keep_last < 1 or args.keep_every < 0:
-        raise UserError("--keep-last: 1 or more; --keep-every: 0 or more")
     before = _steps(args.run_folder)
     prune(args.run_folder, keep_last=args.keep_last, keep_every=args.keep_every)
     after = _steps(args.run_folder)
@@ -162,8 +164,6 @@ def _convert(args: argparse.Namespace) -> int:
     from megavis.checkpoint.folder import step_folder
     from megavis.commands.quiet import quietly
 
-    if min(args.tensor, args.data) < 1:
-        raise UserError("--tensor, --data: 1 or more")
     source = step_folder(args.run_folder, _one(args.run_folder, args.step))
     with quietly():
         from megavis.checkpoint.convert import convert

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megavis.commands import drawn_distance
-from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,13 +52,11 @@ class CheckpointMeasures:
         Raises:
             UserError: the paper's models cannot be drawn so.
         """
-        from megavis.commands.sample import take_turns
-        from megavis.data.loader import read_batch
+        from megavis.commands.opening import read_in_turn
         from megavis.sampling.gallery import gallery_of
 
         gallery = gallery_of(self.opened.objective, self.opened.folder)
-        places = take_turns(self._validation, _PICTURES)
-        examples = read_batch(self._validation, places, places).to(self.opened.context.device)
+        examples = read_in_turn(self._validation, _PICTURES).to(self.opened.context.device)
         return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
 
     def _loss(self) -> Mapping[str, float]:
@@ -93,12 +90,9 @@ class CheckpointMeasures:
 
     @functools.cached_property
     def _validation(self) -> ShardDataset:
-        from megavis.commands.probing import open_shards
+        from megavis.commands.opening import open_held_out
 
-        folder = self.args.validation or self.opened.config.data.validation
-        if folder is None:
-            raise UserError("the run has no data.validation; name a shard folder with --validation")
-        return open_shards(self.opened, folder)
+        return open_held_out(self.opened, self.args.validation, option="--validation")
 
     @functools.cached_property
     def _data(self) -> ProbeData:

@@ -39,7 +39,6 @@ def add_parser(subparsers: Any) -> None:
         description="Look for all that megavis can use. Exit code 0 where training can work, 1"
         " where something that it needs is missing.",
         epilog="example: megavis doctor --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(run=run)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megavis.commands import sample
 from megavis.commands.feature_arguments import add_network_arguments, device_of
 from megavis.commands.sample_npz import drawing_of
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ def add_distance_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-samples",
-        type=int,
+        type=positive,
         default=1000,
-        help=f"for {MEASURE}: images that are drawn of each checkpoint; default: 1000",
+        help=f"for {MEASURE}: images that are drawn of each checkpoint",
     )
     add_network_arguments(parser)
 

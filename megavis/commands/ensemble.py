@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_device, add_runs
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,14 +27,15 @@ def add_parser(subparsers: Any) -> None:
         " different papers; their held-out shards must hold the same images.",
         epilog="example: megavis ensemble runs/one_finetuned runs/another_finetuned",
     )
-    parser.add_argument("run_folders", metavar="RUN", type=Path, nargs="+", help="two or more")
+    add_runs(parser, text="two or more")
     parser.add_argument(
         "--images",
+        metavar="FOLDER",
         help="shard folder; default: the images that judged each run (finetune.test, or the half of"
         " data.validation that chose nothing)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_device(parser)
     parser.set_defaults(run=run)
 
 
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if len(args.run_folders) < 2:
         raise UserError("name two or more run folders")
-    from megavis.commands.probing import job_closed
+    from megavis.commands.opening import job_closed
 
     members: dict[str, Answers] = {}
     sources = set()
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(folder: Path, args: argparse.Namespace) -> tuple[Answers, str]:
     """Return what a run says, and which images it was asked about."""
-    from megavis.commands.probing import open_run
+    from megavis.commands.opening import open_run
 
     opened = open_run(folder, step=_chosen_step(folder), device=args.device)
     from megavis.evaluation.ensemble import answer
@@ -92,7 +94,7 @@ def _chosen_step(folder: Path) -> int:
 
 def _judges(opened: Run, images: str | None) -> Subset:
     """Return the labelled images that a run is asked about."""
-    from megavis.commands.probing import open_shards
+    from megavis.commands.opening import open_shards
     from megavis.data.subset import halves, shuffled
 
     settings = opened.config.finetune

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from megavis.commands.evaluate_reconstruction import add_reconstruction
@@ -14,11 +13,11 @@ def add_parser(subparsers: Any) -> None:
     """Add the command and its verbs, a file each, to the parser."""
     parser = subparsers.add_parser(
         "evaluate",
-        help="how good generated and reconstructed images are: FID, SSIM and others",
-        description="Measure images that a run has made.",
+        help="how good images are that a run made (FID, SSIM, ...), and each checkpoint of a run",
+        description="Measure images that a run has drawn or reconstructed, or each checkpoint of a"
+        " run as it appears.",
         epilog="example: megavis evaluate samples samples.npz --reference statistics.npz"
         " --inception weights.pth",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_samples(verbs)

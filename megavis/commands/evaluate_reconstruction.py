@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.feature_arguments import add_network_arguments, say
+from megavis.commands.opening import job_closed, open_run
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.commands.perceptual import add_perceptual_arguments, open_perceptual
-from megavis.commands.probing import job_closed, open_run
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run, its data or its objective does not allow it.
     """
-    if args.num_images < 1:
-        raise UserError("--num-images must be at least 1")
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         return _evaluate(opened, args)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.feature_arguments import (
     add_image_file_arguments,
     add_network_arguments,
-    check_image_arguments,
     device_of,
     look_at,
     say,
 )
+from megavis.config.arguments import non_negative
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def add_samples(verbs: Any) -> None:
     statistics.add_argument("--out", required=True, type=Path, metavar="FILE", help=".npz file")
     statistics.add_argument(
         "--features",
-        type=int,
+        type=non_negative,
         default=10_000,
-        help="of so many images, for precision and recall; default: 10000",
+        help="of so many images, for precision and recall",
     )
     add_network_arguments(statistics)
     add_image_file_arguments(statistics)
@@ -88,7 +88,6 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     from megavis.evaluation.images.generation import MANIFOLD_COUNT, compare
     from megavis.evaluation.images.image_files import open_images
 
-    check_image_arguments(args)
     device = device_of(args)
     file = samples_of(args.samples)
     images = open_images(file, image_size=args.image_size if file.is_dir() else None)
@@ -114,9 +113,8 @@ def write_reference(args: argparse.Namespace) -> int:
     from megavis.evaluation.images.image_files import open_images
     from megavis.evaluation.images.statistics_files import write_statistics
 
-    check_image_arguments(args)
-    if args.features < 0 or args.out.suffix != ".npz":
-        raise UserError("--features must be at least 0, and --out end in .npz")
+    if args.out.suffix != ".npz":
+        raise UserError(f"--out {args.out}: the name of a file of statistics ends in .npz")
     images = open_images(args.images, image_size=args.image_size)
     network = open_network(args.inception, args.network, device_of(args))
     summary = look_at(images, network, args, num_images=args.num_images, num_kept=args.features)

@@ -14,11 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_run
 from megavis.commands.checkpoint_measures import MEASURES, CheckpointMeasures
 from megavis.commands.drawn_distance import MEASURE as DISTANCE
 from megavis.commands.drawn_distance import DrawnDistance, add_distance_arguments
-from megavis.commands.probing import add_data_arguments, check_arguments, job_closed, open_run
+from megavis.commands.opening import job_closed, open_run
+from megavis.commands.probing import add_data_arguments
 from megavis.commands.quiet import quietly
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,22 +43,19 @@ def add_watch(verbs: Any) -> None:
         " last step, or on Ctrl-C and SIGTERM; started again it goes on with what is new. The"
         " config section `evaluation` lets a training start it by itself.",
         epilog="example: megavis evaluate watch runs/igpt_demo --what loss,probe,samples",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    add_run(parser)
     parser.add_argument(
         "--what",
         type=read_measures,
         default=("loss", "probe"),
         metavar="NAMES",
-        help=f"of {', '.join(MEASURES)}, with commas between them; default: loss,probe",
+        help=f"of {', '.join(MEASURES)}, with commas between them",
     )
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="only steps that N divides, and the last"
+        "--every", type=positive, default=1, help="only steps that N divides, and the last one"
     )
-    parser.add_argument(
-        "--interval", type=float, default=5.0, help="seconds between two looks; default: 5"
-    )
+    parser.add_argument("--interval", type=float, default=5.0, help="seconds between two looks")
     # How a training ends what it has started, also when it is killed: the pipe closes.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     add_data_arguments(parser)
@@ -82,9 +82,8 @@ def watch(args: argparse.Namespace) -> int:
     Raises:
         UserError: the folder holds no run, or its images do not allow a measure.
     """
-    check_arguments(args)
-    if args.every < 1 or args.interval <= 0:
-        raise UserError("--every must be at least 1, and --interval more than 0")
+    if args.interval <= 0:
+        raise UserError(f"--interval {args.interval:g}: must be more than 0 seconds")
     if not args.until_input_ends and not (args.run_folder / "config.yaml").exists():
         raise UserError(f"{args.run_folder} is not a run folder: it holds no config.yaml")
     if args.until_input_ends:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_run, add_step
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,12 +23,11 @@ def add_parser(subparsers: Any) -> None:
         " file, or as an ImageGPT folder that transformers opens, after comparing the logits of"
         " both on random input.",
         epilog="example: megavis export runs/igpt_demo --to imagegpt exported/igpt_demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder")
+    add_run(parser)
     parser.add_argument("--to", choices=("imagegpt", "safetensors"), required=True, help="form")
     parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    add_step(parser)
     parser.set_defaults(run=run)
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavis.config.errors import UserError
+from megavis.commands.arguments import add_device
+from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
     import torch
@@ -37,19 +38,16 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
 def add_image_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what of the images is read, and where they are looked at."""
     parser.add_argument(
-        "--num-images", type=int, help="so many of them, evenly spread; default: all"
+        "--num-images", type=positive, help="so many of them, evenly spread; default: all"
     )
     parser.add_argument(
-        "--image-size", type=int, help="of folders: resize the shorter side and cut the middle"
+        "--image-size",
+        type=positive,
+        help="of images in a folder: resize the shorter side to it and cut the middle; default: as"
+        " they are",
     )
-    parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
-
-
-def check_image_arguments(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range; raises UserError."""
-    if min(args.num_images or 2, args.batch_size, args.image_size or 1) < 1:
-        raise UserError("--num-images, --image-size and --batch-size must be at least 1")
+    parser.add_argument("--batch-size", type=positive, default=64, help="images at once")
+    add_device(parser)
 
 
 def device_of(args: argparse.Namespace) -> torch.device:

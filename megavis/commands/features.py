@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_run
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ def add_parser(subparsers: Any) -> None:
         " kept in RUN/evaluation/features: of which weights, in which precision, how many images."
         " Nothing there is needed: what is asked for again is computed again.",
         epilog="example: megavis features runs/igpt_demo --clear",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    add_run(parser)
     parser.add_argument("--clear", action="store_true", help="delete them all")
     parser.set_defaults(run=run)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_run, add_runs
 from megavis.commands.group_figure import add_group_figure
 from megavis.commands.networks import (
     feature_cache,
@@ -16,14 +17,13 @@ from megavis.commands.networks import (
     probe_run,
     tell_cache,
 )
+from megavis.commands.opening import open_run
 from megavis.commands.patch_figures import add_patch_figures
 from megavis.commands.position_figures import add_position_figures
 from megavis.commands.probing import (
     add_data_arguments,
     add_layout_argument,
-    add_network_arguments,
-    check_arguments,
-    open_run,
+    add_probe_arguments,
     probe_data,
 )
 from megavis.commands.token_figures import add_token_figures
@@ -42,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
         description="Draw what a run's features or predictions are worth: a PNG and the numbers in"
         " it as CSV, in RUN/evaluation.",
         epilog="example: megavis figure depth runs/igpt_demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     figures = parser.add_subparsers(dest="figure", required=True, metavar="FIGURE")
     _add_depth(figures)
@@ -61,7 +60,7 @@ def _add_depth(figures: Any) -> None:
         " draw accuracy over depth.",
         epilog="example: megavis figure depth runs/igpt_demo --train-images 2000",
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    add_run(parser)
     parser.add_argument(
         "--probe",
         type=Path,
@@ -70,7 +69,7 @@ def _add_depth(figures: Any) -> None:
     )
     add_data_arguments(parser)
     add_layout_argument(parser)
-    add_network_arguments(parser)
+    add_probe_arguments(parser)
     parser.set_defaults(run=draw_depth)
 
 
@@ -84,7 +83,7 @@ def _add_likelihood(figures: Any) -> None:
         " checkpoints to draw.",
         epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",
     )
-    parser.add_argument("run_folders", metavar="RUN", type=Path, nargs="+", help="run folder")
+    add_runs(parser)
     add_data_arguments(parser)
     parser.set_defaults(run=draw_likelihood)
 
@@ -121,7 +120,6 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
 
     if args.probe is not None:
         return ProbeResult.read(args.probe)
-    check_arguments(args)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         return probe_run(opened, args, ProbeSettings(seed=args.seed))
@@ -138,7 +136,6 @@ def draw_likelihood(args: argparse.Namespace) -> int:
     with quietly():
         from megavis.evaluation import figures
 
-    check_arguments(args)
     with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         pixels = _pixel_accuracy(args)

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from megavis.commands.arguments import add_config, add_device, read_config
 from megavis.config.errors import UserError
 
 
@@ -19,11 +20,9 @@ def add_parser(subparsers: Any) -> None:
         " by its accuracy on other ones, with a confusion matrix, in RUN/evaluation. Runs alone,"
         " or under torchrun, deepspeed or srun, in any layout.",
         epilog="example: megavis finetune yaml_configs/igpt/finetune_demo.yaml training.steps=100",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file with a finetune section")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_config(parser, text="YAML file with a finetune section")
+    add_device(parser)
     parser.set_defaults(run=run)
 
 
@@ -36,12 +35,10 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
         from megavis.parallel.launch import read_launch
         from megavis.training.run import run_training
 
-    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    loaded = read_config(args)
     if loaded.config.finetune is None:
         raise UserError(
             f"{args.config}: has no finetune section; name the run to start from as"

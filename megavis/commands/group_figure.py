@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.commands.perceptual import add_perceptual_arguments, open_perceptual
-from megavis.commands.probing import job_closed, open_run
-from megavis.commands.sample import take_turns
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def add_group_figure(figures: Any) -> None:
         epilog="example: megavis figure groups runs/patches --groups 1,4,12",
     )
     add_image_arguments(parser, num_images=256)
-    parser.add_argument("--share", type=float, default=0.25, help="of patches given; default: 0.25")
+    parser.add_argument("--share", type=float, default=0.25, help="of the patches is given")
     parser.add_argument(
-        "--groups", type=group_counts, default=(1, 4, 12), help="numbers; default: 1,4,12"
+        "--groups", type=group_counts, default=(1, 4, 12), metavar="N,N", help="numbers of groups"
     )
     parser.add_argument(
-        "--orders", type=int, default=1, help="of the hidden patches, averaged over; default: 1"
+        "--orders", type=positive, default=1, help="of the hidden patches, averaged over"
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides what is hidden; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="decides what is hidden")
     add_perceptual_arguments(parser)
     parser.set_defaults(run=draw_groups)
 
@@ -65,16 +65,12 @@ def draw_groups(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run, its data or its objective does not allow it.
     """
-    for name in ("num_images", "orders"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         return _draw(opened, args)
 
 
 def _draw(opened: Run, args: argparse.Namespace) -> int:
-    from megavis.data.loader import read_batch
     from megavis.evaluation.figures import write_table
     from megavis.sampling.grids import save_png
     from megavis.sampling.groupwise import GroupByGroup
@@ -86,8 +82,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
         raise UserError(f"{name} does not predict several patches from any others")
     perceptual = open_perceptual(args)
     dataset = held_out_images(opened, args)
-    indices = take_turns(dataset, args.num_images)
-    originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
+    originals = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
     options = {"share_given": args.share, "num_orders": args.orders, "seed": args.seed}
     rows = [
         {

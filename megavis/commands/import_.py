@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 _FORMS = ("imagegpt", "givt", "givt-vae", "vqgan", "timm")
@@ -28,7 +29,6 @@ def add_parser(subparsers: Any) -> None:
         " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned.",
         epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("form", choices=_FORMS, help="what it holds")
     parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
@@ -38,14 +38,14 @@ def add_parser(subparsers: Any) -> None:
     )
     givt = parser.add_argument_group("givt")
     givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: what the file tells")
-    givt.add_argument("--num-classes", type=int, help="default: what the file tells")
+    givt.add_argument("--num-classes", type=positive, help="default: what the file tells")
     givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
     givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
     givt.add_argument(
-        "--image-size", type=int, default=256, help="givt-vae, vqgan: of its images; default: 256"
+        "--image-size", type=positive, default=256, help="givt-vae, vqgan: of its images"
     )
     timm = parser.add_argument_group("timm")
-    timm.add_argument("--heads", type=int, help="attention heads; default: width / 64")
+    timm.add_argument("--heads", type=positive, help="attention heads; default: width / 64")
     parser.set_defaults(run=run)
 
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_precision
+from megavis.commands.opening import job_closed, open_run, training_shards
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.commands.probing import job_closed, open_run, training_shards
-from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.evaluation.likelihood import LikelihoodResult
@@ -25,15 +25,9 @@ def add_parser(subparsers: Any) -> None:
         " predicts, never a byte of the photograph; the output says what it is. `megavis figure"
         " likelihood` draws probe accuracy over validation loss.",
         epilog="example: megavis likelihood runs/igpt_demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_image_arguments(parser, num_images=None)
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "bf16"),
-        default="float32",
-        help="of the network; default: float32",
-    )
+    add_precision(parser)
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation/likelihood.json")
     parser.set_defaults(run=run)
 
@@ -45,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
         UserError: the run's loss is no likelihood, or its images cannot be opened or were trained
             on.
     """
-    if (args.num_images or 1) < 1:
-        raise UserError("--num-images must be at least 1")
     with job_closed():
         opened = open_run(
             args.run_folder, step=args.step, device=args.device, precision=args.precision

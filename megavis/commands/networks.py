@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megavis.commands.probing import job_closed, probe_data
+from megavis.commands.opening import job_closed
+from megavis.commands.probing import probe_data
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,6 +8,9 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_config, read_config
+from megavis.config.arguments import positive
+
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
     from megavis.planning.memory import StateMemory
@@ -23,11 +26,11 @@ def add_parser(subparsers: Any) -> None:
         " allocated, so any size is counted in seconds. With --processes also what weights,"
         " gradients and optimizer states take on each process in the config's layout.",
         epilog="example: megavis params yaml_configs/igpt/xl_64.yaml --processes 32",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--processes", type=int, metavar="N", help="tell memory a process, of N")
+    add_config(parser)
+    parser.add_argument(
+        "--processes", type=positive, help="also tell the memory of each of N processes"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(run=run)
 
@@ -41,13 +44,12 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import build_objective, objective_configs
+        from megavis.objectives import build_objective
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
         from megavis.planning.parameters import count_parameters
 
-    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    loaded = read_config(args)
     if args.processes is not None:
         loaded.require_world(args.processes)
     config = loaded.config

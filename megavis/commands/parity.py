@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_config, read_config
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,22 +26,18 @@ def add_parser(subparsers: Any) -> None:
         " data and seed, dropout off, and print how far loss and gradient norm differ. Exit code 1"
         " when any layout fails.",
         epilog="example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    add_config(parser)
     parser.add_argument(
         "--layouts",
         default="all",
-        help="'all' (tensor × pipeline × ZeRO), 'everything' (with sequence parallelism and"
-        " activation checkpointing too), or names such as tp2-pp1-zero3,tp2-pp2-zero1-sp-full",
+        help="all (tensor × pipeline × ZeRO), everything (with sequence parallelism and activation"
+        " checkpointing too), or names such as tp2-pp1-zero3,tp2-pp2-zero1-sp-full",
     )
-    parser.add_argument("--processes", type=int, default=4, help="local processes (default 4)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table for machines")
+    parser.add_argument("--processes", type=positive, default=4, help="local processes")
+    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     parser.set_defaults(run=run)
 
 
@@ -48,11 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
         from megavis.training.parity import compare_layouts, parity_config
 
-    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    loaded = read_config(args)
     config = parity_config(loaded.config)
     layouts = _choose(args.layouts, config, args.processes)
     _print_row("layout", "loss", "grad norm", "tolerance", "")

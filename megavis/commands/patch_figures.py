@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.probing import job_closed, open_run, open_shards
-from megavis.commands.sample import take_turns
+from megavis.commands.arguments import add_device, add_run, add_step
+from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,26 +37,34 @@ def add_patch_figures(figures: Any) -> None:
         epilog="example: megavis figure completions runs/darl_demo --sampling-steps 20",
     )
     add_image_arguments(completions, num_images=64)
-    completions.add_argument("--sampling-steps", type=int, help="default: the config's")
+    completions.add_argument(
+        "--sampling-steps", type=positive, help="from noise to a patch; default: the config's"
+    )
     completions.add_argument(
         "--temperature", type=float, help="of the noise; default: the config's"
     )
-    completions.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
-    completions.add_argument("--completions", type=int, default=3, help="shown; default: 3")
+    completions.add_argument("--seed", type=int, default=0, help="decides every draw")
+    completions.add_argument("--completions", type=positive, default=3, help="shown of each image")
     completions.add_argument(
-        "--draws", type=int, default=8, help="of each image, for their mean; default: 8"
+        "--draws", type=positive, default=8, help="of each image, for their mean"
     )
     completions.set_defaults(run=draw_completions)
 
 
 def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int | None) -> None:
     """Add the run, its checkpoint, and which held-out images."""
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
-    parser.add_argument("--images", help="shard folder; default: the run's data.validation")
-    count = num_images or "all"
-    parser.add_argument("--num-images", type=int, default=num_images, help=f"default: {count}")
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_run(parser)
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="shard folder; default: the run's data.validation"
+    )
+    parser.add_argument(
+        "--num-images",
+        type=positive,
+        default=num_images,
+        help="at most" + "; default: all" * (not num_images),
+    )
+    add_step(parser)
+    add_device(parser)
 
 
 def draw_patches(args: argparse.Namespace) -> int:
@@ -93,15 +101,12 @@ def draw_completions(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run, its data or its objective does not allow it.
     """
-    if min(args.num_images, args.completions, args.draws) < 1:
-        raise UserError("--num-images, --completions and --draws must be at least 1")
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         return _complete(opened, args)
 
 
 def _complete(opened: Run, args: argparse.Namespace) -> int:
-    from megavis.data.loader import read_batch
     from megavis.evaluation.figures import write_table
     from megavis.evaluation.images.completions import score_completions
     from megavis.objectives.base import PatchByPatch
@@ -113,8 +118,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     if not isinstance(objective, PatchByPatch):
         raise UserError(f"{opened.config.objective.name} does not draw images patch by patch")
     dataset = held_out_images(opened, args)
-    indices = take_turns(dataset, args.num_images)
-    originals = read_batch(dataset, indices, indices).inputs.to(opened.context.device)
+    originals = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
     options = {
         "num_given": objective.num_tokens // 2,
         "num_steps": args.sampling_steps,
@@ -152,7 +156,4 @@ def held_out_images(opened: Run, args: argparse.Namespace) -> ShardDataset:
     Raises:
         UserError: there are none, or they do not fit the run.
     """
-    folder = args.images or opened.config.data.validation
-    if folder is None:
-        raise UserError("the run has no data.validation; name a shard folder with --images")
-    return open_shards(opened, folder)
+    return open_held_out(opened, args.images, option="--images")

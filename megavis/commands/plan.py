@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_config, read_config
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,18 +31,15 @@ def add_parser(subparsers: Any) -> None:
         " all legal layouts and recommend one. Nothing is allocated and no GPU is needed. Exit"
         " code 2 where no layout fits.",
         epilog="example: megavis plan yaml_configs/igpt/xl_64.yaml --gpus 64 --gpu a100",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument(
-        "--gpu", default="h100", help="a100, h100, h200 or a YAML file (default: h100)"
-    )
+    add_config(parser)
+    parser.add_argument("--gpus", type=positive, required=True, help="GPUs in all")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs of a node")
+    parser.add_argument("--gpu", default="h100", help="a100, h100, h200 or a YAML file")
     parser.add_argument("--gpu-memory", metavar="80GB", help="default: the GPU's own")
     parser.add_argument(
-        "--interconnect", help="between nodes: 100ge, hdr, ndr, or GB/s for each GPU"
+        "--interconnect",
+        help="between nodes: 100ge, hdr, ndr, or GB/s for each GPU; default: the GPU's usual one",
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(
@@ -58,12 +57,10 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
         from megavis.planning.plan import recommend
         from megavis.planning.shape import require_blocks
 
-    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    loaded = read_config(args)
     require_blocks(loaded.config)
     cluster = _cluster(args)
     with quietly():
@@ -84,9 +81,6 @@ def run(args: argparse.Namespace) -> int:
 def _cluster(args: argparse.Namespace) -> Cluster:
     from megavis.planning.hardware import Cluster, open_device
 
-    for option, value in (("--gpus", args.gpus), ("--gpus-per-node", args.gpus_per_node)):
-        if value < 1:
-            raise UserError(f"{option}: {value} is too few; give 1 or more")
     device = open_device(args.gpu, memory=args.gpu_memory, interconnect=args.interconnect)
     return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node))
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.commands.probing import job_closed, open_run
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_position_figures(figures: Any) -> None:
             epilog=f"example: megavis figure {name} runs/demo --num-images 4",
         )
         add_image_arguments(parser, num_images=4)
-        parser.add_argument("--seed", type=int, default=0, help="of context and shuffling")
+        parser.add_argument("--seed", type=int, default=0, help="decides context and shuffling")
         parser.set_defaults(run=run)
 
 
@@ -131,8 +131,6 @@ def mixture(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> Run:
-    if args.num_images < 1:
-        raise UserError("--num-images must be at least 1")
     opened = open_run(args.run_folder, step=args.step, device=args.device)
     from megavis.objectives.base import NamesPlaces
 
@@ -143,12 +141,7 @@ def _open(args: argparse.Namespace) -> Run:
 
 def _pictures(opened: Run, args: argparse.Namespace, count: int) -> Tensor:
     """Return held-out images of as many classes as there are: uint8 `[b, h, w, 3]`."""
-    from megavis.commands.sample import take_turns
-    from megavis.data.loader import read_batch
-
-    dataset = held_out_images(opened, args)
-    indices = take_turns(dataset, count)
-    return read_batch(dataset, indices, indices).inputs
+    return read_in_turn(held_out_images(opened, args), count).inputs
 
 
 def _write(args: argparse.Namespace, name: str, rows: Any, line: str) -> int:

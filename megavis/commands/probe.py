@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_run
 from megavis.commands.networks import feature_job, probe_run
+from megavis.commands.opening import open_run
 from megavis.commands.probing import (
     add_data_arguments,
+    add_few_label_arguments,
     add_layout_argument,
-    add_network_arguments,
-    check_arguments,
-    open_run,
-    read_counts,
+    add_probe_arguments,
     read_layers,
 )
+from megavis.config.arguments import non_negative
 
 if TYPE_CHECKING:
     from megavis.evaluation.concatenation import ConcatenatedScore
@@ -34,31 +35,20 @@ def add_parser(subparsers: Any) -> None:
         " raw pixels, and on untrained networks (their mean), all by one procedure: layer and"
         " regularisation are chosen on a held-out part of the training images, the accuracies are"
         " those of the validation images.",
-        epilog="example: megavis probe runs/igpt-demo --concatenate 5 --images-per-class 4,25",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: megavis probe runs/igpt_demo --concatenate 5 --images-per-class 4,25",
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    add_run(parser)
     parser.add_argument("--layers", default="all", help="all, or numbers such as 0,3,6")
     parser.add_argument(
         "--concatenate",
-        type=int,
+        type=non_negative,
         default=0,
-        metavar="N",
         help="also the features of N adjacent layers around the best one; default: no",
     )
-    parser.add_argument(
-        "--images-per-class",
-        type=read_counts,
-        default=(),
-        metavar="N,N",
-        help="also with so few labels, for example 4,25,400; default: no",
-    )
-    parser.add_argument(
-        "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
-    )
+    add_few_label_arguments(parser)
     add_data_arguments(parser)
     add_layout_argument(parser)
-    add_network_arguments(parser)
+    add_probe_arguments(parser)
     parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
     parser.set_defaults(run=run)
 
@@ -74,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     with quietly():
         from megavis.evaluation.probe import ProbeSettings
 
-    check_arguments(args)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         settings = ProbeSettings(

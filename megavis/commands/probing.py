@@ -1,56 +1,76 @@
-"""What the commands that probe share: options, images, networks."""
+"""What the commands that probe share: their options, and the images that these name."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megavis.commands.arguments import add_device, add_precision, add_step
+from megavis.commands.opening import open_held_out, open_shards, training_shards
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.overlap import Shards
     from megavis.evaluation.probe import ProbeData
     from megavis.notebook import Run
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Add which images are probed, and where."""
-    parser.add_argument("--train", help="shard folder; default: the run's data.train")
-    parser.add_argument("--validation", help="shard folder; default: the run's data.validation")
+    parser.add_argument(
+        "--train", metavar="FOLDER", help="shard folder; default: the run's data.train"
+    )
+    parser.add_argument(
+        "--validation", metavar="FOLDER", help="shard folder; default: the run's data.validation"
+    )
     parser.add_argument(
         "--selection",
+        metavar="FOLDER",
         help="shard folder of further training images that choose layer and penalty; default: a"
         " fifth of --train-images does",
     )
-    parser.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
-    parser.add_argument("--validation-images", type=int, help="at most; default: all")
+    parser.add_argument("--train-images", type=positive, default=5000, help="to fit on, at most")
     parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of held-out part, subsets and untrained weights; default: 0",
+        "--validation-images", type=positive, help="to judge by, at most; default: all"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_seed_argument(parser)
+    add_device(parser)
     add_feature_arguments(parser)
 
 
 def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
     """Add in which way features are computed, and whether they are kept."""
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "bf16"),
-        default="float32",
-        help="of the network's weights and activations; the classifiers' is float32",
-    )
+    add_precision(parser)
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="compute all features; default: what RUN/evaluation/features has of them is read, the"
-        " others are kept there (`megavis features RUN --clear` deletes them)",
+        help="compute all features anew and keep none; default: read those that"
+        " RUN/evaluation/features has, and keep the others there (see `megavis features`)",
+    )
+
+
+def add_seed_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the seed of whatever a probe draws."""
+    parser.add_argument(
+        "--seed",
+        type=non_negative,
+        default=0,
+        help="of the held-out part, the subsets and the untrained weights",
+    )
+
+
+def add_few_label_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add probes with few labels a class."""
+    parser.add_argument(
+        "--images-per-class",
+        type=read_counts,
+        default=(),
+        metavar="N,N",
+        help="probe the best layer also with so few labels, for example 4,25,400; default: no",
+    )
+    parser.add_argument(
+        "--draws", type=positive, default=5, help="random subsets of each such size"
     )
 
 
@@ -58,66 +78,22 @@ def add_layout_argument(parser: argparse.ArgumentParser) -> None:
     """Add how the processes of a job share the work."""
     parser.add_argument(
         "--tensor-parallel",
-        type=int,
+        type=positive,
         default=1,
-        metavar="N",
         help="under a launcher: processes that share each layer; the others share the images",
     )
 
 
-def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add which networks are probed, and how often each image."""
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
-    parser.add_argument(
-        "--untrained-networks", type=int, default=3, help="to compare with; default: 3"
-    )
+    add_step(parser)
+    parser.add_argument("--untrained-networks", type=positive, default=3, help="to compare with")
     parser.add_argument(
         "--masks",
-        type=int,
+        type=positive,
         help="random masks of each validation image, whose commonest answer counts; default: 5"
         " where a network's inputs are masked, else 1",
     )
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range.
-
-    Raises:
-        UserError: in one sentence.
-    """
-    if args.train_images < 1 or (args.validation_images or 1) < 1:
-        raise UserError("--train-images and --validation-images must be at least 1")
-    if getattr(args, "untrained_networks", 1) < 1 or args.seed < 0:
-        raise UserError("--untrained-networks must be at least 1, and --seed at least 0")
-    if (getattr(args, "masks", None) or 1) < 1:
-        raise UserError("--masks must be at least 1")
-
-
-@contextlib.contextmanager
-def job_closed() -> Iterator[None]:
-    """Leave the job that opening a run has made, also after an error."""
-    from megavis.parallel.context import close_context, current_context
-
-    try:
-        yield
-    finally:
-        if current_context() is not None:
-            close_context()
-
-
-def open_run(
-    folder: Path, *, step: int | None, device: str | None = None, precision: str = "float32"
-) -> Run:
-    """Open a run without the libraries' chatter; raises UserError as `Run.open`."""
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        import torch
-
-        from megavis.notebook import Run
-
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return Run.open(folder, step=step, device=device, dtype=dtype)
 
 
 def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
@@ -128,47 +104,19 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
     """
     from megavis.evaluation.probe import ProbeData
 
-    validation = args.validation or opened.config.data.validation
-    if validation is None:
-        raise UserError("the run has no data.validation; name a shard folder with --validation")
     train = args.train or opened.config.data.train
     if not isinstance(train, str):
         raise UserError("the run trained on several shard folders; name one with --train")
-    train_data, validation_data = (open_shards(opened, path) for path in (train, validation))
+    train_data = open_shards(opened, train)
     return ProbeData(
         train_data,
-        validation_data,
+        open_held_out(opened, args.validation, option="--validation"),
         palette=opened.palette if train_data.manifest.kind == "palette" else None,
         num_train=args.train_images,
         num_validation=args.validation_images,
         selection=open_shards(opened, args.selection) if args.selection else None,
         trained_on=training_shards(opened),
     )
-
-
-def training_shards(opened: Run) -> Sequence[Shards]:
-    """Return what a run was trained on, as far as it is still there: no image of it may judge."""
-    from megavis.evaluation.trained_on import training_shards
-
-    return list(training_shards(opened.config))
-
-
-def open_shards(opened: Run, folder: str) -> ShardDataset:
-    """Open images for evaluation, as the run takes them.
-
-    Raises:
-        UserError: they do not fit the run, or were made with another palette.
-    """
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.transforms import evaluation_transform
-
-    data = opened.config.data
-    dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache)
-    for complaint in opened.objective.check_data(dataset.manifest):
-        raise UserError(f"{folder} {complaint}")
-    if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:
-        raise UserError(f"{folder} was made with another palette than the run")
-    return dataset
 
 
 def read_layers(text: str, num_layers: int) -> Sequence[int] | None:

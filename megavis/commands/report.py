@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_runs
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,9 +31,8 @@ def add_parser(subparsers: Any) -> None:
         " compared on one page.",
         epilog="example: megavis report runs/igpt_demo\n"
         "         megavis report runs/igpt_s runs/igpt_m --html sizes.html",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folders", metavar="RUN", type=Path, nargs="+", help="run folder")
+    add_runs(parser)
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="the page; default: report.html in the first RUN"
     )

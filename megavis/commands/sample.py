@@ -31,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
         " processes share the images.",
         epilog="example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
         "         megavis sample runs/givt --classes 207,360 --scale 0.95 --guidance 0.4",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--num-images", type=int, default=16, help="default: 16")
@@ -190,7 +189,7 @@ def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
 
 def _examples(opened: Run, args: argparse.Namespace) -> Batch | None:
     """Return held-out images, classes taking turns; None where no folder is named."""
-    from megavis.commands.probing import open_shards
+    from megavis.commands.opening import open_shards
     from megavis.data.loader import read_batch
 
     folder = args.images or opened.config.data.validation

@@ -17,7 +17,6 @@ def add_parser(subparsers: Any) -> None:
         description="Write the JSON schema of config files. An editor with a YAML language server"
         " completes and checks keys by it.",
         epilog="example: megavis schema --out yaml_configs/schema.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", metavar="FILE", help="default: standard output")
     parser.set_defaults(run=run)

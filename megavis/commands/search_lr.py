@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_config, add_device, read_config
+from megavis.config.arguments import positive
+
 if TYPE_CHECKING:
     from megavis.training.search import Outcome
 
@@ -23,10 +26,8 @@ def add_parser(subparsers: Any) -> None:
         " NAME-lr-RATE; a search that was interrupted goes on. Table and picture lie in"
         " NAME-search. Alone, or under deepspeed, torchrun or srun.",
         epilog="example: megavis search-lr yaml_configs/igpt/demo.yaml --rates 1e-2,3e-3,1e-3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    add_config(parser)
     parser.add_argument(
         "--rates",
         type=_rates,
@@ -35,12 +36,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--patience",
-        type=int,
+        type=positive,
         default=10,
-        metavar="N",
-        help="a run is given up when so many logged losses in a row are up (default: 10)",
+        help="a run is given up when so many logged losses in a row are up",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_device(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,14 +53,12 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
         from megavis.parallel.launch import read_launch
         from megavis.training.job import open_job
         from megavis.training.search import PAPER_RATES, best_of, search_rates
         from megavis.training.search_table import markdown_of, write_search
 
-    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    loaded = read_config(args)
     with open_job(loaded, read_launch(os.environ), device=args.device) as context:
         is_main = context.is_main
         outcomes = search_rates(

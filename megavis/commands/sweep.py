@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_config, add_device
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,10 +32,8 @@ def add_parser(subparsers: Any) -> None:
         " one run a task (launch/sweep.sh), and at the end once more with --draw.",
         epilog="example: megavis sweep yaml_configs/darl/demo.yaml --grid"
         " objective.noise_a=0.1..10:5 --grid objective.noise_b=0.1..10:5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change in all")
+    add_config(parser)
     parser.add_argument(
         "--grid",
         action="append",
@@ -42,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="KEY=V,V,…|KEY=LOW..HIGH:COUNT",
         help="a key and its values, or a logarithmic grid; say it twice",
     )
-    parser.add_argument("--index", type=int, metavar="I", help="train this run alone, from 0")
+    parser.add_argument(
+        "--index", type=non_negative, help="train the N-th run alone, counted from 0; default: all"
+    )
     parser.add_argument("--count", action="store_true", help="say how many runs there are")
     parser.add_argument("--draw", action="store_true", help="train nothing, draw what is there")
     parser.add_argument(
@@ -53,14 +55,14 @@ def add_parser(subparsers: Any) -> None:
         " fine-tuning, or validation loss, which compares nothing where the grid changes the task,"
         " as a noise schedule does",
     )
-    parser.add_argument("--train-images", type=int, default=2000, help="of a probe; default: 2000")
+    parser.add_argument("--train-images", type=positive, default=2000, help="of a probe")
     parser.add_argument(
         "--no-cache",
         action="store_true",
         help="compute a probe's features; default: they are read from and kept in each run's"
         " evaluation/features",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_device(parser)
     parser.set_defaults(run=run)
 
 
@@ -154,7 +156,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
 
 def _score(point: Point, args: argparse.Namespace) -> float:
     """Return the point's score; a probe is kept in the run's folder."""
-    from megavis.commands.probing import job_closed, open_run
+    from megavis.commands.opening import job_closed, open_run
     from megavis.data.files import write_atomically
     from megavis.training.metrics import read_metrics
 
@@ -178,7 +180,7 @@ def _score(point: Point, args: argparse.Namespace) -> float:
 
 def _probe(opened: Run, args: argparse.Namespace) -> float:
     from megavis.commands.networks import feature_cache, network_of
-    from megavis.commands.probing import open_shards
+    from megavis.commands.opening import open_shards
     from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 
     config = opened.config.data

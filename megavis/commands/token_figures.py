@@ -14,15 +14,10 @@ from megavis.commands.networks import (
     tell_cache,
     untrained_network,
 )
+from megavis.commands.opening import job_closed, open_run, open_shards, training_shards
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.commands.probing import (
-    add_feature_arguments,
-    job_closed,
-    open_run,
-    open_shards,
-    training_shards,
-)
-from megavis.config.errors import UserError
+from megavis.commands.probing import add_feature_arguments
+from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
     from megavis.evaluation.neighbors import NeighborAccuracy
@@ -39,8 +34,10 @@ def add_token_figures(figures: Any) -> None:
         epilog="example: megavis figure neighbors runs/demo --train-images 2000",
     )
     add_image_arguments(neighbors, num_images=1000)
-    neighbors.add_argument("--train-images", type=int, default=5000, help="at most; default: 5000")
-    neighbors.add_argument("--neighbors", type=int, default=20, help="that vote; default: 20")
+    neighbors.add_argument(
+        "--train-images", type=positive, default=5000, help="to compare with, at most"
+    )
+    neighbors.add_argument("--neighbors", type=positive, default=20, help="nearest ones that vote")
     add_feature_arguments(neighbors)
     neighbors.set_defaults(run=draw_neighbors)
     attention = figures.add_parser(
@@ -71,8 +68,6 @@ def draw_neighbors(args: argparse.Namespace) -> int:
     """
     from dataclasses import asdict
 
-    if min(args.train_images, args.neighbors, args.num_images) < 1:
-        raise UserError("--train-images, --neighbors and --num-images must be at least 1")
     with feature_job(args, alone=True):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         from megavis.evaluation import neighbors as measured
@@ -130,7 +125,7 @@ def draw_attention(args: argparse.Namespace) -> int:
         UserError: the run, its data or its attention does not allow it.
     """
     with job_closed():
-        opened = _open(args)
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
         from megavis.evaluation import attention_maps as measured
 
         maps = measured.measure_attention(
@@ -157,7 +152,7 @@ def draw_correlation(args: argparse.Namespace) -> int:
         UserError: the run or its data does not allow it.
     """
     with job_closed():
-        opened = _open(args)
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
         from megavis.evaluation import correlation as measured
 
         found = measured.measure_correlations(
@@ -170,12 +165,6 @@ def draw_correlation(args: argparse.Namespace) -> int:
     line = f"mean correlation of two places: same image {within:.3f}, two images {between:.3f}"
     picture = measured.draw_correlations(found, name=args.run_folder.name)
     return _write(args, "correlation", picture, measured.correlation_rows(found), line)
-
-
-def _open(args: argparse.Namespace) -> Run:
-    if args.num_images < 1:
-        raise UserError("--num-images must be at least 1")
-    return open_run(args.run_folder, step=args.step, device=args.device)
 
 
 def _write(args: argparse.Namespace, name: str, picture: Any, rows: Any, line: str) -> int:

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_config, add_device, read_config
+from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,18 +23,18 @@ def add_parser(subparsers: Any) -> None:
         description="Train a run, alone or under deepspeed, torchrun or srun. A run that exists"
         " goes on from its newest checkpoint, in any layout.",
         epilog="example: megavis train yaml_configs/igpt/demo.yaml training.steps=100",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_config(parser)
+    add_device(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="look at config, layout, data, disk and checkpoint as a job of --processes would, and"
         " train nothing; exit code 2 where it could not start",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="of the dry run (default: 1)")
+    parser.add_argument(
+        "--processes", type=positive, help="of the job that --dry-run looks at; default: 1"
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,16 +43,14 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
         from megavis.parallel.launch import read_launch
         from megavis.training.run import run_training
 
-    if args.processes is not None and (args.processes < 1 or not args.dry_run):
+    if args.processes is not None and not args.dry_run:
         raise UserError(
-            "--processes: 1 or more, and belongs to --dry-run; a job's launcher sets it"
+            "--processes belongs to --dry-run; a job's launcher says how many there are"
         )
-    loaded = load_config(args.config, args.overrides, objectives=objective_configs())
+    loaded = read_config(args)
     if args.dry_run:
         return _dry_run(loaded, args.processes or 1)
     run_training(loaded, read_launch(os.environ), device=args.device)

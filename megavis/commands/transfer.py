@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.arguments import add_device, add_run, add_step
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
@@ -18,15 +19,15 @@ from megavis.commands.networks import (
     tell_cache,
     untrained_networks,
 )
+from megavis.commands.opening import open_run, open_shards, training_shards
 from megavis.commands.probing import (
     add_feature_arguments,
+    add_few_label_arguments,
     add_layout_argument,
-    open_run,
-    open_shards,
-    read_counts,
+    add_seed_argument,
     read_layers,
-    training_shards,
 )
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,9 +51,8 @@ def add_parser(subparsers: Any) -> None:
         " model and raw pixels stand beside. Writes transfer.md and transfer.csv.",
         epilog="example: megavis transfer runs/igpt_demo --data-sets"
         " cifar10:shards/cifar10,pets:shards/pets --examples 1000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
+    add_run(parser)
     parser.add_argument(
         "--data-sets",
         required=True,
@@ -63,34 +63,19 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--examples",
-        type=int,
-        metavar="N",
+        type=positive,
         help="the first N training images alone, a fifth of them held out; VTAB has 1000;"
         " default: all",
     )
     parser.add_argument(
-        "--layers", default="all", help="that may be the best: all (default), or such as 0,3,6"
+        "--layers", default="all", help="that may be the best: all, or numbers such as 0,3,6"
     )
-    parser.add_argument("--layer", type=int, metavar="L", help="score this layer beside the best")
-    parser.add_argument(
-        "--images-per-class",
-        type=read_counts,
-        default=(),
-        metavar="N,N",
-        help="the best layer also with so few labels, for example 25; default: no",
-    )
-    parser.add_argument(
-        "--draws", type=int, default=5, help="random subsets of each such size; default: 5"
-    )
+    parser.add_argument("--layer", type=non_negative, help="score this layer beside the best")
+    add_few_label_arguments(parser)
     _add_baseline_arguments(parser)
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of held-out part, subsets and untrained weights; default: 0",
-    )
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
+    add_seed_argument(parser)
+    add_step(parser)
+    add_device(parser)
     add_feature_arguments(parser)
     add_layout_argument(parser)
     parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
@@ -100,10 +85,9 @@ def add_parser(subparsers: Any) -> None:
 def _add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--untrained-networks",
-        type=int,
+        type=non_negative,
         default=1,
-        metavar="N",
-        help="of the same model, to compare with; default: 1",
+        help="of the same model, to compare with",
     )
     parser.add_argument(
         "--no-pixels",
@@ -124,10 +108,6 @@ def run(args: argparse.Namespace) -> int:
         from megavis.evaluation.data_sets import read_data_sets
         from megavis.evaluation.transfer_table import markdown_of, write_transfer
 
-    if (args.examples is not None and args.examples < 1) or min(
-        args.seed, args.untrained_networks
-    ) < 0:
-        raise UserError("--examples must be at least 1, --seed and --untrained-networks at least 0")
     data_sets = read_data_sets(args.data_sets)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)

@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_not_taken_for_a_pruned_one(copied, capsys):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--every", "0"], "--every must be at least 1"),
+        (["--every", "0"], "argument --every: '0' is not a whole number of 1 or more"),
         (["--validation", "nowhere"], "nowhere"),
         (["--what", "frechet"], "--what frechet wants --reference FILE"),
     ],
@@ -127,8 +127,7 @@ def test_mistakes_are_one_sentence(copied, capsys, words, complaint):
 def test_no_run_and_no_such_measure(tmp_path, capsys):
     assert main(["evaluate", "watch", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["evaluate", "watch", str(tmp_path), "--what", "beauty"])
+    assert main(["evaluate", "watch", str(tmp_path), "--what", "beauty"]) == 2
     assert "'beauty' is not one of loss, probe" in capsys.readouterr().err
 
 

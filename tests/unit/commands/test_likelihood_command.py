@@ -9,7 +9,7 @@ from latent_shards import write_latent_shards
 
 import megavis
 from megavis.cli import main
-from megavis.commands.probing import job_closed
+from megavis.commands.opening import job_closed
 from megavis.data.dataset import ShardDataset
 from megavis.training.starts import read_commands
 

@@ -131,6 +131,5 @@ def test_what_cannot_be_searched(config, capsys, words, expected):
 
 
 def test_words_that_are_no_rates(config, capsys):
-    with pytest.raises(SystemExit):
-        search(config, "--rates", "fast,slow")
+    assert search(config, "--rates", "fast,slow") == 2
     assert "'fast,slow' is not a list of numbers" in capsys.readouterr().err

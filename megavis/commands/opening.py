@@ -1,0 +1,89 @@
+"""Opening what a command looks at: a run, shards as the run takes them, held-out images."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.data.batch import Batch
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.overlap import Shards
+    from megavis.notebook import Run
+
+
+@contextlib.contextmanager
+def job_closed() -> Iterator[None]:
+    """Leave the job that opening a run has made, also after an error."""
+    from megavis.parallel.context import close_context, current_context
+
+    try:
+        yield
+    finally:
+        if current_context() is not None:
+            close_context()
+
+
+def open_run(
+    folder: Path, *, step: int | None, device: str | None = None, precision: str = "float32"
+) -> Run:
+    """Open a run without the libraries' chatter; raises UserError as `Run.open`."""
+    from megavis.commands.quiet import quietly
+
+    with quietly():
+        import torch
+
+        from megavis.notebook import Run
+
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return Run.open(folder, step=step, device=device, dtype=dtype)
+
+
+def open_shards(opened: Run, folder: str) -> ShardDataset:
+    """Open images for evaluation, as the run takes them.
+
+    Raises:
+        UserError: they do not fit the run, or were made with another palette.
+    """
+    from megavis.data.dataset import ShardDataset
+    from megavis.data.transforms import evaluation_transform
+
+    data = opened.config.data
+    dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache)
+    for complaint in opened.objective.check_data(dataset.manifest):
+        raise UserError(f"{folder} {complaint}")
+    if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:
+        raise UserError(f"{folder} was made with another palette than the run")
+    return dataset
+
+
+def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDataset:
+    """Open the shards that an option names, or else the run's `data.validation`.
+
+    Raises:
+        UserError: neither is there, or the shards do not fit the run.
+    """
+    folder = folder or opened.config.data.validation
+    if folder is None:
+        raise UserError(f"the run has no data.validation; name a shard folder with {option}")
+    return open_shards(opened, folder)
+
+
+def read_in_turn(dataset: ShardDataset, count: int) -> Batch:
+    """Read `count` images: the first of each class, then the second of each, and so on."""
+    from megavis.commands.sample import take_turns
+    from megavis.data.loader import read_batch
+
+    indices = take_turns(dataset, count)
+    return read_batch(dataset, indices, indices)
+
+
+def training_shards(opened: Run) -> Sequence[Shards]:
+    """Return what a run was trained on, as far as it is still there: no image of it may judge."""
+    from megavis.evaluation.trained_on import training_shards
+
+    return list(training_shards(opened.config))

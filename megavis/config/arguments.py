@@ -1,0 +1,76 @@
+"""Command lines: how `megavis` and `python -m data_tools` read them and lay out their help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megavis.config.errors import UserError
+
+_HELP_COLUMN = 28
+
+
+def positive(text: str) -> int:
+    """Read a whole number of 1 or more; raises argparse.ArgumentTypeError."""
+    return _whole_number(text, least=1)
+
+
+def non_negative(text: str) -> int:
+    """Read a whole number of 0 or more; raises argparse.ArgumentTypeError."""
+    return _whole_number(text, least=0)
+
+
+def _whole_number(text: str, *, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of {least} or more")
+    return int(text)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps texts, keeps the lines of examples, and tells the default of every option.
+
+    A default is added where the help does not speak of one. Flags have none, nor have options
+    whose absence leaves something out.
+    """
+
+    _METAVARS: dict[Any, str] = {
+        int: "N",
+        positive: "N",
+        non_negative: "N",
+        float: "X",
+        Path: "PATH",
+    }
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=_HELP_COLUMN, **options)
+        # All texts begin in one column; argparse itself forgets how far commands are indented.
+        self._action_max_length = _HELP_COLUMN - 2
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if not text.startswith("example"):
+            return super()._fill_text(text, width, indent)
+        # To be copied: a line that is broken would not run.
+        return "".join(f"{indent}{line}\n" for line in text.splitlines())
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        has_none = default is None or isinstance(default, bool) or default == argparse.SUPPRESS
+        if has_none or not action.option_strings or action.required or "default" in text:
+            return text
+        told = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+        return f"{text}; default: {told or 'none'}"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return self._METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser with `HelpFormatter`, as those of its commands; a mistake is a `UserError`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError: argparse would print the usage, many lines, and leave by itself."""
+        raise UserError(f"{message}; `{self.prog} --help` shows what there is")

@@ -1,0 +1,90 @@
+"""The command line as a newcomer meets it: help, examples, defaults, mistakes."""
+
+import argparse
+import re
+import shlex
+
+import pytest
+
+from data_tools.__main__ import build_parser as build_data_tools
+from data_tools.__main__ import main as data_tools
+from megavis.cli import build_parser, main, read_arguments
+
+pytestmark = pytest.mark.once
+
+
+def commands(parser):
+    """Yield the parsers that do something: those without further words."""
+    inner = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    if not inner:
+        yield parser
+    for choices in inner:
+        for each in choices.choices.values():
+            yield from commands(each)
+
+
+COMMANDS = [*commands(build_parser()), *commands(build_data_tools())]
+
+
+def read(line):
+    """Read a command line as its program does, without doing anything."""
+    words = shlex.split(line)
+    if words[0] == "megavis":
+        return read_arguments(words[1:])
+    assert words[:3] == ["python", "-m", "data_tools"]
+    return build_data_tools().parse_args(words[3:])
+
+
+@pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)
+def test_every_command_says_what_it_does_and_shows_an_example_that_can_be_read(parser):
+    assert parser.description
+    help_text = parser.format_help()
+    examples = re.findall(rf"^(?:example: | +)({parser.prog} .*)$", help_text, re.MULTILINE)
+    assert examples
+    for example in examples:
+        assert read(example).run is parser.get_default("run")
+
+
+@pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)
+def test_every_option_is_explained_with_its_default(parser):
+    formatter = parser._get_formatter()
+    for option in parser._actions:
+        if option.help == argparse.SUPPRESS:
+            continue
+        text = formatter._get_help_string(option)
+        assert text
+        number = isinstance(option.default, int | float) and not isinstance(option.default, bool)
+        if number and option.option_strings:
+            assert text.count("default:") == 1
+            told = re.findall(r"default: ([\d.e-]+)", text)
+            assert [float(each) for each in told] in ([option.default], []), (option.dest, text)
+        assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "message"),
+    [
+        (main, [], "required: COMMAND; `megavis --help` shows"),
+        (main, ["trian", "x.yaml"], "invalid choice: 'trian' (choose from"),
+        (main, ["train", "nowhere.yaml"], "nowhere.yaml: no such config file"),
+        (main, ["probe", "runs/x", "--tarin", "y"], "--tarin y; `megavis probe --help` shows"),
+        (main, ["probe", "runs/x", "--masks", "0"], "--masks: '0' is not a whole number of 1"),
+        (main, ["figure", "patches", "runs/x", "--num-images", "-1"], "'-1' is not a whole number"),
+        (data_tools, ["palette", "fti"], "invalid choice: 'fti' (choose from 'fit', 'shards')"),
+        (data_tools, ["verify", "nowhere"], "nowhere/manifest.json is missing"),
+        (data_tools, ["jpeg", "nowhere", "--out", "x"], "nowhere does not exist: give a folder"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, program, words, message):
+    assert program(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"megavis \d+\.\d+\.\d+\n", capsys.readouterr().out)
