@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.folder import chosen_checkpoint
 from megavis.checkpoint.load import load_weights
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
@@ -105,12 +105,10 @@ class Run:
                 process is part of splits layers.
         """
         folder = Path(run_folder)
-        if not (folder / "config.yaml").exists():
-            raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+        checkpoint = chosen_checkpoint(folder, step)
         config = load_config(folder / "config.yaml", objectives=objective_configs()).config
         if image_size is not None:
             config = at_image_size(config, image_size)
-        checkpoint = _checkpoint(folder, step)
         return cls(
             config, folder=folder, checkpoint=checkpoint, context=_context(device), dtype=dtype
         )
@@ -335,18 +333,6 @@ def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
     for key, complaint in check_config(changed):
         raise UserError(f"images of {image_size}² do not fit: {key}: {complaint}")
     return changed
-
-
-def _checkpoint(folder: Path, step: int | None) -> Path:
-    if step is None:
-        newest = latest_checkpoint(folder)
-        if newest is None:
-            raise UserError(f"{folder} has no checkpoint yet")
-        return newest
-    if step not in saved_steps(folder):
-        existing = ", ".join(str(saved) for saved in saved_steps(folder)) or "none"
-        raise UserError(f"{folder} has no checkpoint of step {step}; steps here: {existing}")
-    return step_folder(folder, step)
 
 
 def _context(device: str | None) -> ParallelContext:

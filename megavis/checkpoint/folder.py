@@ -48,6 +48,31 @@ def saved_steps(run_folder: Path) -> list[int]:
     return sorted(int(match.group(1)) for name in names if (match := _STEP.fullmatch(name)))
 
 
+def require_run_folder(folder: Path) -> None:
+    """Raise UserError where a folder holds no run."""
+    if not (folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+
+
+def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
+    """Return the checkpoint of a step; the newest one where no step is given.
+
+    Raises:
+        UserError: the folder holds no run, or no such checkpoint.
+    """
+    require_run_folder(run_folder)
+    if step is None:
+        newest = latest_checkpoint(run_folder)
+        if newest is None:
+            raise UserError(f"{run_folder} has no checkpoint yet")
+        return newest
+    steps = saved_steps(run_folder)
+    if step not in steps:
+        existing = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"{run_folder} has no checkpoint of step {step}; steps here: {existing}")
+    return step_folder(run_folder, step)
+
+
 def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Path]:
     """Return what a run may go on from, newest first: what `latest` names, and older ones.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.checkpoint.folder import require_run_folder
 from megavis.commands.arguments import add_run
 from megavis.commands.checkpoint_measures import MEASURES, CheckpointMeasures
 from megavis.commands.drawn_distance import MEASURE as DISTANCE
@@ -84,10 +85,10 @@ def watch(args: argparse.Namespace) -> int:
     """
     if args.interval <= 0:
         raise UserError(f"--interval {args.interval:g}: must be more than 0 seconds")
-    if not args.until_input_ends and not (args.run_folder / "config.yaml").exists():
-        raise UserError(f"{args.run_folder} is not a run folder: it holds no config.yaml")
     if args.until_input_ends:
-        os.nice(10)  # Training comes first.
+        os.nice(10)  # Training comes first, and may not have written its config yet.
+    else:
+        require_run_folder(args.run_folder)
     with quietly():
         import megavis.notebook  # noqa: F401 - its libraries chatter when they are first imported
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_run
-from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.evaluation.feature_cache import KeptFile
@@ -37,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
+        from megavis.checkpoint.folder import require_run_folder
         from megavis.evaluation.feature_cache import clear_features, kept_features
 
-    if not args.run_folder.is_dir():
-        raise UserError(f"{args.run_folder} is not a run folder")
+    require_run_folder(args.run_folder)
     if args.clear:
         sys.stdout.write(f"deleted {clear_features(args.run_folder) / 1e6:.1f} MB\n")
         return 0

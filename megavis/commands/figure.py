@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_run, add_runs
 from megavis.commands.group_figure import add_group_figure
+from megavis.commands.kept_figure import keep_figure
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
@@ -103,7 +104,7 @@ def draw_depth(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     picture = figures.draw_depth(result, name=args.run_folder.name)
-    _write(args.run_folder, "depth", picture, figures.depth_rows(result))
+    keep_figure(args.run_folder / "evaluation", "depth", picture, figures.depth_rows(result))
     if args.probe is None:
         result.write(args.run_folder / "evaluation" / "depth.json")
     with quietly():
@@ -140,7 +141,8 @@ def draw_likelihood(args: argparse.Namespace) -> int:
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         pixels = _pixel_accuracy(args)
     picture = figures.draw_likelihood(scores, pixels=pixels)
-    _write(args.run_folders[0], "likelihood", picture, figures.likelihood_rows(scores))
+    folder = args.run_folders[0] / "evaluation"
+    keep_figure(folder, "likelihood", picture, figures.likelihood_rows(scores))
     return 0
 
 
@@ -178,10 +180,3 @@ def _pixel_accuracy(args: argparse.Namespace) -> float:
 
     opened = open_run(args.run_folders[0], step=None)
     return score_pixels(probe_data(opened, args), ProbeSettings(seed=args.seed)).accuracy
-
-
-def _write(folder: Path, name: str, picture: Any, rows: Any) -> None:
-    from megavis.evaluation.figures import write_figure
-
-    for path in write_figure(folder / "evaluation", name, picture, rows):
-        sys.stdout.write(f"{path}\n")

@@ -7,10 +7,13 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megavis.tokenizers.palette import Palette
 
 _FORMS = ("imagegpt", "givt", "givt-vae", "vqgan", "timm")
 
@@ -78,47 +81,37 @@ def _import_imagegpt(args: argparse.Namespace) -> None:
         from megavis.objectives.imagegpt_folder import read_folder
 
     settings, tensors = read_folder(args.source)
-    _write_run(args, settings, tensors)
+    _write_imagegpt(args, settings, tensors)
     difference = _compare(args.run_folder, settings, tensors)
     sys.stdout.write(
         f"{args.run_folder}: logits agree with {args.source} to {difference:.1e} on random input\n"
     )
 
 
-def _write_run(args: argparse.Namespace, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
-    from megavis.checkpoint.whole import write_weights
-    from megavis.config.load import dump_config
-    from megavis.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig
-    from megavis.config.schema import TrainingConfig as Training
-    from megavis.data.manifest import PALETTE_NAME
+def _write_imagegpt(
+    args: argparse.Namespace, settings: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    from megavis.commands.imported_run import imported_config, write_run
+    from megavis.config.schema import ModelConfig
     from megavis.objectives.igpt import IGPTConfig
     from megavis.objectives.imagegpt import from_imagegpt, has_biases, model_section
 
     side = math.isqrt(settings["n_positions"])
     if side * side != settings["n_positions"]:
         raise UserError(f"config.json: n_positions {settings['n_positions']} is no square image")
-    config = RunConfig(
-        name=args.run_folder.name,
-        output=str(args.run_folder.parent),
-        objective=IGPTConfig(vocabulary_size=settings["vocab_size"] - 1),
+    num_colors = settings["vocab_size"] - 1
+    config = imported_config(
+        args.run_folder,
+        IGPTConfig(vocabulary_size=num_colors),
+        image_size=side,
         model=ModelConfig(**model_section(settings, add_bias=has_biases(tensors))),
-        # The weights come without their data and their training; these keys are for going on.
-        data=DataConfig(train="shards/train", image_size=side),
-        optimizer=OptimizerConfig(learning_rate=1e-4),
-        training=Training(steps=1, batch_size=128),
     )
-    palette = _palette(args, settings["vocab_size"] - 1)
+    palette = _palette(args, num_colors)
     weights = from_imagegpt(tensors, num_heads=settings["n_head"])
-    args.run_folder.mkdir(parents=True)
-    (args.run_folder / "config.yaml").write_text(dump_config(config))
-    if palette is not None:
-        palette.save(args.run_folder / PALETTE_NAME)
-    write_weights(
-        args.run_folder, weights, seed=config.seed, tokenizer=palette.sha256 if palette else None
-    )
+    write_run(args.run_folder, config, weights, palette=palette)
 
 
-def _palette(args: argparse.Namespace, num_colors: int) -> Any:
+def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
     """Return the named palette, or the folder's own; None where it has none."""
     from megavis.objectives.imagegpt_folder import read_clusters
     from megavis.tokenizers.palette import Palette

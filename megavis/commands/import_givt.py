@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megavis.config.schema import ModelConfig, ObjectiveConfig
+    from megavis.config.schema import ObjectiveConfig
 
 
 def import_transformer(args: argparse.Namespace) -> None:
@@ -42,7 +42,7 @@ def import_transformer(args: argparse.Namespace) -> None:
             f"the encoder reads images of {released.image_size}² pixels, and the VAE of --tokenizer"
             f" gives {released.side}² latents of images of {size}²"
         )
-    write_run(args, paper, released.weights(), image_size=size, model=released.model())
+    write_released(args, paper, released.weights(), image_size=size, model=released.model())
 
 
 def _pixels_of_a_latent(run_folder: Path) -> int:
@@ -77,35 +77,21 @@ def import_vae(args: argparse.Namespace) -> None:
         adversarial_weight=0.0,
     )
     weights = {f"vae.network.{name}": tensor for name, tensor in vae_weights(arrays).items()}
-    write_run(args, paper, weights, image_size=args.image_size)
+    write_released(args, paper, weights, image_size=args.image_size)
 
 
-def write_run(
+def write_released(
     args: argparse.Namespace,
     paper: ObjectiveConfig,
     weights: Mapping[str, Tensor],
     *,
     image_size: int,
-    model: ModelConfig | None = None,
+    **sections: Any,
 ) -> None:
-    """Write a run folder of weights that came without data and training, and say so."""
-    from megavis.checkpoint.whole import write_weights
-    from megavis.config.load import dump_config
-    from megavis.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+    """Write the run folder and say how many parameters it has; `sections` of the config."""
+    from megavis.commands.imported_run import imported_config, write_run
 
-    sections: dict[str, Any] = {} if model is None else {"model": model}
-    config = RunConfig(
-        name=args.run_folder.name,
-        output=str(args.run_folder.parent),
-        objective=paper,
-        # The weights come without their data and their training; these keys are for going on.
-        data=DataConfig(train="shards/train", image_size=image_size),
-        optimizer=OptimizerConfig(learning_rate=1e-4),
-        training=TrainingConfig(steps=1, batch_size=128),
-        **sections,
-    )
-    args.run_folder.mkdir(parents=True)
-    (args.run_folder / "config.yaml").write_text(dump_config(config))
-    write_weights(args.run_folder, weights, seed=config.seed, tokenizer=None)
+    config = imported_config(args.run_folder, paper, image_size=image_size, **sections)
+    write_run(args.run_folder, config, weights)
     total = sum(tensor.numel() for tensor in weights.values())
     sys.stdout.write(f"{args.run_folder}: {total:,} parameters from {args.source}\n")

@@ -17,18 +17,14 @@ def import_timm(args: argparse.Namespace) -> None:
     Raises:
         UserError: the folder is no plain ViT of timm's, or the two networks do not agree.
     """
-    from megavis.checkpoint.whole import write_weights
+    from megavis.commands.imported_run import write_run
     from megavis.commands.quiet import quietly
-    from megavis.config.load import dump_config
 
     with quietly():
         from megavis.objectives.timm_folder import from_timm, read_timm_folder
 
     model = read_timm_folder(args.source, num_heads=args.heads)
-    config = _config(args, model)
-    args.run_folder.mkdir(parents=True)
-    (args.run_folder / "config.yaml").write_text(dump_config(config))
-    write_weights(args.run_folder, from_timm(model), seed=config.seed, tokenizer=None)
+    write_run(args.run_folder, _config(args, model), from_timm(model))
     difference = _compare(args, model)
     sys.stdout.write(
         f"{args.run_folder}: features and class logits agree with {args.source} to"
@@ -37,20 +33,15 @@ def import_timm(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
-    from megavis.config.schema import (
-        DataConfig,
-        FinetuneConfig,
-        ModelConfig,
-        OptimizerConfig,
-        RunConfig,
-        TrainingConfig,
-    )
+    from megavis.commands.imported_run import imported_config
+    from megavis.config.schema import FinetuneConfig, ModelConfig
     from megavis.objectives.darl_config import DARLConfig
 
-    return RunConfig(
-        name=args.run_folder.name,
-        output=str(args.run_folder.parent),
-        objective=DARLConfig(patch_size=model.patch_size),
+    return imported_config(
+        args.run_folder,
+        DARLConfig(patch_size=model.patch_size),
+        image_size=model.image_size,
+        validation="shards/validation",
         model=ModelConfig(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -62,12 +53,6 @@ def _config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
             add_bias=True,
             positions="learned",
         ),
-        # The weights come without their data and their training; these keys are for going on.
-        data=DataConfig(
-            train="shards/train", validation="shards/validation", image_size=model.image_size
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-4),
-        training=TrainingConfig(steps=1, batch_size=128, validate_every=1),
         finetune=FinetuneConfig(
             num_classes=max(2, model.num_classes), visibility="full", read_out="first"
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megavis.commands.import_givt import write_run
+from megavis.commands.import_givt import write_released
 
 
 def import_vqgan(args: argparse.Namespace) -> None:
@@ -22,4 +22,4 @@ def import_vqgan(args: argparse.Namespace) -> None:
     shape = released_shape(tensors)
     paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
     weights = {f"vqgan.network.{name}": tensor for name, tensor in tensors.items()}
-    write_run(args, paper, weights, image_size=args.image_size)
+    write_released(args, paper, weights, image_size=args.image_size)

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_device, add_run, add_step
+from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
@@ -76,7 +77,6 @@ def draw_patches(args: argparse.Namespace) -> int:
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         from megavis.evaluation import patch_errors as measured
-        from megavis.evaluation.figures import write_figure
 
         if not isinstance(opened.objective, measured.ScoresPatches):
             name = opened.config.objective.name
@@ -88,10 +88,7 @@ def draw_patches(args: argparse.Namespace) -> int:
             num_images=args.num_images,
         )
     picture = measured.draw_patch_errors(errors, name=args.run_folder.name)
-    for path in write_figure(
-        args.run_folder / "evaluation", "patches", picture, measured.patch_rows(errors)
-    ):
-        sys.stdout.write(f"{path}\n")
+    keep_figure(args.run_folder / "evaluation", "patches", picture, measured.patch_rows(errors))
     return 0
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.config.errors import UserError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megavis.notebook import Run
+    from megavis.objectives.base import NamesPlaces
 
 _RATIOS = (0.0, 0.25, 0.5, 0.75)
 
@@ -55,28 +57,27 @@ def draw_positions(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     with job_closed():
-        opened = _open(args)
+        opened, objective = _open(args)
         from megavis.evaluation import positions as measured
-        from megavis.evaluation.figures import write_figure
 
-        dataset, objective = held_out_images(opened, args), opened.objective
+        dataset = held_out_images(opened, args)
         scores = [
             measured.position_accuracy(
                 opened.runner,
-                objective,  # type: ignore[arg-type]
+                objective,
                 dataset,
                 mask_ratio=number / 10,
                 num_images=args.num_images,
             )
             for number in range(10)
         ]
-    trained_at = objective.mask_ratio  # type: ignore[attr-defined]
-    picture = measured.draw_accuracy(scores, name=args.run_folder.name, trained_at=trained_at)
+    picture = measured.draw_accuracy(
+        scores, name=args.run_folder.name, trained_at=objective.mask_ratio
+    )
     words = ", ".join(f"{score.mask_ratio:.1f}: {score.accuracy:.1%}" for score in scores[::2])
     sys.stdout.write(f"in their place by mask ratio (chance {scores[0].chance:.1%}): {words}\n")
     rows = [asdict(score) for score in scores]
-    for path in write_figure(args.run_folder / "evaluation", "positions", picture, rows):
-        sys.stdout.write(f"{path}\n")
+    keep_figure(args.run_folder / "evaluation", "positions", picture, rows)
     return 0
 
 
@@ -87,18 +88,14 @@ def jigsaw(args: argparse.Namespace) -> int:
         UserError: the run, its data or its objective does not allow it.
     """
     with job_closed():
-        opened = _open(args)
+        opened, objective = _open(args)
         from megavis.evaluation.positions import jigsaw_rows
 
         rows: list[Any] = []
         accuracies = []
         for number, image in enumerate(_pictures(opened, args, args.num_images)):
             part, found = jigsaw_rows(
-                opened.runner,
-                opened.objective,  # type: ignore[arg-type]
-                image,
-                _RATIOS,
-                seed=args.seed + number,
+                opened.runner, objective, image, _RATIOS, seed=args.seed + number
             )
             rows += [[image.cpu().numpy(), *row] for row in part]
             accuracies.append(found)
@@ -114,29 +111,23 @@ def mixture(args: argparse.Namespace) -> int:
         UserError: the run, its data or its objective does not allow it.
     """
     with job_closed():
-        opened = _open(args)
+        opened, objective = _open(args)
         from megavis.evaluation.positions import mixture_rows
 
         rows: list[Any] = []
         images = _pictures(opened, args, 2 * args.num_images)
         for number, pair in enumerate(images.split(2)):
-            rows += mixture_rows(
-                opened.runner,
-                opened.objective,  # type: ignore[arg-type]
-                pair,
-                _RATIOS,
-                seed=args.seed + number,
-            )
+            rows += mixture_rows(opened.runner, objective, pair, _RATIOS, seed=args.seed + number)
     return _write(args, "mixture", rows, f"{args.num_images} pairs, mask ratios {_RATIOS}")
 
 
-def _open(args: argparse.Namespace) -> Run:
+def _open(args: argparse.Namespace) -> tuple[Run, NamesPlaces]:
     opened = open_run(args.run_folder, step=args.step, device=args.device)
     from megavis.objectives.base import NamesPlaces
 
     if not isinstance(opened.objective, NamesPlaces):
         raise UserError(f"{opened.config.objective.name} does not name the places of patches")
-    return opened
+    return opened, opened.objective
 
 
 def _pictures(opened: Run, args: argparse.Namespace, count: int) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_config, add_device
+from megavis.commands.kept_figure import keep_figure
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
@@ -135,7 +136,6 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
 
 
 def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
-    from megavis.evaluation.figures import write_figure
     from megavis.training.sweep import draw_sweep, rows_of
 
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
@@ -149,8 +149,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
     what = "accuracy of a linear probe" if args.measure == "probe" else f"validation {args.measure}"
     figure = draw_sweep(args.grid, scores, name=name, what=what)
     folder = Path(config.output) / f"{name}-sweep"
-    for path in write_figure(folder, "sweep", figure, rows_of(args.grid, points, scores)):
-        sys.stdout.write(f"{path}\n")
+    keep_figure(folder, "sweep", figure, rows_of(args.grid, points, scores))
     return 0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.kept_figure import keep_figure
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
@@ -168,10 +168,6 @@ def draw_correlation(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, name: str, picture: Any, rows: Any, line: str) -> int:
-    from megavis.evaluation.figures import write_figure
-
-    folder: Path = args.run_folder / "evaluation"
     sys.stdout.write(f"{line}\n")
-    for path in write_figure(folder, name, picture, rows):
-        sys.stdout.write(f"{path}\n")
+    keep_figure(args.run_folder / "evaluation", name, picture, rows)
     return 0

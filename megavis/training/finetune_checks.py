@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.folder import chosen_checkpoint
 from megavis.checkpoint.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
@@ -27,20 +27,7 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
         UserError: there is no such run or checkpoint.
     """
     assert settings.from_run is not None
-    folder = Path(settings.from_run)
-    if not (folder / "config.yaml").exists():
-        raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
-    if settings.from_step is not None:
-        if settings.from_step not in saved_steps(folder):
-            existing = ", ".join(map(str, saved_steps(folder))) or "none"
-            raise UserError(
-                f"{folder} has no checkpoint of step {settings.from_step}; steps there: {existing}"
-            )
-        return step_folder(folder, settings.from_step)
-    newest = latest_checkpoint(folder)
-    if newest is None:
-        raise UserError(f"{folder} has no checkpoint yet")
-    return newest
+    return chosen_checkpoint(Path(settings.from_run), settings.from_step)
 
 
 def check_source(loaded: LoadedConfig, objective: Classification, train: Samples) -> None:

@@ -96,7 +96,7 @@ def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):
     [
         (["finetune.num_classes=4"], "has 3 classes; finetune.num_classes is 4"),
         (["finetune.from_run=/nowhere"], "/nowhere is not a run folder"),
-        (["finetune.from_step=7"], "has no checkpoint of step 7; steps there: 2"),
+        (["finetune.from_step=7"], "has no checkpoint of step 7; steps here: 2"),
         (
             ["finetune.from_step=7", "finetune.from_run=null"],
             "of finetune.from_run, which is absent",
