@@ -44,7 +44,7 @@ def fit_likeness(wanted: np.ndarray, found: np.ndarray) -> Likeness:
     from sklearn.metrics import roc_auc_score
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from threadpoolctl import threadpool_limits
 
     features = np.concatenate([wanted, found]).astype(np.float32)
     labels = np.repeat([1, 0], [len(wanted), len(found)])

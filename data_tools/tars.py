@@ -104,6 +104,7 @@ def is_tar(path: Path) -> bool:
         block = file.read(_BLOCK)
     try:
         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    # tarfile's own types do not tell of these two.
     except (tarfile.EmptyHeaderError, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
         return True
     except tarfile.HeaderError:

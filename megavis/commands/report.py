@@ -71,12 +71,12 @@ def summary(run: RunRecord) -> list[str]:
     return lines
 
 
-def bits_per_dimension(nats_per_token: float, *, dimensions_per_token: int = 3) -> float:
-    """Return bits a dimension of an image: nats / ln 2 / dimensions.
+def bits_per_dimension(nats_per_token: float) -> float:
+    """Return bits a dimension of an image: nats / ln 2 / 3.
 
     A palette token stands for the three dimensions of a pixel, red, green and blue.
     """
-    return nats_per_token / math.log(2) / dimensions_per_token
+    return nats_per_token / math.log(2) / 3
 
 
 def _losses(run: RunRecord) -> Iterator[str]:

@@ -32,8 +32,10 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
         yield from _check_evaluation(config.evaluation, config.data)
     if config.schedule.halve_every and config.schedule.decay != "constant":
         yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
-    if config.optimizer.algorithm == "lars" and config.finetune is None:
-        yield "optimizer.algorithm", "lars is there for finetune.linear_evaluation; use adam here"
+    is_linear = config.finetune is not None and config.finetune.linear_evaluation
+    if config.optimizer.algorithm == "lars" and not is_linear:
+        text = "lars is there for finetune.linear_evaluation, whose matrix no process splits"
+        yield "optimizer.algorithm", f"{text}; use adam here"
     if config.optimizer.ema_decay and config.parallel.offload_optimizer == "nvme":
         text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"
         yield "optimizer.ema_decay", text

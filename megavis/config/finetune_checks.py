@@ -28,12 +28,6 @@ def check_finetuning(config: RunConfig) -> Iterator[Complaint]:
         yield "finetune.from_step", "says which checkpoint of finetune.from_run, which is absent"
     if settings.linear_evaluation:
         yield from _check_linear_evaluation(config, settings)
-    elif config.optimizer.algorithm == "lars":
-        yield (
-            "optimizer.algorithm",
-            "lars is there for finetune.linear_evaluation, whose matrix no process splits; use adam"
-            " here",
-        )
 
 
 def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Iterator[Complaint]:

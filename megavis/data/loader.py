@@ -157,17 +157,15 @@ def evaluation_batches(
     dataset: Readable,
     *,
     batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
     limit: int | None = None,
-    drop_last: bool = False,
 ) -> Iterator[Batch]:
     """Yield the first `limit` samples (default: all) once, in the order of the data set.
 
     Every rank gets equally many batches of equal sizes: blocks of `batch_size` samples a rank,
     then one smaller batch with what is left, shared evenly. Only the last `count % data-parallel
-    size` samples are dropped; with `drop_last` the smaller batch is dropped too, so that all
-    batches have one size. `sample_index` is the index in the data set.
+    size` samples are left out. `sample_index` is the index in the data set.
 
     Raises:
         ValueError: a size is below 1, or the rank is not below the size.
@@ -175,12 +173,11 @@ def evaluation_batches(
     """
     _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
     available = len(dataset) if limit is None else min(limit, len(dataset))
-    unit = batch_size * data_parallel_size if drop_last else data_parallel_size
-    count = available - available % unit
+    count = available - available % data_parallel_size
     if count < 1:
         raise UserError(
-            f"{dataset.directory} gives {available} samples to evaluate, and at least {unit} are "
-            f"needed on {data_parallel_size} data-parallel ranks"
+            f"{dataset.directory} gives {available} samples to evaluate, fewer than one for each of"
+            f" {data_parallel_size} data-parallel ranks"
         )
     return _evaluate(dataset, count, batch_size, data_parallel_rank, data_parallel_size)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_BATCH_SIZE = 16
+
+
 @dataclass(frozen=True)
 class AttentionMaps:
     """Means over images, for every layer and head.
@@ -45,7 +48,7 @@ class AttentionMaps:
 
 
 def measure_attention(
-    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int, batch_size: int = 16
+    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
     """Look at held-out images, of which all tokens are seen.
 
@@ -59,9 +62,7 @@ def measure_attention(
         raise UserError("attention maps are not drawn of models with rotary positions")
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
-    ):
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
         inputs = objective.feature_inputs(batch.to(runner.context.device))
         found = [_sums(weights) for weights in attention_weights(runner, inputs)]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))

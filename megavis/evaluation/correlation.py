@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_BATCH_SIZE = 64
+
+
 @dataclass(frozen=True)
 class Correlations:
     """Mean Pearson correlation of tokens at two places, `[r², r²]` each.
@@ -42,14 +45,12 @@ class Correlations:
 
 
 def measure_correlations(
-    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int, batch_size: int = 64
+    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> Correlations:
     """Compare the tokens of held-out images; every batch has its own pairs of images."""
     sums: list[Tensor] = []
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
-    ):
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
         inputs = objective.feature_inputs(batch.to(runner.context.device))
         tokens = last_tokens(runner, inputs)
         side = math.isqrt(tokens.shape[1])

@@ -18,6 +18,8 @@ from megavis.data.loader import Readable, evaluation_batches
 from megavis.model.runner import Runner
 from megavis.objectives.classification import Classification, is_among_likeliest
 
+_BATCH_SIZE = 64
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -37,14 +39,10 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(
-    runner: Runner, objective: Classification, dataset: Readable, *, batch_size: int = 64
-) -> Answers:
+def answer(runner: Runner, objective: Classification, dataset: Readable) -> Answers:
     """Let one network say how likely each class is, for every image; on one process."""
     probabilities, labels = [], []
-    for batch in evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1
-    ):
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE):
         labels.append(batch.labels)
         batch = batch.to(runner.context.device)
         logits = objective.outputs(runner.predictions(objective.sequence(batch).inputs))

@@ -132,6 +132,4 @@ def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | No
 
 
 def _batches(dataset: Readable, *, limit: int | None, batch_size: int) -> Iterator[Batch]:
-    return evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
-    )
+    return evaluation_batches(dataset, batch_size=batch_size, limit=limit)

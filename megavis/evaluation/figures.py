@@ -1,4 +1,8 @@
-"""iGPT's Figures 2 and 3 for any run: a PNG, and the numbers in it as CSV."""
+"""Pictures of what evaluation found, as PNG with their numbers as CSV.
+
+Accuracy over depth and over loss (iGPT, Figures 2 and 3), a confusion matrix, and what all figures
+share: axes, files, TensorBoard.
+"""
 
 from __future__ import annotations
 

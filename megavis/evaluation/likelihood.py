@@ -148,9 +148,7 @@ def mean_loss(
         limit: only the first so many.
         batch_size: images of one forward pass.
     """
-    batches = evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
-    )
+    batches = evaluation_batches(dataset, batch_size=batch_size, limit=limit)
     total, count = 0.0, 0
     for batch in batches:
         sequence = objective.sequence(batch.to(runner.context.device))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_BATCH_SIZE = 64
+
 
 @runtime_checkable
 class ScoresPatches(Protocol):
@@ -52,7 +54,7 @@ class PatchErrors:
 
 
 def measure_patches(
-    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int, batch_size: int = 64
+    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
     """Score held-out images; noise is that of training, a function of seed and image.
 
@@ -61,13 +63,10 @@ def measure_patches(
         objective: offers `ScoresPatches`.
         dataset: the images.
         num_images: at most.
-        batch_size: images at once.
     """
     sums: list[Tensor] = []
     count = min(num_images, len(dataset))
-    for batch in evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=count
-    ):
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=count):
         sequence = objective.sequence(batch.to(runner.context.device))
         predictions = runner.predictions(sequence.inputs)
         errors = objective.patch_errors(predictions, sequence.targets).double()

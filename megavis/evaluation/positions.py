@@ -26,6 +26,7 @@ from megavis.objectives.base import NamesPlaces
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_BATCH_SIZE = 64
 _GREEN = (0, 200, 0)
 
 
@@ -70,7 +71,6 @@ def position_accuracy(
     *,
     mask_ratio: float,
     num_images: int,
-    batch_size: int = 64,
 ) -> PositionAccuracy:
     """Measure at one η; the context is drawn for each image from the run's seed.
 
@@ -80,9 +80,7 @@ def position_accuracy(
     count = torch.zeros(2, dtype=torch.float64)
     places = objective.num_places
     limit = min(num_images, len(dataset))
-    for batch in evaluation_batches(
-        dataset, batch_size=batch_size, data_parallel_rank=0, data_parallel_size=1, limit=limit
-    ):
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
         batch = batch.to(runner.context.device)
         context = objective.choose(batch.sample_index, mask_ratio)
         patches = objective.patches_of(batch.inputs)

@@ -33,7 +33,6 @@ class WorkerPool:
         self,
         num_workers: int,
         *,
-        threads: int = 1,
         max_jobs: int = 12,
         preload: Sequence[str] = (),
         quiet: bool = False,
@@ -42,7 +41,6 @@ class WorkerPool:
 
         Args:
             num_workers: processes.
-            threads: OpenMP threads of each.
             max_jobs: jobs after which the processes are replaced: each engine of DeepSpeed leaves
                 the threads of its process groups behind, and hundreds of them slow all down.
             preload: modules that one server imports once; workers are then forks of it and start
@@ -50,7 +48,7 @@ class WorkerPool:
                 not outlive a fork.
             quiet: drop what the workers print; what they raise is reported in any case.
         """
-        self._num_workers, self._threads, self._max_jobs = num_workers, threads, max_jobs
+        self._num_workers, self._max_jobs = num_workers, max_jobs
         self._preload, self._quiet = preload, quiet
         self._start()
 
@@ -65,7 +63,7 @@ class WorkerPool:
         self._jobs = 0
         for _ in range(self._num_workers):
             mine, theirs = starter.Pipe()
-            settings = (theirs, self._threads, self._quiet)
+            settings = (theirs, self._quiet)
             process = starter.Process(target=_serve, args=settings, daemon=True)
             process.start()
             theirs.close()
@@ -131,15 +129,16 @@ class WorkerPool:
         self.close()
 
 
-def _serve(pipe: Connection, threads: int, quiet: bool) -> None:
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+def _serve(pipe: Connection, quiet: bool) -> None:
+    # Several processes share this machine, and threads of each would fight for its cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
     if quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     # What libraries print belongs to the log, not to the table of the command that started us.
     sys.stdout = sys.stderr
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     while True:
         try:
             job, launch, args = pipe.recv()

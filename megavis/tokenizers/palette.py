@@ -160,7 +160,7 @@ def fit_palette(
     """
     # Imported here: scikit-learn takes seconds, and encoding does not need it.
     from sklearn.cluster import MiniBatchKMeans
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from threadpoolctl import threadpool_limits
 
     if not 1 <= num_colors <= MAX_COLORS:
         raise UserError(f"the number of colours must lie in [1, {MAX_COLORS}], not {num_colors}")

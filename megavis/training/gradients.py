@@ -38,6 +38,7 @@ class GradientNorm:
             total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
         dist.all_reduce(total, group=self._group)
         self.value = total.sqrt()
+        # torch's fused optimizers look for this attribute, which their type does not declare.
         optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
         if self._clip:
             scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)

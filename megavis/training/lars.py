@@ -45,22 +45,24 @@ class LARS(torch.optim.Optimizer):
         self.processes = processes
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]  # torch's may return the closure's loss
+        self, closure: Callable[[], float] | None = None
+    ) -> None:
         """Take one step; the closure is not called."""
         for group in self.param_groups:
             group["step"] += 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group)
+                    self._move(parameter, parameter.grad, group)
 
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         decay = group["weight_decay"]
-        direction = parameter.grad.to(parameter.dtype) + decay * parameter  # type: ignore[union-attr]
+        direction = gradient.to(parameter.dtype) + decay * parameter
         if group["adapts"]:
-            weight, gradient = self._norms(parameter, parameter.grad)  # type: ignore[arg-type]
-            trust = _TRUST * weight / (gradient + decay * weight)
+            weight, slope = self._norms(parameter, gradient)
+            trust = _TRUST * weight / (slope + decay * weight)
             # A matrix of zeros, or without a gradient, takes a plain step.
-            direction *= torch.where((weight > 0) & (gradient > 0), trust, 1.0)
+            direction *= torch.where((weight > 0) & (slope > 0), trust, 1.0)
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)

@@ -267,18 +267,15 @@ class TrainingRun:
         record_start(self.folder, first_step, processes=self.context.world.size, device=name)
 
 
-def run_training(
-    loaded: LoadedConfig, launch: Launch, *, device: str | None = None, hooks: Sequence[Hook] = ()
-) -> None:
+def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = None) -> None:
     """Join the job that the launcher started and train.
 
     Args:
         loaded: the checked config.
         launch: this process's place in the job.
         device: `cpu` or `cuda`; what the machine has when None.
-        hooks: side jobs besides the usual ones.
     """
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = TrainingRun.open(loaded, context)
         with evaluation_beside(run.config, is_main=context.is_main):
-            run.train(signals, hooks)
+            run.train(signals)

@@ -38,8 +38,6 @@ def reconstructions(
     batches = evaluation_batches(
         dataset,
         batch_size=_BATCH_SIZE,
-        data_parallel_rank=0,
-        data_parallel_size=1,
         limit=num_images,
     )
     for batch in batches:

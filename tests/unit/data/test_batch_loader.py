@@ -228,18 +228,17 @@ def test_bad_sizes(folder, wrong):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "ranks", "limit", "drop_last", "expected"),
+    ("batch_size", "ranks", "limit", "expected"),
     [
-        (4, 1, None, False, 37),
-        (4, 2, None, False, 36),
-        (8, 3, None, False, 36),
-        (5, 2, 24, False, 24),
-        (5, 2, 24, True, 20),
-        (64, 2, 10, False, 10),
-        (1, 3, 1000, False, 36),
+        (4, 1, None, 37),
+        (4, 2, None, 36),
+        (8, 3, None, 36),
+        (5, 2, 24, 24),
+        (64, 2, 10, 10),
+        (1, 3, 1000, 36),
     ],
 )
-def test_evaluation(folder, batch_size, ranks, limit, drop_last, expected):
+def test_evaluation(folder, batch_size, ranks, limit, expected):
     path, tokens, labels = folder
     dataset = ShardDataset(path)
     by_rank = [
@@ -250,7 +249,6 @@ def test_evaluation(folder, batch_size, ranks, limit, drop_last, expected):
                 data_parallel_rank=rank,
                 data_parallel_size=ranks,
                 limit=limit,
-                drop_last=drop_last,
             )
         )
         for rank in range(ranks)
