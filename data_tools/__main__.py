@@ -176,7 +176,7 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def _add(words: argparse._SubParsersAction[argparse.ArgumentParser], name: str, verb: Verb) -> None:
+def _add(words: argparse._SubParsersAction[ArgumentParser], name: str, verb: Verb) -> None:
     parser = words.add_parser(
         name,
         help=verb.description,

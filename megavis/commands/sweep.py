@@ -16,10 +16,11 @@ from megavis.commands.arguments import add_config, add_device
 from megavis.commands.kept_figure import keep_figure
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
+from megavis.training.axis import Axis
 
 if TYPE_CHECKING:
     from megavis.notebook import Run
-    from megavis.training.sweep import Axis, Point
+    from megavis.training.sweep import Point
 
 
 def add_parser(subparsers: Any) -> None:
@@ -68,10 +69,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _axis(text: str) -> Axis:
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.training.sweep import Axis
     try:
         return Axis.parse(text)
     except ValueError as error:

@@ -1,11 +1,22 @@
 """What the documents say of the code is so; the printed paper runs in tests/distributed."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+from data_tools.__main__ import build_parser
+from megavis.cli import read_arguments
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])
+# What a reader puts a number or a name of their own in place of.
+PLACEHOLDERS = {"$split": "train", "$SLURM_ARRAY_TASK_ID": "1"}
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
 
 def blocks(language):
@@ -14,12 +25,12 @@ def blocks(language):
 
 
 def test_the_printed_line_is_the_code_s_own_list():
-    source = (DOCS.parent / "megavis/objectives/__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "megavis/objectives/__init__.py").read_text(encoding="utf-8")
     line = blocks("python")[1].replace('    "restoration": Restoration,\n', "")
     assert line.strip() in source
 
 
-@pytest.mark.parametrize("path", sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]), ids=str)
+@every_document
 def test_links_and_named_files_exist(path):
     """Whatever a document points at inside the checkout is there."""
     text = path.read_text(encoding="utf-8")
@@ -28,5 +39,56 @@ def test_links_and_named_files_exist(path):
     named = re.findall(
         r"`((?:megavis|docs|launch|tests|yaml_configs|data_tools)/[\w./-]+\.\w+)`", text
     )
-    missing += [name for name in named if not (DOCS.parent / name).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
     assert not set(missing) - {"megavis/objectives/restoration.py"}
+
+
+def printed_commands(text):
+    """Yield the command lines of `megavis` and `data_tools` in a document's code blocks."""
+    for block in re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(
+                r"(?:-m megavis\.cli|\bmegavis|python -m data_tools) [a-z-]+ .*", line
+            )
+            if found and not line.lstrip().startswith("#"):
+                yield found[0].replace("-m megavis.cli", "megavis")
+
+
+def options_of(command):
+    """Read a command line as the program does."""
+    for name, value in PLACEHOLDERS.items():
+        command = command.replace(name, value)
+    words = [word.rstrip("'") for word in shlex.split(command.replace("'", ""), comments=True)]
+    if "&&" in words:
+        words = words[: words.index("&&")]
+    if words[0] == "megavis":
+        return read_arguments(words[1:])
+    return build_parser().parse_args(words[3:])
+
+
+@every_document
+def test_printed_commands_have_the_options_that_they_use(path):
+    for command in printed_commands(path.read_text(encoding="utf-8")):
+        assert options_of(command).run
+
+
+def config_keys():
+    """Return the keys of each section of a config, by the JSON schema."""
+    schema = json.loads((ROOT / "yaml_configs" / "schema.json").read_text(encoding="utf-8"))
+    found = {}
+    for name, section in schema["properties"].items():
+        parts = [section, *section.get("anyOf", []), *section.get("oneOf", [])]
+        references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
+        keys = [key for each in references for key in schema["$defs"][each]["properties"]]
+        if keys:
+            found[name] = set(keys)
+    return found
+
+
+@every_document
+def test_named_config_keys_exist(path):
+    known = config_keys()
+    text = path.read_text(encoding="utf-8")
+    # In backticks, alone or with a value, and as words of a command line.
+    named = re.findall(rf"(?:`| )({'|'.join(known)})\.(\w+)(?=[`:=])", text)
+    assert not [f"{section}.{key}" for section, key in named if key not in known[section]]
