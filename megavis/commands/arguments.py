@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megavis.config.arguments import non_negative
+from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.config.load import LoadedConfig
@@ -22,6 +23,9 @@ def read_config(args: argparse.Namespace) -> LoadedConfig:
     """Read the config that `add_config` asks for; raises UserError as `load_config`."""
     from megavis.commands.quiet import quietly
 
+    # Here already: the objectives bring torch, which takes seconds.
+    if not Path(args.config).exists():
+        raise UserError(f"{args.config}: no such config file")
     with quietly():
         from megavis.config.load import load_config
         from megavis.objectives import objective_configs

@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
     """
     from megavis.commands.quiet import quietly
 
+    loaded = read_config(args)
     with quietly():
         from megavis.parallel.launch import read_launch
         from megavis.training.run import run_training
 
-    loaded = read_config(args)
     if loaded.config.finetune is None:
         raise UserError(
             f"{args.config}: has no finetune section; name the run to start from as"

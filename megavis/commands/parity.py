@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     """Compare; returns 1 when any layout fails."""
     from megavis.commands.quiet import quietly
 
+    loaded = read_config(args)
     with quietly():
         from megavis.training.parity import compare_layouts, parity_config
 
-    loaded = read_config(args)
     config = parity_config(loaded.config)
     layouts = _choose(args.layouts, config, args.processes)
     _print_row("layout", "loss", "grad norm", "tolerance", "")

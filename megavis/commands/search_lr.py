@@ -52,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
     """
     from megavis.commands.quiet import quietly
 
+    loaded = read_config(args)
     with quietly():
         from megavis.parallel.launch import read_launch
         from megavis.training.job import open_job
         from megavis.training.search import PAPER_RATES, best_of, search_rates
         from megavis.training.search_table import markdown_of, write_search
 
-    loaded = read_config(args)
     with open_job(loaded, read_launch(os.environ), device=args.device) as context:
         is_main = context.is_main
         outcomes = search_rates(

@@ -42,15 +42,15 @@ def run(args: argparse.Namespace) -> int:
     """Train, or look whether one could; returns 2 where one could not."""
     from megavis.commands.quiet import quietly
 
-    with quietly():
-        from megavis.parallel.launch import read_launch
-        from megavis.training.run import run_training
-
     if args.processes is not None and not args.dry_run:
         raise UserError(
             "--processes belongs to --dry-run; a job's launcher says how many there are"
         )
     loaded = read_config(args)
+    with quietly():
+        from megavis.parallel.launch import read_launch
+        from megavis.training.run import run_training
+
     if args.dry_run:
         return _dry_run(loaded, args.processes or 1)
     run_training(loaded, read_launch(os.environ), device=args.device)

@@ -13,7 +13,7 @@ from megavis.cli import read_arguments
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])
-# What a reader puts a number or a name of their own in place of.
+DATA_TOOLS = build_parser()
 PLACEHOLDERS = {"$split": "train", "$SLURM_ARRAY_TASK_ID": "1"}
 
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -63,7 +63,7 @@ def options_of(command):
         words = words[: words.index("&&")]
     if words[0] == "megavis":
         return read_arguments(words[1:])
-    return build_parser().parse_args(words[3:])
+    return DATA_TOOLS.parse_args(words[3:])
 
 
 @every_document
@@ -90,5 +90,7 @@ def test_named_config_keys_exist(path):
     known = config_keys()
     text = path.read_text(encoding="utf-8")
     # In backticks, alone or with a value, and as words of a command line.
-    named = re.findall(rf"(?:`| )({'|'.join(known)})\.(\w+)(?=[`:=])", text)
+    sections = "|".join(known)
+    named = re.findall(rf"`({sections})\.(\w+)(?=[`:=])", text)
+    named += re.findall(rf" ({sections})\.(\w+)=", text)
     assert not [f"{section}.{key}" for section, key in named if key not in known[section]]
