@@ -181,7 +181,7 @@ def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tenso
     """Return latents `[b, c, h, w]`, evenly spaced over a shard folder, and their labels."""
     import numpy as np
 
-    from megavis.commands.probing import open_shards
+    from megavis.commands.opening import open_shards
     from megavis.data.loader import read_batch
 
     objective: Any = opened.objective
