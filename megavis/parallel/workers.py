@@ -6,6 +6,7 @@ runs one function on the first N workers, which meet on the loopback interface.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.context
 import os
@@ -139,6 +140,9 @@ def _serve(pipe: Connection, quiet: bool) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # DeepSpeed collects garbage at each start of ZeRO-3: not among all that was imported, whose
+    # pages a fork would have to copy for it.
+    gc.freeze()
     while True:
         try:
             job, launch, args = pipe.recv()
