@@ -13,8 +13,8 @@ from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
-    from megavis.planning.memory import StateMemory
     from megavis.planning.parameters import Matrix
+    from megavis.planning.states import StateMemory
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 def count_memory(config: RunConfig, matrices: list[Matrix], num_processes: int) -> StateMemory:
     """Return what the fullest process of the config's layout holds before it has seen an image."""
     from megavis.planning.layouts import Layout
-    from megavis.planning.memory import fullest_states
     from megavis.planning.parameters import Layers
+    from megavis.planning.states import fullest_states
 
     layers = Layers.of(matrices, config.model.num_layers)
     layout = Layout.of(config, num_processes)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     require_blocks(loaded.config)
     cluster = _cluster(args)
     with quietly():
-        shape = measure(loaded)
+        shape = measure(loaded, cluster.num_devices)
     found = recommend(loaded.config, shape, cluster)
     asked = _asked(loaded, shape, cluster)
     if args.json:
@@ -85,21 +85,29 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node))
 
 
-def measure(loaded: LoadedConfig) -> ModelShape:
-    """Return the model's sizes, in a context of one process that is opened and closed."""
+def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
+    """Return the model's sizes, for all layouts of so many processes; no context may be open."""
+    from dataclasses import replace
+
     from megavis.objectives import build_objective
     from megavis.objectives.base import Objective
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
+    from megavis.planning.ends import ends_of_layouts
+    from megavis.planning.layouts import all_layouts, with_layout
     from megavis.planning.shape import shape_of
 
+    config = loaded.config
     context = open_context(read_launch({}), device="cpu")
     try:
-        objective = build_objective(loaded.config, context)
+        objective = build_objective(config, context)
         assert isinstance(objective, Objective), "the config's objective has blocks"
-        return shape_of(objective)
+        shape = shape_of(objective, {})
     finally:
         close_context()
+    layouts = all_layouts(config, num_processes)
+    ends = ends_of_layouts(with_layout(config, layout.parallel) for layout in layouts)
+    return replace(shape, ends=ends)
 
 
 def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | str:
@@ -202,7 +210,9 @@ def _details(plan: Plan, cluster: Cluster) -> list[str]:
         f" {states.average / 1e9:.2f}, gathered layer {states.gathered / 1e9:.2f} GB",
         f"  activations  {kept.in_flight} under way: embedding {kept.embedding / 1e9:.2f}, each of"
         f" {kept.num_blocks} blocks {kept.block / 1e9:.3f}, head {kept.head / 1e9:.2f};"
-        f" recomputed {kept.recomputed / 1e9:.2f}, backward {kept.backward / 1e9:.2f} GB",
+        f" recomputed {kept.recomputed / 1e9:.2f}, gradients in a block {kept.backward / 1e9:.2f},"
+        f" in the loss {kept.head_backward / 1e9:.2f}, for other stages {kept.transit / 1e9:.2f},"
+        f" outputs {kept.outputs / 1e9:.2f} GB",
         f"  buffers      {memory.buffers / 1e9:.2f} GB",
         f"  step         {time.total:.3f} s: products {time.products:.3f}, element-wise"
         f" {time.elementwise:.3f}, bubble {time.bubble:.3f}, communication"

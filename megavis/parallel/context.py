@@ -12,7 +12,7 @@ import socket
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,7 @@ def open_context(
     if name == "cuda":
         torch.cuda.set_device(place)
     else:
-        _answer_cpu_to_megatron()
+        _answer_megatron("cpu")
         _skip_inference_collectives()
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
@@ -145,21 +145,29 @@ def open_virtual_context(
     *,
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    device: Literal["cpu", "meta"] = "cpu",
 ) -> ParallelContext:
     """Take one process's place in a job of any size, alone, to look at what it would build.
 
     The groups have their sizes; collectives return at once and move nothing.
+
+    Args:
+        rank: whose place.
+        world_size: processes of the job.
+        tensor_model_parallel_size: processes that share each layer.
+        pipeline_model_parallel_size: processes that hold consecutive layers.
+        device: `meta` to run layers without numbers.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _answer_cpu_to_megatron()
+    _answer_megatron(device)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         create_gloo_process_groups=False,
     )
-    return _context_on(torch.device("cpu"))
+    return _context_on(torch.device(device))
 
 
 def current_context() -> ParallelContext | None:
@@ -214,13 +222,13 @@ def _group_of_self() -> Group:
     return parallel_state.get_context_parallel_group()
 
 
-def _answer_cpu_to_megatron() -> None:
-    """Let Megatron's collectives allocate their buffers on the CPU.
+def _answer_megatron(device: str) -> None:
+    """Let Megatron's collectives allocate their buffers on a device that is not CUDA's.
 
     They ask `torch.cuda.current_device()` where the buffer of a gather belongs, which raises
     without CUDA. Answering "cpu" makes the same code run that runs on GPUs.
     """
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: torch.device(device)  # type: ignore[assignment,return-value]
 
 
 def _skip_inference_collectives() -> None:

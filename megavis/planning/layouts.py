@@ -9,6 +9,16 @@ from itertools import product
 from megavis.config.checks import check_config, check_world
 from megavis.config.schema import ParallelConfig, RunConfig
 
+Way = tuple[int, bool, str]
+"""How a layer runs: on so many processes of a tensor group, whether they share out tokens too, and
+what is recomputed."""
+
+
+def way_of(parallel: ParallelConfig) -> Way:
+    """Return how layers run in a `parallel` section."""
+    size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
+    return size, parallel.sequence_parallel, recomputes
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -1,30 +1,22 @@
 """What planning has to know of a model: sizes, tokens, parameters, and what its ends keep.
 
 Blocks are the same for every paper, so what they keep for the backward pass is arithmetic
-(`memory.py`). Embedding, head and loss are the paper's own: they are run once on the meta device,
-where tensors have shapes and no numbers, and what autograd saves is counted.
+(`activations.py`). Embedding, head and loss are the paper's own, and are measured (`ends.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.model.flops import Workload
-from megavis.model.stream import State, Stream
 from megavis.model.visibility import Kind
-from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.base import Objective
+from megavis.planning.ends import DTYPES, Ends
+from megavis.planning.layouts import Way
 from megavis.planning.parameters import Layers, count_parameters
-
-_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Two images, so that a dimension of one image is not taken for one that is shared by all.
-_IMAGES = 2
 
 
 @dataclass(frozen=True)
@@ -44,8 +36,7 @@ class ModelShape:
         residual_dropouts: halves of a block whose result is dropped from, 0 to 2.
         precision: `float32`, `bf16` or `fp16`.
         keeps_average: a moving average of the weights is kept.
-        embedding_bytes: what autograd saves in the first layer, an image.
-        head_bytes: in the last layer and the loss, an image.
+        ends: what the first and the last layer keep, in every way in which they may run.
         flops: operations of a training step for one image, recomputation not counted.
     """
 
@@ -61,8 +52,7 @@ class ModelShape:
     residual_dropouts: int
     precision: str
     keeps_average: bool
-    embedding_bytes: float
-    head_bytes: float
+    ends: Mapping[Way, Ends]
     flops: float
 
     @property
@@ -76,8 +66,12 @@ class ModelShape:
         return number_size(self.precision)
 
 
-def shape_of(objective: Objective) -> ModelShape:
+def shape_of(objective: Objective, ends: Mapping[Way, Ends]) -> ModelShape:
     """Measure the model of an objective, in a context of one process, without allocating it.
+
+    Args:
+        objective: the paper.
+        ends: of its model, for the layouts that are to be planned.
 
     Raises:
         UserError: its blocks attend to an encoder, which the arithmetic of plans leaves out.
@@ -89,7 +83,6 @@ def shape_of(objective: Objective) -> ModelShape:
             " counts its parameters"
         )
     model = config.model
-    embedding_bytes, head_bytes = _saved_by_ends(objective)
     return ModelShape(
         layers=Layers.of(count_parameters(objective), model.num_layers),
         hidden_size=model.hidden_size,
@@ -103,15 +96,14 @@ def shape_of(objective: Objective) -> ModelShape:
         residual_dropouts=bool(model.residual_dropout) + bool(model.hidden_dropout),
         precision=config.training.precision,
         keeps_average=bool(config.optimizer.ema_decay),
-        embedding_bytes=embedding_bytes,
-        head_bytes=head_bytes,
+        ends=ends,
         flops=objective.flops_per_image(),
     )
 
 
 def number_size(precision: str) -> int:
     """Return the bytes of a number in a compute precision."""
-    return _DTYPES[precision].itemsize
+    return DTYPES[precision].itemsize
 
 
 def require_blocks(config: RunConfig) -> None:
@@ -128,46 +120,3 @@ def require_blocks(config: RunConfig) -> None:
         )
     if config.finetune is not None:
         raise UserError("plans are of pre-training; leave the finetune section away")
-
-
-def saved_bytes(run: Callable[[], Any], modules: Iterable[nn.Module] = ()) -> tuple[int, Any]:
-    """Return what autograd saves while `run` runs, each storage once, and what it returned.
-
-    Args:
-        run: a forward pass.
-        modules: whose parameters are not counted: they are there anyway.
-    """
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    # Kept until the end: a storage that is freed would leave its name to another.
-    saved: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage()._cdata
-        # Asked each time: ZeRO-3 gives a parameter another storage whenever it gathers it.
-        if all(place != parameter.untyped_storage()._cdata for parameter in parameters):
-            saved.setdefault(place, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = run()
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), result
-
-
-def _saved_by_ends(objective: Objective) -> tuple[float, float]:
-    """Return the bytes an image that first layer, and last layer with the loss, save."""
-    dtype = _DTYPES[objective.config.training.precision]
-    first_plan, *_, last_plan = objective.layer_plans()
-    with torch.device("meta"):
-        first, last = (plan.build().to(dtype).train() for plan in (first_plan, last_plan))
-    sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
-    at_first, state = saved_bytes(lambda: first(sequence.inputs), [first])
-    at_last, _ = saved_bytes(lambda: _score(objective, last, state, sequence), [last])
-    return at_first / _IMAGES, at_last / _IMAGES
-
-
-def _score(objective: Objective, head: nn.Module, state: State, sequence: Sequence) -> Tensor:
-    """Run the head on what would come out of the last block, and the loss."""
-    stream = Stream.unpack(state, objective.carries)
-    read = stream.hidden[-objective.workload().num_read :]
-    left = stream.with_hidden(read.detach().requires_grad_()).pack()
-    return objective.loss(head(left), sequence.targets)

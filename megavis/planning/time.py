@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from megavis.planning.activations import block_activations
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout
-from megavis.planning.memory import block_activations, parameters_held
 from megavis.planning.shape import ModelShape
+from megavis.planning.states import parameters_held
 from megavis.planning.traffic import Transfer
 
 # Share of its peak that a large matrix product reaches, and the sizes at which it reaches a half of

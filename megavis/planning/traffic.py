@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megavis.planning.layouts import Layout
-from megavis.planning.memory import BUCKET, MOST_GATHERED, parameters_held
+from megavis.planning.memory import BUCKET, MOST_GATHERED
 from megavis.planning.shape import ModelShape
+from megavis.planning.states import parameters_held
 
 _ALL_REDUCE, _GATHER = 2.0, 1.0
 _FLOAT32 = 4

@@ -1,25 +1,34 @@
 """What an engine really allocates, for comparison with what `megavis plan` says."""
 
+import contextlib
 import gc
 import itertools
+import weakref
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.objectives import build_objective, objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
+from megavis.planning.ends import ends_of_layouts, num_bytes, saved_tensors
 from megavis.planning.memory import BUCKET
-from megavis.planning.shape import saved_bytes, shape_of
+from megavis.planning.shape import shape_of
 from megavis.training.engine import Engine
 
 
 def measure_shape(launch: Launch, path: str, overrides: list[str]):
-    """Return the shape of a model, on one process."""
-    context = open_context(launch, device="cpu")
+    """Return the shape of a model, on one process, for the config's own layout."""
+    config = read(path, overrides)
+    ends, context = ends_of_layouts([config]), open_context(launch, device="cpu")
     try:
-        return shape_of(build_objective(read(path, overrides), context))
+        return shape_of(build_objective(config, context), ends)
     finally:
         close_context()
 
@@ -30,9 +39,30 @@ def read(path: str, overrides: list[str]):
     return config.model_copy(update={"model": config.model.without_dropout()})
 
 
-def found_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, float]:
+def found_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, int]:
     """Return the bytes of all states after a backward pass, and what a micro-batch saves."""
-    config = read(path, overrides)
+    before = live_storages()
+    with _engine(launch, read(path, overrides)) as engine:
+        batch = _batch(engine)
+        engine.train_step(itertools.repeat(batch), 0)  # Adam's states exist from here on
+        saved = _backward_of_one(engine, batch)
+        return live_storages(before), saved
+
+
+def found_live(launch: Launch, path: str, overrides: list[str]) -> int:
+    """Return the most bytes that a step makes and holds at once, its gradients left out."""
+    with _engine(launch, read(path, overrides)) as engine:
+        batches = itertools.repeat(_batch(engine))
+        engine.train_step(batches, 0)
+        with Live() as live:
+            engine.train_step(batches, 1)
+        # They exist since the first micro-batch and are states.
+        gradients = (parameter for _, parameter in engine.layers.named_parameters())
+        return live.most - sum(4 * gradient.numel() for gradient in gradients)
+
+
+@contextlib.contextmanager
+def _engine(launch: Launch, config: RunConfig) -> Iterator[Engine]:
     parallel = config.parallel
     context = open_context(
         launch,
@@ -41,25 +71,61 @@ def found_memory(launch: Launch, path: str, overrides: list[str]) -> tuple[int, 
         device="cpu",
     )
     try:
-        before = live_storages()
-        objective = build_objective(config, context)
-        engine = Engine(config, objective, context)
-        batch = objective.blank_batch(engine.micro_batch_size, torch.device("cpu"))
-        engine.train_step(itertools.repeat(batch), 0)  # Adam's states exist from here on
-        saved = _backward_of_one(engine, batch)
-        return live_storages(before), saved
+        yield Engine(config, build_objective(config, context), context)
     finally:
         close_context()
+
+
+def _batch(engine: Engine) -> Batch:
+    return engine.objective.blank_batch(engine.micro_batch_size, torch.device("cpu"))
 
 
 def _backward_of_one(engine: Engine, batch: Batch) -> int:
     """Run both passes of a micro-batch that is not the last of its step; return what was saved."""
     sequence = engine.objective.sequence(batch)
-    saved, loss = saved_bytes(
+    saved, loss = saved_tensors(
         lambda: engine.deepspeed(sequence.inputs, sequence.targets), engine.layers.modules
     )
+    size = num_bytes(saved)
+    del saved
     engine.deepspeed.backward(loss)
-    return saved
+    return size
+
+
+class Live(TorchDispatchMode):
+    """Storages that operations inside have made, until they are freed.
+
+    Attributes:
+        most: bytes at the worst moment.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._bytes = self.most = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        """Run an operation and see what it made, which is not a view of what it was given."""
+        known = {_storage(tensor)._cdata for tensor in _tensors((args, kwargs))}
+        made = operation(*args, **(kwargs or {}))
+        for storage in map(_storage, _tensors(made)):
+            if storage._cdata not in known and storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self._bytes += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        self.most = max(self.most, self._bytes)
+        return made
+
+    def _free(self, place: int) -> None:
+        self._bytes -= self._sizes.pop(place)
+
+
+def _tensors(tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
 
 
 def live_storages(before=None):

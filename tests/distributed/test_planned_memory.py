@@ -4,16 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_jobs import found_memory, measure_shape, read
+from memory_jobs import found_live, found_memory, measure_shape, read
 
+from megavis.planning.activations import activation_memory
 from megavis.planning.layouts import Layout
-from megavis.planning.memory import activation_memory, states_of
+from megavis.planning.states import states_of
 
 pytestmark = pytest.mark.once
 
 PRESETS = Path(__file__).parents[2] / "yaml_configs"
 SMALL = ["model.num_layers=2", "training.batch_size=8", "training.micro_batch_size=2"]
 HALF, TENSOR = "training.precision=bf16", "parallel.tensor_model_parallel_size=2"
+FULL = "parallel.activation_checkpointing=full"
 MSE = ["objective.loss=mse", "objective.decoder=linear"]
 ZERO, AVERAGE = "parallel.zero_stage=", "optimizer.ema_decay=0.9"
 
@@ -43,3 +45,21 @@ def test_an_engine_holds_what_was_planned(
         assert states.total - states.gathered == pytest.approx(found_states, rel=0.1)
         planned = activation_memory(shape, layout)
         assert planned.saved == pytest.approx(found_saved, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("igpt", [TENSOR, "parallel.sequence_parallel=true", FULL]),
+        ("igpt", ["parallel.pipeline_model_parallel_size=2"]),
+    ],
+)
+def test_a_step_holds_no_more_at_once_than_was_planned(
+    run_job: Any, name: str, words: list[str]
+) -> None:
+    path, words = str(PRESETS / name / "demo.yaml"), [*SMALL, ZERO + "0", *words]
+    (shape,) = run_job(measure_shape, 1, path, words)
+    layout = Layout.of(read(path, words), 2)
+    for rank, found in enumerate(run_job(found_live, 2, path, words)):
+        stage = rank if layout.pipeline > 1 else 0
+        assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)
