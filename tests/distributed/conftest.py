@@ -3,17 +3,22 @@
 They are forks of one server that has imported everything.
 """
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launched_runs import long_words
-from run_jobs import train_run
 
 from megavis.parallel.workers import WorkerPool
 
 PRELOADED = ("megavis.training.run",)
+
+# The server imports while this process imports the tests, which is why nothing here is heavy.
+multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +45,8 @@ def long_run(
     run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The folder of a run of `long_words` that two processes finished without a break."""
+    from run_jobs import train_run
+
     folder = tmp_path_factory.mktemp("long")
     run_job(train_run, 2, str(tiny_config), long_words(folder, "unbroken"))
     return folder / "unbroken"
