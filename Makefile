@@ -45,14 +45,15 @@ lint: $(STAMP)
 		$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 	$(BIN)/lint-imports --no-logo
 
-# Several processes run at once: threads of each would fight for the cores. Unit tests are shared
-# out file by file, so that what a module sets up is set up once; the distributed ones start
-# processes of their own and come one by one.
+# Several processes run at once: threads of each would fight for the cores. Tests are shared out
+# file by file, so that what a module sets up is set up once. Distributed ones start processes of
+# their own, which often wait: for one another, for a scheduler, for the one that is still at work.
 # A part of them: `make test SELECT="not once"` (markers: pyproject.toml).
 SELECT ?=
+SHARED := --numprocesses 2 --dist loadfile
 test: lint
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m "$(SELECT)" --numprocesses 2 --dist loadfile
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m "$(SELECT)"
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m "$(SELECT)" $(SHARED)
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m "$(SELECT)" $(SHARED)
 
 # They skip, and say why, where Debian's packages or the rights are missing.
 test-cluster: $(STAMP)
