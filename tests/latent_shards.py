@@ -1,15 +1,14 @@
-"""Writes small shards of random latents, with the format's own writer."""
+"""Writes random latents as one small shard."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+from written_shards import write_payloads
 
-from megavis.data.files import sha256_of_file
 from megavis.data.latents import LatentsCodec
-from megavis.data.manifest import Manifest, Preparation, ShardEntry, Source, TokenizerIdentity
-from megavis.data.shards import index_path, open_shard, write_index
+from megavis.data.manifest import Source, TokenizerIdentity
 
 
 def write_latent_shards(
@@ -26,37 +25,20 @@ def write_latent_shards(
 
     Another seed gives other images, from other files.
     """
-    folder.mkdir(parents=True)
     random, codec = np.random.default_rng(seed), LatentsCodec(shape)
-    path = folder / "shard-000000.tar"
-    with open_shard(path, suffix=codec.suffix, job="test") as writer:
-        for number in range(num_images):
-            label = number % num_classes if num_classes else -1
-            mean = random.normal(size=shape) + label
-            payload = codec.encode(np.stack([mean, np.full(shape, scale)]))
-            writer.add(f"{number:09d}", payload, label=label, source=f"{number}.png")
-    write_index(path, writer.index)
-    index = writer.index
-    Manifest(
-        format_version=1,
+    labels = [number % num_classes if num_classes else -1 for number in range(num_images)]
+    means = [random.normal(size=shape) + label for label in labels]
+    write_payloads(
+        folder,
+        [codec.encode(np.stack([mean, np.full(shape, scale)])) for mean in means],
+        suffix=codec.suffix,
+        labels=labels,
+        class_names=[f"class-{label}" for label in range(num_classes)],
+        samples_per_shard=num_images,
         kind="latents",
         image_size=4 * shape[1],
         latent_shape=shape,
         tokenizer=TokenizerIdentity(kind="vae", sha256=identity),
-        preparation=Preparation(resize="bicubic", crop="center", decoders={}),
-        class_names=tuple(f"class-{label}" for label in range(num_classes)),
-        shards=(
-            ShardEntry(
-                name=path.name,
-                num_samples=len(index),
-                num_bytes=index.num_bytes,
-                sha256=index.sha256,
-                index_sha256=sha256_of_file(index_path(path)),
-            ),
-        ),
-        skipped={},
-        seed=0,
         source=Source(description="test", num_files=num_images, sha256=f"{seed:064x}"),
-        tool_version="0",
-    ).write(folder)
+    )
     return folder

@@ -9,7 +9,8 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
-from shard_folder import identity, write_folder, write_payloads
+from shard_folder import identity, write_folder
+from written_shards import write_payloads
 
 from megavis.config.errors import UserError
 from megavis.data.codec import IdsCodec
