@@ -11,16 +11,18 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from data_tools.close_ups import cut_close_ups
 from data_tools.report import Progress, say
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.data.files import write_atomically
 
@@ -86,36 +88,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out", type=Path, help="the folder to write; train/, selection/ and validation/ in it"
     )
-    parser.add_argument("--size", type=int, default=64, help="side of a crop in pixels")
-    parser.add_argument("--crops", type=int, default=4000, help="training crops")
+    parser.add_argument("--size", type=positive, default=64, help="side of a crop in pixels")
+    parser.add_argument("--crops", type=positive, default=4000, help="training crops")
     parser.add_argument(
-        "--selection-crops", type=int, default=500, help="by which probes choose their layer"
+        "--selection-crops", type=positive, default=500, help="by which probes choose their layer"
     )
-    parser.add_argument("--validation-crops", type=int, default=500, help="crops that judge")
+    parser.add_argument("--validation-crops", type=positive, default=500, help="crops that judge")
     parser.add_argument(
         "--sides",
-        type=int,
+        type=positive,
         nargs=2,
         metavar=("MIN", "MAX"),
         help="close-ups: pixels on a crop's side, of the photograph as it is or shrunk, enlarged to"
         " --size and brought to one contrast; absent: from a quarter of its height on, as they are",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of places, sizes and mirror images")
+    parser.add_argument(
+        "--seed", type=non_negative, default=0, help="of places, sizes and mirror images"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the crops; a folder that already holds these very crops is kept. Raises UserError."""
-    keys = ("size", "crops", "selection_crops", "validation_crops", "seed")
-    record = {key: getattr(arguments, key) for key in keys}
-    if any(record[key] < (key != "seed") for key in keys):
-        raise UserError("--size and the numbers of crops must be at least 1, --seed at least 0")
-    sides = tuple(arguments.sides or ()) or None
-    if sides:
-        if not 1 <= sides[0] <= sides[1]:
-            raise UserError("--sides must be at least 1, the smaller one first")
-        record["sides"] = list(sides)
+    record = _record(arguments)
     out: Path = arguments.out
-    record["photographs"] = [photograph.name for photograph in photographs()]
     if out.exists() and any(out.iterdir()):
         _check_same(out, record)
         say(f"{out}: the crops are there already")
@@ -124,22 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     totals = (arguments.crops, arguments.selection_crops, arguments.validation_crops)
     counts = dict(zip(_SPLITS, totals, strict=True))
-    with Progress("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
-        for number, photograph in enumerate(photographs()):
-            image = load_photograph(photograph)
-            for split, total in counts.items():
-                options = {
-                    "count": share(total, number=number, parts=len(photographs())),
-                    "size": arguments.size,
-                    "seed": [arguments.seed, number, _STREAMS[split]],
-                }
-                if sides is None:
-                    crops = cut_crops(image, photograph, split=split, **options)
-                else:
-                    inside = cut_region(image, edge=photograph.held_out, split=split)
-                    crops = cut_close_ups(inside, sides=sides, turned=split == "train", **options)
-                _save(crops, partial / split / photograph.name)
-                progress.advance(options["count"])
+    _write_crops(partial, counts, arguments)
     write_atomically(partial / RECORD_NAME, json.dumps(record, indent=2).encode() + b"\n")
     if out.exists():
         out.rmdir()
@@ -150,6 +130,39 @@ def run(arguments: argparse.Namespace) -> int:
         f" of {arguments.size}x{arguments.size} from {classes} photographs"
     )
     return 0
+
+
+def _record(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what decides the crops. Raises UserError where `--sides` are no range."""
+    keys = ("size", "crops", "selection_crops", "validation_crops", "seed")
+    record = {key: getattr(arguments, key) for key in keys}
+    if sides := arguments.sides:
+        if sides[0] > sides[1]:
+            raise UserError(f"--sides {sides[0]} {sides[1]}: say the smaller one first")
+        record["sides"] = sides
+    record["photographs"] = [photograph.name for photograph in photographs()]
+    return record
+
+
+def _write_crops(folder: Path, counts: Mapping[str, int], arguments: argparse.Namespace) -> None:
+    """Cut every photograph into `folder`, as many crops of each split as `counts` says."""
+    with Progress("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
+        for number, photograph in enumerate(photographs()):
+            image = load_photograph(photograph)
+            for split, total in counts.items():
+                options = {
+                    "count": share(total, number=number, parts=len(photographs())),
+                    "size": arguments.size,
+                    "seed": [arguments.seed, number, _STREAMS[split]],
+                }
+                if arguments.sides is None:
+                    crops = cut_crops(image, photograph, split=split, **options)
+                else:
+                    inside = cut_region(image, edge=photograph.held_out, split=split)
+                    sides = tuple(arguments.sides)
+                    crops = cut_close_ups(inside, sides=sides, turned=split == "train", **options)
+                _save(crops, folder / split / photograph.name)
+                progress.advance(options["count"])
 
 
 def load_photograph(photograph: Photograph) -> Image.Image:

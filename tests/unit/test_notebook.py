@@ -12,6 +12,7 @@ import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
+from megavis.notebook import Run
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,15 @@ def test_losses_are_those_that_training_logged(run, trained, validation):
     assert run.untrained().loss(validation) == pytest.approx(logged[0], rel=1e-5)
     # The matrix that gives logits starts at zero.
     assert logged[0] == pytest.approx(math.log(32), rel=1e-5)
+
+
+def test_random_masks_follow_from_the_images_numbers(run, validation):
+    objective = run.config.objective.model_copy(update={"mode": "bert"})
+    config = run.config.model_copy(update={"objective": objective})
+    bert = Run(config, folder=run.folder, checkpoint=run.checkpoint, context=run.context)
+    numbers = torch.arange(32)
+    assert bert.loss(validation) == bert.loss(validation, sample_index=numbers)
+    assert bert.loss(validation) != bert.loss(validation, sample_index=numbers + 32)
 
 
 def test_outputs_give_the_loss(run, validation):
