@@ -129,15 +129,7 @@ class TrainingRun:
         config, context = self.config, self.context
         start = found[1] if found else None
         first_step = start.step if start else 0
-        if self.finetuning is not None:
-            self.finetuning.resume(first_step, context)
-        if found is not None:
-            load_training_state(
-                found[0], layers=engine.layers, states=engine.states, context=context
-            )
-            engine.restore_loss_scale(found[1].loss_scale)
-        elif self.finetuning is not None:
-            self.finetuning.start(engine)
+        self._restore(found, engine)
         bad_steps = WatchBadSteps(
             config.training,
             config.checkpoint,
@@ -172,6 +164,18 @@ class TrainingRun:
         if metrics is not None:
             metrics.close()
         return bad_steps.row
+
+    def _restore(self, found: Found | None, engine: Engine) -> None:
+        """Load a checkpoint, or where there is none what a fine-tuning run begins with."""
+        if self.finetuning is not None:
+            self.finetuning.resume(found[1].step if found else 0, self.context)
+        if found is not None:
+            load_training_state(
+                found[0], layers=engine.layers, states=engine.states, context=self.context
+            )
+            engine.restore_loss_scale(found[1].loss_scale)
+        elif self.finetuning is not None:
+            self.finetuning.start(engine)
 
     def _loader(self, engine: Engine, first_batch: int) -> BatchLoader:
         return BatchLoader(
