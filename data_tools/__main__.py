@@ -13,6 +13,7 @@ from data_tools import (
     id_shards,
     jpeg_shards,
     latent_shards,
+    pair_shards,
     palette_fit,
     palette_shards,
     photographs,
@@ -90,6 +91,13 @@ VERBS = (
         "demo/images/train --out demo/jpeg_train --size 32",
         jpeg_shards.add_arguments,
         jpeg_shards.run,
+    ),
+    Verb(
+        "pairs",
+        "write images and what is to be predicted from them as shards",
+        "images/train depth/train --out shards/depth --size 256",
+        pair_shards.add_arguments,
+        pair_shards.run,
     ),
     Verb(
         "latents",

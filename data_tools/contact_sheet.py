@@ -39,11 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     count = min(arguments.count, len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
     images = _pixels(dataset, indices, arguments.tokenizer)
-    size = images.shape[1]
+    height, width = images.shape[1:3]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(tile(images, scale=arguments.scale)).save(arguments.out)
     say(
-        f"{arguments.out}: {count} of {len(dataset)} samples, {size}x{size}, "
+        f"{arguments.out}: {count} of {len(dataset)} samples, {width}x{height}, "
         f"{len(dataset.class_names)} classes"
     )
     return 0
@@ -58,10 +58,12 @@ def whole_images(directory: Path) -> Transform | None:
 
 
 def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None) -> np.ndarray:
-    """Return the samples as pixels uint8 `[n, s, s, 3]`. Raises UserError where nothing decodes."""
+    """Return the samples as pixels uint8 `[n, h, w, 3]`. Raises UserError where nothing decodes."""
     samples, _ = dataset.read(indices)
     if dataset.manifest.kind == "jpeg":
         return samples
+    if dataset.manifest.kind == "pairs":  # the target to the right of its image
+        return np.concatenate([samples[:, 0], samples[:, 1]], axis=2)
     if dataset.manifest.kind != "palette":
         return _decoded(dataset, samples, run_folder)
     size = dataset.manifest.image_size or 0
@@ -92,14 +94,14 @@ def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None
 
 
 def tile(images: np.ndarray, *, scale: int) -> np.ndarray:
-    """Lay images uint8 `[n, s, s, 3]` out in a near-square grid on white: uint8 `[h, w, 3]`."""
-    count, size = images.shape[:2]
-    columns = math.ceil(math.sqrt(count))
+    """Lay images uint8 `[n, h, w, 3]` out in a near-square grid on white: uint8 `[H, W, 3]`."""
+    count, height, width = images.shape[:3]
+    columns = math.ceil(math.sqrt(count * height / width))
     rows = math.ceil(count / columns)
-    step = size * scale + _GAP
-    sheet = np.full((rows * step + _GAP, columns * step + _GAP, 3), 255, np.uint8)
+    steps = np.array([height, width]) * scale + _GAP
+    sheet = np.full((*(steps * (rows, columns) + _GAP), 3), 255, np.uint8)
     for number, image in enumerate(images):
-        top, left = (place * step + _GAP for place in divmod(number, columns))
+        top, left = steps * divmod(number, columns) + _GAP
         large = image.repeat(scale, axis=0).repeat(scale, axis=1)
-        sheet[top : top + size * scale, left : left + size * scale] = large
+        sheet[top : top + height * scale, left : left + width * scale] = large
     return sheet

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="side of the stored squares, of several each in its folder below --out; absent: "
         "pictures stay as they are",
     )
-    parser.add_argument("--quality", type=int, default=95, help="of what is encoded, 1 to 100")
+    add_quality_argument(parser)
     add_job_arguments(parser)
 
 
@@ -47,10 +47,22 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = tuple(dict.fromkeys(arguments.size))
     if min(sizes, default=1) < 1:
         raise UserError("--size must be at least 1")
-    if not 1 <= arguments.quality <= 100:
-        raise UserError("--quality must lie in 1 to 100")
+    check_quality(arguments.quality)
     source = open_source(arguments)
     return run_job(source, JpegRecipe(sizes, arguments.quality), arguments, label="jpeg")
+
+
+def add_quality_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that `check_quality` takes."""
+    parser.add_argument(
+        "--quality", type=int, default=95, help="of the JPEG files that are encoded, 1 to 100"
+    )
+
+
+def check_quality(quality: int) -> None:
+    """Raise UserError where a quality of JPEG files is out of range."""
+    if not 1 <= quality <= 100:
+        raise UserError("--quality must lie in 1 to 100")
 
 
 @dataclass(frozen=True)
@@ -108,11 +120,11 @@ class JpegRecipe:
     def _payloads(self, content: bytes) -> list[bytes]:
         if self.sizes:
             image = decode_image(content, channels=4)
-            return [_encode(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
+            return [encode_jpeg(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
         image = decode_image(content)
         if content.startswith(_JPEG_START) and _reads(content):
             return [content]
-        return [_encode(image, self.quality)]
+        return [encode_jpeg(image, self.quality)]
 
 
 def _reads(content: bytes) -> bool:
@@ -124,7 +136,8 @@ def _reads(content: bytes) -> bool:
     return True
 
 
-def _encode(image: np.ndarray, quality: int) -> bytes:
+def encode_jpeg(image: np.ndarray, quality: int) -> bytes:
+    """Return uint8 `[h, w, 3]` as a JPEG file."""
     file = io.BytesIO()
     # Full colour resolution: at the small sizes of demos half of it would be seen.
     Image.fromarray(image).save(file, "JPEG", quality=quality, subsampling=0)

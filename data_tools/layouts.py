@@ -56,15 +56,20 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
         f"ILSVRC2012_devkit_t12 (folder or .tar.gz), Kaggle's {KAGGLE_TRUTH}, or a text file of "
         "class names",
     )
+    add_classes_argument(parser)
+    if selects:
+        _add_selection_arguments(parser)
+    else:
+        parser.set_defaults(split="all", validation_share=0.04, selection=None)
+
+
+def add_classes_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that `read_class_names` takes."""
     parser.add_argument(
         "--classes-from",
         type=Path,
         help="a shard folder whose class numbers to share, or a text file of one class name a line",
     )
-    if selects:
-        _add_selection_arguments(parser)
-    else:
-        parser.set_defaults(split="all", validation_share=0.04, selection=None)
 
 
 def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +97,7 @@ def open_source(arguments: argparse.Namespace) -> Source:
         OSError: it cannot be read.
     """
     selection = open_selection(arguments.split, arguments.validation_share, arguments.selection)
-    classes = _class_names(arguments.classes_from)
+    classes = read_class_names(arguments.classes_from)
     place: Path = arguments.source
     layout = arguments.layout
     if layout == "auto":
@@ -250,7 +255,12 @@ def _shard_files(folder: Path, manifest: Manifest) -> Iterator[SourceFile]:
             yield SourceFile(name, label, length, shard.name, offset)
 
 
-def _class_names(place: Path | None) -> tuple[str, ...] | None:
+def read_class_names(place: Path | None) -> tuple[str, ...] | None:
+    """Return the class names that `--classes-from` names; None where it is absent.
+
+    Raises:
+        UserError: they cannot be read, or one is there twice.
+    """
     if place is None or place.is_dir():
         return Manifest.read(place).class_names if place else None
     try:

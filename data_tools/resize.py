@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from data_tools.decode import RefusedImageError
 from data_tools.resample import resample, with_fourth_channel
@@ -118,6 +119,15 @@ def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
     return np.ascontiguousarray(_centre_square(image, size)[..., :3])
 
 
+def nearest_square(image: np.ndarray, *, size: int) -> np.ndarray:
+    """Do what `resize_and_crop` does, but let every pixel be one of the image's: none is mixed."""
+    height, width = scaled_size(image, size)
+    cut = _centre_window(height, width, size)
+    resized = Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST)
+    box = (cut.left, cut.top, cut.left + size, cut.top + size)
+    return np.asarray(resized.crop(box))
+
+
 def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
     """Return height and width of `image` once its shorter side is `shorter_side`.
 
@@ -133,8 +143,12 @@ def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
 
 def _centre_square(image: np.ndarray, size: int) -> np.ndarray:
     height, width = scaled_size(image, size)
-    window = Window((height - size) // 2, (width - size) // 2, size, size)
+    window = _centre_window(height, width, size)
     return resample(image, height=height, width=width, window=window)
+
+
+def _centre_window(height: int, width: int, size: int) -> Window:
+    return Window((height - size) // 2, (width - size) // 2, size, size)
 
 
 def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind]) -> None:

@@ -27,8 +27,9 @@ def add_parser(subparsers: Any) -> None:
         "sample",
         help="draw images, or complete photographs",
         description="Draw images from a run, or with --prefix complete held-out photographs: a row"
-        " each, original | what was given | completions. Runs alone, or under torchrun, where the"
-        " processes share the images.",
+        " each, original | what was given | completions. A run that predicts from images draws what"
+        " belongs to held-out ones: image | target | drawn targets. Runs alone, or under torchrun,"
+        " where the processes share the images.",
         epilog="example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
         "         megavis sample runs/givt --classes 207,360 --scale 0.95 --guidance 0.4",
     )
@@ -41,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="none|half|SHARE",
         help="share of the image, first in the run's order, that is given; default: none",
     )
-    parser.add_argument("--completions", type=int, default=3, help="of each photograph; default: 3")
+    parser.add_argument(
+        "--completions", type=int, default=3, help="or targets of each photograph; default: 3"
+    )
     parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
     parser.add_argument(
         "--temperature",
@@ -121,12 +124,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _picture(opened: Run, args: argparse.Namespace) -> Any:
     from megavis.objectives.base import PatchByPatch, TokenByToken
-    from megavis.objectives.real_tokens import OneByOne, Uncovers
+    from megavis.objectives.real_tokens import OneByOne, ReadsImages, Uncovers
     from megavis.sampling.gallery import gallery_of
 
     if args.npz is not None:
         write_samples(opened, args)
         return None
+    if isinstance(opened.objective, ReadsImages):
+        return sample_latents.predictions(opened, args, _held_out(opened, args))
     if isinstance(opened.objective, OneByOne | Uncovers):
         return sample_latents.picture(opened, args)
     if isinstance(opened.objective, PatchByPatch):

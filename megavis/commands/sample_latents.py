@@ -15,6 +15,7 @@ from megavis.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megavis.data.batch import Batch
     from megavis.notebook import Run
     from megavis.sampling.latent_pictures import LatentPictures
     from megavis.sampling.npz import Draw
@@ -78,6 +79,22 @@ def picture(opened: Run, args: argparse.Namespace) -> Any:
             f" {acceptance.share_found:.2%} of the numbers\n"
         )
     return sample_grid(images, num_columns=columns)
+
+
+def predictions(opened: Run, args: argparse.Namespace, examples: Batch) -> Any:
+    """Draw the grid of what a run that reads images predicts from held-out ones.
+
+    Raises:
+        UserError: the options are those of runs that read none.
+    """
+    if args.classes or args.show_rounds or args.moments:
+        raise UserError(
+            "--classes, --show-rounds and --moments are for runs that draw from nothing; this one"
+            " predicts from images"
+        )
+    return _pictures(opened, args).predictions(
+        examples, num_drawn=args.completions, batch_size=args.batch_size
+    )
 
 
 def _pictures(opened: Run, args: argparse.Namespace) -> LatentPictures:

@@ -52,10 +52,10 @@ def drawing_of(opened: Run, args: argparse.Namespace) -> tuple[Draw, Mapping[str
     """
     from megavis.commands import sample_latents
     from megavis.objectives.base import PatchByPatch, TokenByToken
-    from megavis.objectives.real_tokens import OneByOne, Uncovers
+    from megavis.objectives.real_tokens import OneByOne, ReadsImages, Uncovers
 
     objective = opened.objective
-    if isinstance(objective, OneByOne | Uncovers):
+    if isinstance(objective, OneByOne | Uncovers) and not isinstance(objective, ReadsImages):
         return sample_latents.drawing(opened, args)
     choice: dict[str, Any]
     if isinstance(objective, TokenByToken):

@@ -13,8 +13,9 @@ class Batch:
 
     Attributes:
         inputs: what the shards hold. Palette and other ids: int64 `[b, n]` in raster order, each
-            below the vocabulary size. Images: uint8 `[b, h, w, 3]`, cropped, in 0 .. 255. Latents:
-            float16 `[b, 2, c, h, w]`, mean then scale of each number. Frames: float16 `[b, n, d]`.
+            below the vocabulary size. Images: uint8 `[b, h, w, 3]`, cropped, in 0 .. 255. Pairs:
+            uint8 `[b, 2, h, w, 3]`, the image and its target. Latents: float16 `[b, 2, c, h, w]`,
+            mean then scale of each number. Frames: float16 `[b, n, d]`.
         labels: class of each sample as int64 `[b]`; -1 where a sample has none.
         sample_index: int64 `[b]`; the position of each sample in the endless sample stream (for
             evaluation: its index in the data set). It drives all per-sample randomness, so that

@@ -118,7 +118,8 @@ class ShardDataset:
 
         Returns:
             The samples as their codec gives them (ids uint16 `[b, n]`, pixels uint8
-            `[b, h, w, 3]`, latents float16 `[b, 2, c, h, w]`), and labels int64 `[b]`.
+            `[b, h, w, 3]`, pairs uint8 `[b, 2, h, w, 3]`, latents float16 `[b, 2, c, h, w]`), and
+            labels int64 `[b]`.
 
         Raises:
             IndexError: an index lies outside [0, N).

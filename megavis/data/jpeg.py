@@ -16,7 +16,7 @@ from megavis.data.codec import Codec, Payloads, Refusals
 from megavis.data.crops import WrongSizeError
 from megavis.data.transforms import Transform
 
-_DAMAGED = "damaged"
+DAMAGED = "damaged"
 _FORMATS = ("JPEG", "PNG", "MPO")
 
 
@@ -47,7 +47,7 @@ class JpegCodec(Codec):
             try:
                 pixels[row] = self._transform(decode_rgb(payload), draws[row])
             except DamagedImageError:
-                refused[row] = _DAMAGED
+                refused[row] = DAMAGED
             except WrongSizeError as error:
                 refused[row] = str(error)
         return pixels, refused

@@ -10,6 +10,7 @@ from megavis.data.frames import FramesCodec
 from megavis.data.jpeg import JpegCodec
 from megavis.data.latents import LatentsCodec
 from megavis.data.manifest import Kind, Manifest
+from megavis.data.pairs import PairsCodec
 from megavis.data.transforms import Transform
 
 
@@ -69,6 +70,21 @@ def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
     return JpegCodec(transform)
 
 
+def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
+    assert manifest.image_size is not None
+    if transform is None:
+        return PairsCodec(Transform(image_size=manifest.image_size))
+    _want_unaugmented(manifest, transform)
+    _want_pixels(manifest, transform)
+    if transform.crop in _WHOLE and transform.image_size != manifest.image_size:
+        stored, wanted = manifest.image_size, transform.image_size
+        raise UserError(
+            f"holds images of {stored}x{stored} pixels, not {wanted}x{wanted}; set data.crop to"
+            " window to cut smaller ones out"
+        )
+    return PairsCodec(transform)
+
+
 def _want_unaugmented(manifest: Manifest, transform: Transform) -> None:
     if transform.augment is not None:
         raise UserError(
@@ -81,8 +97,8 @@ def _want_pixels(manifest: Manifest, transform: Transform) -> None:
     side, size = manifest.image_size or 0, transform.image_size
     if transform.crop in ("random_resized", "center"):
         raise UserError(
-            "holds palette shards, which cannot be resized: set data.crop to none, shifted or"
-            " window, or crop when they are made"
+            f"holds {manifest.kind} shards, which cannot be resized: set data.crop to none,"
+            " shifted or window, or crop when they are made"
         )
     if transform.crop not in _WHOLE and side < size:
         raise UserError(
@@ -110,6 +126,7 @@ _WHOLE = ("none", "shifted")
 _CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
     "palette": _palette,
     "jpeg": _jpeg,
+    "pairs": _pairs,
     "latents": _latents,
     "ids": _ids,
     "frames": _frames,
@@ -117,6 +134,7 @@ _CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
 _SUFFIXES: Mapping[Kind, str] = {
     "palette": PaletteCodec.suffix,
     "jpeg": JpegCodec.suffix,
+    "pairs": PairsCodec.suffix,
     "latents": LatentsCodec.suffix,
     "ids": IdsCodec.suffix,
     "frames": FramesCodec.suffix,

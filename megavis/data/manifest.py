@@ -15,7 +15,7 @@ MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 
-Kind = Literal["palette", "jpeg", "latents", "ids", "frames"]
+Kind = Literal["palette", "jpeg", "pairs", "latents", "ids", "frames"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -85,7 +85,7 @@ class Manifest(_Strict):
         default=None, description="frames of a sample, and numbers of a frame"
     )
     tokenizer: TokenizerIdentity | None = Field(
-        default=None, description="none for jpeg and frames"
+        default=None, description="none for jpeg, pairs and frames"
     )
     preparation: Preparation
     class_names: tuple[str, ...]
@@ -120,7 +120,7 @@ class Manifest(_Strict):
         has_ids = self.kind in ("palette", "ids")
         has_side = {"jpeg": self.image_size is not None, "frames": False}.get(self.kind, True)
         present = {
-            "tokenizer": (self.tokenizer is not None, self.kind not in ("jpeg", "frames")),
+            "tokenizer": (self.tokenizer is not None, self.kind in ("palette", "latents", "ids")),
             "tokenizer.num_tokens": (self.vocabulary_size > 0, has_ids),
             "num_tokens": (self.num_tokens is not None, has_ids),
             "latent_shape": (self.latent_shape is not None, self.kind == "latents"),

@@ -186,20 +186,27 @@ class CrossAttention(Attention):
         super().__init__(config, layer_number, visibility_kind="context", **options)
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, key_value_states: Tensor, **_: Any
+        self, hidden_states: Tensor, key_value_states: Tensor, attention_mask: Relations, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
             key_value_states: the memory `[c, b, h]`, whole on every process.
+            attention_mask: those of the tokens among themselves, of which the cache is taken: it
+                keeps the memory's keys and values, which are the same for all tokens.
 
         Returns:
             As self-attention, for all s tokens.
         """
         whole = all_tokens(hidden_states, self.config, self.tensor_group)
         query = self._heads(self.linear_q(whole)[0], 1)[0]
-        key, value = self._heads(self.linear_kv(key_value_states)[0], 2)
+
+        def project() -> tuple[Tensor, ...]:
+            return self._heads(self.linear_kv(key_value_states)[0], 2)
+
+        cache = attention_mask.cache
+        key, value = project() if cache is None else cache.fixed(self.layer_number, project)
         return self._project(query, key, value, Relations(Visibility("full")))
 
 

@@ -225,7 +225,10 @@ class Block(TransformerLayer):
             memory: what an encoder gave, `[c, b, h]`, where there is one.
         """
         if relations.reads_from == 0 and relations.kept is None:
-            return super().forward(hidden, attention_mask=relations, context=memory)[0]
+            # What Megatron calls the context's mask is handed to the cross-attention.
+            return super().forward(
+                hidden, attention_mask=relations, context=memory, context_mask=relations
+            )[0]
         assert memory is None, "no paper has both"
         return self._attend_for_some(hidden, relations)
 

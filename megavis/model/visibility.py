@@ -15,6 +15,7 @@ Legend: b images (1 where all images share a tensor), s tokens, c tokens that ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -158,6 +159,7 @@ class KeyValueCache:
     length: int = 0
     _new: int = 0
     _stored: dict[int, Tensor] = field(default_factory=dict)
+    _fixed: dict[int, Tensor] = field(default_factory=dict)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens of one layer and return all of that layer so far.
@@ -185,9 +187,20 @@ class KeyValueCache:
         batch, heads, _, size = like.shape
         return like.new_empty(2, batch, heads, self.capacity, size)
 
+    def fixed(self, layer: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return what `make` gave when this layer asked first: of a memory, which does not grow.
+
+        Args:
+            layer: which layer.
+            make: gives keys and values `[b, heads, c, head_size]`.
+        """
+        if layer not in self._fixed:
+            self._fixed[layer] = torch.stack(make())
+        return self._fixed[layer].unbind()
+
     def select(self, order: Tensor) -> None:
         """Go on with other sequences: int64 `[b]`, which of the old each new one goes on."""
-        for stored in self._stored.values():
+        for stored in (*self._stored.values(), *self._fixed.values()):
             stored.copy_(stored[:, order])
 
     def advance(self) -> None:

@@ -3,8 +3,8 @@
 The paper's form for dense prediction, after UViM: GIVT-Causal with a cross-attention after each
 self-attention, to what a Vision Transformer makes of an image.
 
-Shards hold one image a sample. In training it is both: the encoder reads it, and its latents are
-predicted. `outputs` and `loss` of a loaded run take any image beside the latents.
+Of pairs shards the encoder reads the image, and the VAE's latents of the target are predicted. Of
+jpeg shards, which hold one image a sample, the image is both.
 
 Legend: b images, n tokens, d numbers of a token, H and W pixels.
 """
@@ -12,10 +12,11 @@ Legend: b images, n tokens, d numbers of a token, H and W pixels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import Complaint, NonNegative, Positive, RunConfig
@@ -26,11 +27,11 @@ from megavis.model.encoder import Encoder, encoder_model
 from megavis.model.flops import Workload, training_flops
 from megavis.model.positions import PositionKind
 from megavis.model.stream import State, Stream
-from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
-from megavis.objectives.givt_base import LatentTokens, Predictions
+from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_config import LatentTokensConfig
-from megavis.objectives.givt_layers import CausalEmbedding, DensityHead
+from megavis.objectives.givt_layers import CausalEmbedding
+from megavis.objectives.trainable import Likelihood
 
 
 class EncoderDecoderConfig(LatentTokensConfig):
@@ -71,15 +72,26 @@ class ConditionedEmbedding(CausalEmbedding):
             core, num_layers=paper.encoder_layers, patch_size=paper.encoder_patch_size
         )
 
+    def memory(self, images: Tensor) -> Tensor:
+        """Encode images `[b, H, W, 3]`, once for all tokens that are drawn: `[b, c, h]`."""
+        encoded: Tensor = self.encoder(images)
+        return encoded.transpose(0, 1)
+
     def forward(self, inputs: tuple[Tensor, ...]) -> State:
-        """Embed latents and rows of labels, and encode images `[b, H, W, 3]`, the last input."""
-        *own, images = inputs
+        """Embed what `CausalEmbedding` does, and encode the last input.
+
+        Args:
+            inputs: those of `CausalEmbedding`, then images `[b, H, W, 3]`, or what `memory` gave.
+        """
+        *own, seen = inputs
+        memory = self.memory(seen) if seen.ndim == 4 else seen
         names = [name for name in self.core.carries if name != MEMORY]
         stream = Stream.unpack(super().forward(tuple(own)), names)
-        return Stream(stream.hidden, {**stream.carried, MEMORY: self.encoder(images)}).pack()
+        carried = {**stream.carried, MEMORY: memory.transpose(0, 1).contiguous()}
+        return Stream(stream.hidden, carried).pack()
 
 
-class GIVTEncoderDecoder(LatentTokens):
+class GIVTEncoderDecoder(GIVT):
     """Next-token prediction of latents, given an image."""
 
     config_type = EncoderDecoderConfig
@@ -89,11 +101,6 @@ class GIVTEncoderDecoder(LatentTokens):
         """The paper's section of the config."""
         assert isinstance(self.config.objective, EncoderDecoderConfig)
         return self.config.objective
-
-    @property
-    def visibility_kind(self) -> Kind:
-        """Each place sees those before it."""
-        return "causal"
 
     @property
     def carries(self) -> tuple[str, ...]:
@@ -120,12 +127,15 @@ class GIVTEncoderDecoder(LatentTokens):
         return super().flops_per_image() + training_flops(model, encoder)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want images and the VAE that makes latents of them."""
-        if manifest.kind == "latents":
-            name = self.config.objective.name
+        """Want images, with targets or without, and the VAE that makes latents of them."""
+        name, kind = self.config.objective.name, manifest.kind
+        if kind == "latents":
             yield f"holds latents without their images, which the encoder of {name} reads"
-        else:
-            yield from super().check_data(manifest)
+        elif kind not in ("pairs", "jpeg"):
+            yield f"holds {kind} shards; {name} wants pairs shards"
+        elif self.paper.tokenizer is None:
+            yield f"holds {kind} shards; name the VAE's run folder in objective.tokenizer"
+        yield from self._check_labels(len(manifest.class_names))
 
     def build_embedding(self) -> ConditionedEmbedding:
         """Return labels, latents and positions, and the encoder."""
@@ -133,18 +143,25 @@ class GIVTEncoderDecoder(LatentTokens):
             self.core, self.conditioned, self.position_kind, num_rows=self.num_label_rows
         )
 
-    def build_head(self) -> DensityHead:
-        """Return the last norm and the matrix to the density's parameters."""
-        return DensityHead(self.core, self.paper)
+    def first_layer(self, layer: nn.Module) -> ConditionedEmbedding:
+        """Return the embedding, which holds the encoder."""
+        assert isinstance(layer, ConditionedEmbedding)
+        return layer
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return black images."""
         return Objective.blank_batch(self, num_images, device)
 
+    def images_and_targets(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is read and what is predicted, of what shards hold; twice images alone."""
+        images, targets = inputs.unbind(1) if inputs.ndim == 5 else (inputs, inputs)
+        return images, targets
+
     def sequence(self, batch: Batch) -> Sequence:
-        """Draw latents of the images, and show these to the encoder."""
-        latents = self.latents(batch.inputs, batch.sample_index)
-        inputs = (latents, self.training_rows(batch), self.condition(batch.inputs))
+        """Draw latents of the targets, and show the images to the encoder."""
+        images, targets = self.images_and_targets(batch.inputs)
+        latents = self.latents(targets, batch.sample_index)
+        inputs = (latents, self.training_rows(batch), self.condition(images))
         return Sequence(inputs, self.plain_targets(latents))
 
     def condition(self, images: Tensor) -> Tensor:
@@ -189,6 +206,8 @@ class GIVTEncoderDecoder(LatentTokens):
         seen = self.condition(inputs if image is None else image.to(latents.device))
         return latents, rows, seen
 
-    def loss(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return nats a token (equation 2), the mean over tokens and images."""
-        return self.nats(predictions, targets).mean()
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of the causal model, given the image."""
+        own = super().likelihood
+        return replace(own, given="the image" + (f" and {own.given}" if own.given else ""))

@@ -74,6 +74,30 @@ class OneByOne(RealTokens, Protocol):
         """Return the inputs of the places [start, stop), given the tokens before `stop - 1`."""
 
 
+class EncodesImages(TokensToLatents, Protocol):
+    """A first layer with an encoder."""
+
+    def memory(self, images: Tensor) -> Tensor:
+        """Encode images as `condition` gives them: `[b, c, h]`."""
+
+
+@runtime_checkable
+class ReadsImages(OneByOne, Protocol):
+    """Tokens drawn given what an encoder makes of an image.
+
+    The images, or their memory, are the last input of the first layer, after those of `inputs_at`.
+    """
+
+    def images_and_targets(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and targets uint8 `[b, H, W, 3]` of what shards hold."""
+
+    def condition(self, images: Tensor) -> Tensor:
+        """Return what the encoder reads of images uint8 `[b, H, W, 3]`; raises UserError."""
+
+    def first_layer(self, layer: nn.Module) -> EncodesImages:
+        """Return the first layer."""
+
+
 @runtime_checkable
 class Uncovers(RealTokens, Protocol):
     """Real-valued tokens drawn all at once, of which the surest stay.

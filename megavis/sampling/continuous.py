@@ -32,6 +32,7 @@ def generate_tokens(
     seed: int,
     acceptance: Acceptance,
     prefix: Tensor | None = None,
+    memory: Tensor | None = None,
     cached: bool = True,
 ) -> Tensor:
     """Draw images; every process of the job calls this together.
@@ -45,24 +46,29 @@ def generate_tokens(
         seed: decides every draw.
         acceptance: counts of guidance are added to it.
         prefix: the first tokens `[b, p, d]`, where they are given.
+        memory: what an encoder made of an image for each, `[b, c, h]`, where there is one.
         cached: keep keys and values; without, all places run again for each (to compare with).
 
     Returns:
         float32 `[b, n, d]`, in the space of the adapter where there is one.
     """
     beams = _Beams.start(images, choice, objective.num_tokens, objective.token_size)
+    times = 2 if choice.guidance else 1
     rows = rows.repeat_interleave(choice.num_beams)
     if choice.guidance:
         rows = torch.cat([rows, torch.full_like(rows, objective.null_row)])
+    seen: tuple[Tensor, ...] = ()
+    if memory is not None:
+        seen = (memory.repeat_interleave(choice.num_beams, dim=0).repeat(times, 1, 1),)
     given = 0 if prefix is None else prefix.shape[1]
     if prefix is not None:
         beams.tokens[:, :given] = prefix.repeat_interleave(choice.num_beams, dim=0)
     cache = runner.cache(objective.num_tokens, num_sequences=len(rows)) if cached else None
     with without_sequence_parallelism(runner.layers):
         for place in range(given, objective.num_tokens):
-            tokens = torch.cat([beams.tokens] * (2 if choice.guidance else 1))
+            tokens = torch.cat([beams.tokens] * times)
             start = 0 if cache is None else cache.length
-            inputs = objective.inputs_at(tokens, rows, start, place + 1)
+            inputs = (*objective.inputs_at(tokens, rows, start, place + 1), *seen)
             predictions = runner.predictions(inputs, cache=cache)
             parameters = objective.parameters(predictions)[:, -1]
             order = beams.extend(objective, parameters, place, seed, acceptance)

@@ -17,10 +17,10 @@ from megavis.data.batch import Batch
 from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.objectives.base import PatchByPatch, TokenByToken
-from megavis.objectives.real_tokens import OneByOne, Uncovers
+from megavis.objectives.real_tokens import OneByOne, ReadsImages, Uncovers
 from megavis.objectives.trainable import Reconstructs, Trainable
 from megavis.sampling.groupwise import GroupByGroup
-from megavis.sampling.latent_pictures import LatentGallery
+from megavis.sampling.latent_pictures import LatentGallery, PredictionGallery
 from megavis.sampling.pictures import (
     picture_of_completions,
     picture_of_fillings,
@@ -128,6 +128,7 @@ GALLERIES: list[tuple[type, type[Gallery]]] = [
     (PatchByPatch, PatchGallery),
     (GroupByGroup, FillingGallery),
     (Reconstructs, ReconstructionGallery),
+    (ReadsImages, PredictionGallery),
     (OneByOne, LatentGallery),
     (Uncovers, LatentGallery),
 ]

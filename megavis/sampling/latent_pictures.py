@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.model.runner import Runner
+from megavis.objectives.real_tokens import ReadsImages
 from megavis.sampling.batches import share_out
-from megavis.sampling.grids import sample_grid
+from megavis.sampling.grids import image_grid, sample_grid
 from megavis.sampling.latents import LatentSampler
 
 
@@ -59,6 +61,35 @@ class LatentPictures:
         data = self.sampler.runner.context.data
         return share_out(draw, len(labels), batch_size=batch_size, data=data).cpu().numpy()
 
+    def predictions(
+        self, examples: Batch, *, num_drawn: int = 3, batch_size: int = 64
+    ) -> np.ndarray:
+        """Return a grid of what a model with an encoder makes of images, a row an image.
+
+        Every process of the job calls this together.
+
+        Args:
+            examples: what shards hold.
+            num_drawn: targets of each image, each with draws of its own.
+            batch_size: drawn at once.
+
+        Returns:
+            uint8 `[H, W, 3]`: image | target | drawn targets.
+        """
+        sampler, objective = self.sampler, self.sampler.objective
+        assert isinstance(objective, ReadsImages)
+        images, targets = objective.images_and_targets(examples.inputs)
+
+        def draw(numbers: Tensor) -> Tensor:
+            places = (numbers % len(images)).to(images.device)
+            latents = sampler.draw(examples.labels[places], numbers, seen=images[places])
+            return objective.decode(latents)
+
+        count, data = len(images) * num_drawn, sampler.runner.context.data
+        drawn = share_out(draw, count, batch_size=batch_size, data=data)
+        columns = [images, targets, *drawn.split(len(images))]
+        return image_grid([list(row) for row in zip(*map(_pixels, columns), strict=True)])
+
     def rounds(self, labels: Tensor) -> np.ndarray:
         """Return a grid of figure 15: a row an image, a draw from the prior, then the rounds."""
         images = torch.arange(len(labels))
@@ -76,6 +107,10 @@ def spread_classes(num_classes: int, num_images: int) -> Tensor:
     return torch.arange(num_images) * num_classes // num_images
 
 
+def _pixels(images: Tensor) -> np.ndarray:
+    return images.cpu().numpy()
+
+
 class LatentGallery:
     """Samples by class, while a run trains."""
 
@@ -88,3 +123,13 @@ class LatentGallery:
         """See `Gallery.draw`."""
         pictures = LatentPictures(LatentSampler(runner, self.objective))
         return sample_grid(pictures.shared(spread_classes(self.objective.num_classes, num_images)))
+
+
+class PredictionGallery(LatentGallery):
+    """What belongs to held-out images, drawn while a run trains."""
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """See `Gallery.draw`."""
+        if examples is None:
+            raise UserError("predictions from images need images: give data.validation")
+        return LatentPictures(LatentSampler(runner, self.objective)).predictions(examples)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.runner import Runner
-from megavis.objectives.real_tokens import OneByOne, RealTokens, Uncovers
+from megavis.objectives.real_tokens import OneByOne, ReadsImages, RealTokens, Uncovers
 from megavis.parallel.random import normal
 from megavis.sampling.continuous import generate_tokens
 from megavis.sampling.densities import TokenChoice
@@ -51,28 +51,38 @@ class LatentSampler:
         if self.choice.searches and not isinstance(self.objective, OneByOne):
             raise UserError("--beams and --fans are for the causal model")
 
-    def draw(self, labels: Tensor, images: Tensor) -> Tensor:
+    def draw(self, labels: Tensor, images: Tensor, *, seen: Tensor | None = None) -> Tensor:
         """Draw latents.
 
         Args:
             labels: int64 `[b]`, classes; -1: none.
             images: int64 `[b]`, numbers of the images.
+            seen: uint8 `[b, H, W, 3]`, what an encoder reads, for a model that has one.
 
         Returns:
             float32 `[b, c, h, w]`.
         """
-        return self.to_latents(self.tokens(labels, images))
+        return self.to_latents(self.tokens(labels, images, seen=seen))
 
-    def tokens(self, labels: Tensor, images: Tensor, *, prefix: Tensor | None = None) -> Tensor:
+    def tokens(
+        self,
+        labels: Tensor,
+        images: Tensor,
+        *,
+        prefix: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
         """Draw tokens `[b, n, d]` as the model predicts them; arguments as `draw` has them.
 
         Args:
             labels: classes.
             images: numbers of the images.
             prefix: the first tokens `[b, p, d]`, for the causal model.
+            seen: what an encoder reads.
 
         Raises:
-            UserError: a label is out of range, or a prefix is given to the masked model.
+            UserError: a label is out of range, a prefix is given to the masked model, or the
+                encoder's images are missing or have another shape.
         """
         device = self.runner.context.device
         rows = self.objective.label_rows(labels, len(labels), device)
@@ -87,10 +97,21 @@ class LatentSampler:
                 seed=self.seed,
                 acceptance=self.acceptance,
                 prefix=prefix,
+                memory=self._memory(seen),
             )
         if prefix is not None:
             raise UserError("only the causal model goes on from given tokens")
         return self._uncover(rows, images)
+
+    def _memory(self, seen: Tensor | None) -> Tensor | None:
+        """Encode images, once for all tokens; None for a model without an encoder."""
+        objective = self.objective
+        if not isinstance(objective, ReadsImages):
+            return None
+        if seen is None:
+            raise UserError("this model predicts from images: give those that its encoder reads")
+        images = objective.condition(seen.to(self.runner.context.device))
+        return self.runner.on_first_stage(lambda layer: objective.first_layer(layer).memory(images))
 
     def change_of_label(self, labels: Tensor, later: Tensor, images: Tensor) -> Tensor:
         """Draw latents whose second half has another class (figure 19).

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
+from data_tools.__main__ import main as data_tools
 from megavis.cli import main
 from megavis.config.load import LoadedConfig, Source, load_config
 from megavis.config.schema import RunConfig
@@ -135,11 +136,14 @@ def test_dropout_agrees_on_what_is_shared_and_differs_on_what_is_split(
 
 @pytest.fixture(scope="module")
 def conditioned_config(
-    image_shards: Path, tmp_path_factory: pytest.TempPathFactory
+    shards: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., RunConfig]:
-    """A config that predicts the latents of the released code's small VAE from images."""
+    """A config on pairs, of which the released code's small VAE makes latents of the targets."""
     folder = tmp_path_factory.mktemp("conditioned")
     assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
+    crops = str(shards / "crops" / "validation")
+    options = ["--size", "16", "--target-resize", "bicubic"]
+    assert data_tools(["pairs", crops, crops, "--out", str(folder / "pairs"), *options]) == 0
     path = folder / "config.yaml"
     path.write_text(
         f"""\
@@ -155,7 +159,7 @@ objective:
 model:
   {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm,
   norm_bias: last, add_bias: true, attention_bias: false}}
-data: {{train: {image_shards}/train, image_size: 16}}
+data: {{train: {folder}/pairs, image_size: 16}}
 optimizer: {{learning_rate: 1e-2}}
 training: {{steps: 3, batch_size: 4, micro_batch_size: 1}}
 """

@@ -13,12 +13,14 @@ from shard_folder import identity, write_folder
 from written_shards import write_payloads
 
 from megavis.config.errors import UserError
+from megavis.data.augment import RandAugment
 from megavis.data.codec import IdsCodec
 from megavis.data.dataset import ShardDataset
 from megavis.data.frames import FramesCodec
 from megavis.data.jpeg import DamagedImageError, decode_rgb
 from megavis.data.latents import LatentsCodec
 from megavis.data.loader import BatchLoader, evaluation_batches
+from megavis.data.pairs import join
 from megavis.data.transforms import Transform
 from megavis.evaluation.features import pixel_features
 
@@ -201,6 +203,32 @@ def test_bad_jpegs_are_replaced_counted_and_named(tmp_path):
     assert "shard-000000.tar:000000001: damaged" in dataset.skipped_names
 
 
+def write_pairs(folder, payloads):
+    return write_payloads(folder, payloads, suffix="pair", kind="pairs", image_size=8)
+
+
+def test_bad_pairs_are_replaced_counted_and_named(tmp_path):
+    image = RANDOM.integers(0, 256, (8, 8, 3)).astype(np.uint8)
+    jpeg, png = encoded(image), encoded(image, "PNG")
+    flipped = bytearray(png)
+    flipped[len(png) // 2] ^= 1
+    payloads = [
+        join(jpeg, png),
+        join(jpeg, bytes(flipped)),
+        join(jpeg[:50], png),
+        join(jpeg, png)[:3],
+        join(jpeg, encoded(image[:7], "PNG")),
+        join(encoded(255 - image), encoded(255 - image, "PNG")),
+    ]
+    write_pairs(tmp_path, payloads)
+    dataset = ShardDataset(tmp_path)
+    batch = batch_of(dataset, 6)
+    assert batch.inputs.dtype == torch.uint8
+    assert np.array_equal(batch.inputs[0, 1], image)
+    assert all(np.array_equal(pair[1], 255 - image) for pair in batch.inputs[1:])
+    assert dataset.skipped == {"damaged": 3, "not 8x8 pixels": 1}
+
+
 def loaded_pixels(dataset, *, micro, ranks, start=0, steps=4):
     """Pixels by position, of steps of 12 images read by so many ranks."""
     seen = {}
@@ -251,12 +279,22 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
             "frames shards, which cannot be cropped",
         ),
         ("palette", Transform(image_size=2, crop="center"), "which cannot be resized"),
+        ("pairs", Transform(image_size=2, crop="center"), "pairs shards, which cannot be resized"),
+        ("pairs", Transform(image_size=4), "8x8 pixels, not 4x4; set data.crop to window"),
+        ("pairs", Transform(image_size=9, crop="window"), "8x8 pixels: too small for .* 9"),
+        (
+            "pairs",
+            Transform(image_size=8, augment=RandAugment(9.0, 0.5)),
+            "leave data.rand_augment out",
+        ),
         ("palette", Transform(image_size=4, crop="window"), "3x3 pixels: too small for .* 4"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path, kind, transform, message):
     if kind == "jpeg":
         write_jpegs(tmp_path, [encoded(np.zeros((8, 9, 3), np.uint8))], None)
+    elif kind == "pairs":
+        write_pairs(tmp_path, [b"nothing"])
     elif kind == "ids":
         write_ids(tmp_path, [bytes(12)])
     elif kind == "frames":

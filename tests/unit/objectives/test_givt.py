@@ -1,6 +1,7 @@
 """GIVT's sequences, labels, masks and losses, against plain loops and equations."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,52 @@ def test_latents_are_drawn_afresh_and_follow_the_sample(make):
     torch.testing.assert_close(many.mean(0), mean[0], rtol=0, atol=0.04)
     torch.testing.assert_close(many.std(0), scale[0], rtol=0.04, atol=0.01)
     torch.testing.assert_close(objective.latents(batch.inputs, None), mean)
+
+
+class FirstPixels:
+    """A VAE whose latents are the first numbers of an image, without any spread."""
+
+    def to(self, device):
+        return self
+
+    def encode(self, images):
+        means = images.flatten(1)[:, :64].float().view(-1, 4, 4, 4)
+        return torch.stack([means, torch.zeros_like(means)], 1)
+
+
+def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
+    words = ["objective.encoder_layers=1", "objective.num_classes=0", "objective.tokenizer=vae"]
+    objective, runner = make("objective.name=givt_encoder_decoder", *words)
+    objective.__dict__["_tokenizer"] = FirstPixels()
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randint(256, (3, 2, 32, 32, 3), generator=generator, dtype=torch.uint8)
+    none, index = torch.full((3,), -1), torch.arange(3)
+    sequence = objective.sequence(Batch(pairs, none, index))
+    latents, _, seen = sequence.inputs
+    assert torch.equal(latents.flatten(1), pairs[:, 1].flatten(1)[:, :64].float())
+    torch.testing.assert_close(seen, pairs[:, 0] / 127.5 - 1.0)
+    alone = objective.sequence(Batch(pairs[:, 0], none, index))
+    assert torch.equal(alone.inputs[0].flatten(1), pairs[:, 0].flatten(1)[:, :64].float())
+    assert torch.equal(alone.inputs[2], seen)
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    assert bool(torch.isfinite(loss))
+    assert objective.likelihood.given == "the image"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("pairs", [], "holds pairs shards; name the VAE's run folder in objective.tokenizer"),
+        ("ids", [], "holds ids shards; givt_encoder_decoder wants pairs shards"),
+        ("pairs", ["objective.tokenizer=vae"], ""),
+        ("jpeg", ["objective.tokenizer=vae"], ""),
+    ],
+)
+def test_which_shards_an_encoder_reads(make, kind, words, message):
+    options = ["objective.encoder_layers=1", "objective.num_classes=0", *words]
+    objective, _ = make("objective.name=givt_encoder_decoder", *options)
+    manifest = SimpleNamespace(kind=kind, class_names=())
+    assert "".join(objective.check_data(manifest)) == message
 
 
 @pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=2",)])

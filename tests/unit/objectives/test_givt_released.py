@@ -68,14 +68,14 @@ def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
-def test_an_encoder_reads_images_of_its_size_and_nothing_is_drawn_from_it(tmp_path):
+def test_an_encoder_reads_images_of_its_size(tmp_path):
     values = golden("givt_encoder_decoder")
     run = open_imported(tmp_path, "givt", GOLDEN / "givt_encoder_decoder.npz")
     tokens = torch.from_numpy(values["tokens"])
     with pytest.raises(UserError, match=r"shape \[3, 16, 32, 3\]; this run takes \[b, 32, 32, 3\]"):
         run.outputs(tokens, image=torch.from_numpy(values["image"])[:, ::2])
-    with pytest.raises(UserError, match="givt_encoder_decoder draws no latents"):
-        run.latent_sampler()
+    with pytest.raises(UserError, match="give those that its encoder reads"):
+        run.latent_sampler().draw(torch.tensor([-1]), torch.tensor([0]))
     folder = write_latent_shards(tmp_path / "s", shape=(8, 4, 4), num_classes=0, num_images=2)
     assert "without their images" in "".join(run.objective.check_data(Manifest.read(folder)))
 

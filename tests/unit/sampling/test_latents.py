@@ -1,16 +1,23 @@
 """GIVT's samplers on small random models, against plain ways of doing the same."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.encoder import Encoder
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
+from megavis.model.visibility import KeyValueCache
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.sampling.continuous import generate_tokens
 from megavis.sampling.densities import TokenChoice
 from megavis.sampling.guidance import Acceptance
+from megavis.sampling.latent_pictures import LatentPictures
 from megavis.sampling.latents import LatentSampler
 from megavis.sampling.maskgit import MaskGITSchedule
 
@@ -22,6 +29,12 @@ data: {train: shards/train, image_size: 32}
 optimizer: {learning_rate: 1e-3}
 training: {steps: 3, batch_size: 8}
 """
+ENCODER = (
+    "objective.name=givt_encoder_decoder",
+    "objective.num_classes=0",
+    "objective.encoder_layers=1",
+    "objective.encoder_patch_size=8",
+)
 LABELS, IMAGES = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
 
 
@@ -64,6 +77,59 @@ def test_the_cache_changes_no_sample(make, choice):
         for cached in (True, False)
     ]
     torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("choice", [TokenChoice(), TokenChoice(num_beams=2, num_fans=2)])
+def test_an_image_is_encoded_once_and_the_cache_changes_no_prediction(make, choice, monkeypatch):
+    sampler = make(*ENCODER, "objective.adapter_blocks=1", choice=choice, seed=3)
+    seen = torch.rand(3, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    counts = Counter()
+    _count_calls(monkeypatch, Encoder, "forward", counts)
+    _count_calls(monkeypatch, KeyValueCache, "fixed", counts)
+    drawn = sampler.tokens(LABELS, IMAGES, seen=seen)
+    # Two blocks, sixteen tokens.
+    assert counts == {"forward": 1, "fixed": 2 * 16}
+    objective = sampler.objective
+    memory = sampler.runner.on_first_stage(lambda layer: layer.memory(seen))
+    rows = objective.label_rows(LABELS, 3, torch.device("cpu"))
+    options = {"choice": choice, "seed": 3, "acceptance": Acceptance(), "memory": memory}
+    whole = generate_tokens(sampler.runner, objective, rows, IMAGES, cached=False, **options)
+    torch.testing.assert_close(drawn, whole, rtol=0, atol=1e-5)
+    other = sampler.tokens(LABELS, IMAGES, seen=seen.flip(0))
+    # The one in the middle sees the same image; the others do not.
+    torch.testing.assert_close(other[1], drawn[1], rtol=0, atol=1e-5)
+    assert not torch.isclose(other[0], drawn[0], rtol=0, atol=1e-2).all()
+
+
+def test_predictions_stand_beside_image_and_target(make, monkeypatch):
+    sampler = make(*ENCODER, "objective.tokenizer=none", seed=1)
+    colours = torch.arange(12, dtype=torch.uint8).view(2, 2, 1, 1, 3) * 20
+    examples = Batch(colours.expand(2, 2, 32, 32, 3), torch.tensor([-1, -1]), torch.arange(2))
+    asked = []
+
+    def decode(latents):
+        asked.append(latents)
+        return torch.full((len(latents), 32, 32, 3), 7, dtype=torch.uint8)
+
+    monkeypatch.setattr(sampler.objective, "decode", decode)
+    grid = LatentPictures(sampler).predictions(examples, num_drawn=2, batch_size=3)
+    # Images of 32², enlarged four times, with lines of two pixels between them.
+    assert grid.shape == (2 * 130 + 2, 4 * 130 + 2, 3)
+    corners = grid[4::130, 4::130][:2, :4]
+    assert np.array_equal(corners[:, :2], colours.flatten(2).numpy())
+    assert (corners[:, 2:] == 7).all()
+    alone = sampler.draw(torch.tensor([-1]), torch.tensor([3]), seen=examples.inputs[1:, 0])
+    torch.testing.assert_close(torch.cat(asked)[3:], alone, rtol=0, atol=1e-5)
+
+
+def _count_calls(monkeypatch, kind, name, counts):
+    function = getattr(kind, name)
+
+    def counted(*arguments):
+        counts[name] += 1
+        return function(*arguments)
+
+    monkeypatch.setattr(kind, name, counted)
 
 
 @pytest.mark.parametrize("name", ["givt", "givt_maskgit"])

@@ -1,0 +1,200 @@
+"""`pairs`: two folders of files with equal names become one folder of pairs.
+
+The second folder holds what is to be predicted from the first: maps of labels or depths, other
+colours. Its files are stored without loss, and resized by taking the nearest pixel: between the
+colours of two labels lies that of a third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_tools.decode import RefusedImageError, decode_image, decoder_versions
+from data_tools.image_folder import list_images
+from data_tools.jobs import add_job_arguments, run_job
+from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg
+from data_tools.layouts import add_classes_argument, read_class_names
+from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
+from data_tools.sources import FileSource, Picture, SourceFile
+from data_tools.units import Encoded
+from megavis.config.errors import UserError
+from megavis.data.pairs import PairsCodec, join, split
+
+_SIZES_DIFFER = "image and target differ in size"
+_NO_TARGET, _NO_IMAGE = "image without a target", "target without an image"
+_SEVERAL = "several files of this name"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `pairs` to its parser."""
+    parser.add_argument(
+        "images", type=Path, help="a folder (the first folder on the way to a file is its class)"
+    )
+    parser.add_argument(
+        "targets", type=Path, help="a folder with files of the same names, but for the suffixes"
+    )
+    add_classes_argument(parser)
+    parser.add_argument("--size", type=int, required=True, help="side of the stored squares")
+    parser.add_argument(
+        "--target-resize",
+        choices=("nearest", "bicubic"),
+        default="nearest",
+        help="nearest: the colours of a target stay, as those of labels must; bicubic: as images",
+    )
+    add_quality_argument(parser)
+    add_job_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the shard folder and say what is in it. Raises UserError and OSError."""
+    if arguments.size < 1:
+        raise UserError("--size must be at least 1")
+    check_quality(arguments.quality)
+    if arguments.out.resolve().is_relative_to(arguments.targets.resolve()):
+        raise UserError(f"--out {arguments.out} lies inside the targets: choose another place")
+    images = list_images(arguments.images, class_names=read_class_names(arguments.classes_from))
+    source = pair_up(images, list_images(arguments.targets))
+    recipe = PairRecipe(arguments.size, arguments.quality, arguments.target_resize)
+    return run_job(source, recipe, arguments, label="pairs")
+
+
+@dataclass(frozen=True, slots=True)
+class PairFile(SourceFile):
+    """An image, and the path of its target."""
+
+    target: str = ""
+
+
+def pair_up(images: FileSource, targets: FileSource) -> FileSource:
+    """Return the images with their targets; a file without a partner is refused, and counted.
+
+    Raises:
+        UserError: no two files have the same name.
+    """
+    partners, taken = _by_stem(targets), _by_stem(images)
+    if not partners.keys() & taken.keys():
+        raise UserError(
+            f"no file of {targets.root} has the name of one of {images.root}, up to the suffix"
+        )
+    lonely = (
+        file.but_refused(_NO_IMAGE)
+        for stem, files in partners.items()
+        if stem not in taken
+        for file in files
+    )
+    pairs = (
+        _pair(file, partners.get(stem, []), targets.root).but_refused(
+            _SEVERAL if len(files) > 1 else ""
+        )
+        for stem, files in taken.items()
+        for file in files
+    )
+    return FileSource.of(
+        [*pairs, *lonely],
+        description=f"{images.description} with targets {targets.root.name}",
+        root=images.root,
+        classes=images.class_names,
+        extra=targets.sha256,
+        read=read_pair,
+    )
+
+
+def _by_stem(source: FileSource) -> dict[str, list[SourceFile]]:
+    """Return the files by their names without suffixes."""
+    files = defaultdict(list)
+    for file in source.files:
+        files[os.path.splitext(file.name)[0]].append(file)
+    return files
+
+
+def _pair(image: SourceFile, partners: list[SourceFile], root: Path) -> SourceFile:
+    if len(partners) != 1:
+        return image.but_refused(_SEVERAL if partners else _NO_TARGET)
+    [target] = partners
+    return PairFile(
+        image.name,
+        image.label,
+        image.num_bytes + target.num_bytes,
+        image.path,
+        refused=image.refused or target.refused,
+        target=str(root.resolve() / (target.path or target.name)),
+    )
+
+
+def read_pair(file: SourceFile, root: Path) -> bytes:
+    """Return the bytes of both files as `join` puts them together. Raises OSError."""
+    assert isinstance(file, PairFile)
+    return join(file.read(root), Path(file.target).read_bytes())
+
+
+@dataclass(frozen=True)
+class PairRecipe:
+    """Decode, resize and cut both alike.
+
+    Attributes:
+        size: side of the squares.
+        quality: of the images' JPEG files.
+        target_resize: `nearest` or `bicubic`.
+    """
+
+    size: int
+    quality: int
+    target_resize: str
+    suffix: str = PairsCodec.suffix
+    batch_size: int = 16
+    folders: tuple[str, ...] = ("",)
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Return what decides about the bytes."""
+        return {"pairs": [self.size, self.quality], "preparation": self._preparation()}
+
+    def prepare(self, directory: Path) -> None:
+        """A folder holds nothing besides shards."""
+
+    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+        """Return one payload of each pair."""
+        encoded: list[Encoded] = []
+        for picture in pictures:
+            try:
+                encoded.append([[self._payload(*split(picture.content))]])
+            except RefusedImageError as refusal:
+                encoded.append(refusal)
+        return encoded
+
+    def describe(self, folder: str) -> dict[str, Any]:
+        """Return the manifest's fields of a data set of pairs."""
+        return {"kind": "pairs", "image_size": self.size, "preparation": self._preparation()}
+
+    def _preparation(self) -> dict[str, Any]:
+        resize = f"{RESIZE}; targets: {self.target_resize}"
+        return {"resize": resize, "crop": CROP, "decoders": decoder_versions()}
+
+    def _payload(self, image_file: bytes, target_file: bytes) -> bytes:
+        image, target = decode_image(image_file), _decode_target(target_file)
+        if image.shape != target.shape:
+            raise RefusedImageError(_SIZES_DIFFER)
+        square = nearest_square if self.target_resize == "nearest" else resize_and_crop
+        jpeg = encode_jpeg(resize_and_crop(image, size=self.size), self.quality)
+        return join(jpeg, _encode_png(square(target, size=self.size)))
+
+
+def _decode_target(content: bytes) -> np.ndarray:
+    try:
+        return decode_image(content)
+    except RefusedImageError as refusal:
+        raise RefusedImageError(f"target: {refusal}") from None
+
+
+def _encode_png(image: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
