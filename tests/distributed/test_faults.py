@@ -21,6 +21,7 @@ from megavis.checkpoint.manifest import read_manifest
 from megavis.cli import main
 from megavis.parallel.launch import Launch, free_port
 from megavis.parallel.workers import WorkerError
+from megavis.training import watchdog
 from megavis.training.engine import Engine
 from megavis.training.metrics import read_metrics
 from megavis.training.watchdog import HUNG_EXIT_CODE
@@ -155,6 +156,7 @@ def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "train_step", with_bad_loss)
+        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # four before a failure is passed on
         train_run(launch, path, words)
 
 

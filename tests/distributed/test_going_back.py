@@ -16,6 +16,7 @@ from megavis.data.loader import BatchLoader
 from megavis.data.order import SampleOrder
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
+from megavis.training import watchdog
 from megavis.training.engine import Engine
 
 pytestmark = pytest.mark.once
@@ -66,6 +67,7 @@ def train_on_bad_data(launch: Launch, path: str, words: list[str], crash_at: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BatchLoader, "__next__", note)
         patch.setattr(Engine, "train_step", with_bad_loss)
+        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # four before a failure is passed on
         train_run(launch, path, words)
 
 

@@ -12,6 +12,7 @@ from run_jobs import deterministic_metrics, train_run
 from megavis.checkpoint.folder import saved_steps
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
+from megavis.training import watchdog
 from megavis.training.engine import Engine
 from megavis.training.starts import read_faults
 
@@ -32,6 +33,7 @@ def train_with_fault(launch: Launch, path: str, words: list[str], fault: str, at
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "train_step", with_fault)
+        patch.setattr(watchdog, "_BEAT_SECONDS", 0.1)  # four before a failure is passed on
         train_run(launch, path, words)
 
 
