@@ -28,7 +28,7 @@ def run_job() -> Iterator[Callable[..., list[Any]]]:
 
     def run(job: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
         if not pools:
-            pools.append(WorkerPool(4, max_jobs=6, preload=PRELOADED))
+            pools.append(WorkerPool(4, preload=PRELOADED))
         try:
             return pools[0].run(job, num_processes, *args, timeout=180)
         except BaseException:
