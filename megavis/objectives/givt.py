@@ -9,7 +9,7 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from megavis.data.batch import Batch
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
 from megavis.objectives.givt_base import LatentTokens, Predictions
-from megavis.objectives.givt_config import GIVTConfig
+from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig
 from megavis.objectives.givt_layers import CausalEmbedding, DensityHead
 from megavis.objectives.trainable import Likelihood
 
@@ -27,7 +27,7 @@ from megavis.objectives.trainable import Likelihood
 class GIVT(LatentTokens):
     """Next-token prediction of latents."""
 
-    config_type = GIVTConfig
+    config_type: ClassVar[type[LatentTokensConfig]] = GIVTConfig
 
     @property
     def visibility_kind(self) -> Kind:
