@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -66,8 +67,8 @@ class Attention(nn.Module):
             tp_group=self.tensor_group,
             **options,
         )
-        # Rows are ordered head by head, each head's keys before its values, so that cutting the
-        # rows into equal parts gives whole heads to each process.
+        # Rows are ordered as `join_keys_values` does, so that cutting them into equal parts gives
+        # whole heads to each process.
         self.linear_kv = ColumnParallelLinear(
             width,
             2 * width,
@@ -113,19 +114,12 @@ class Attention(nn.Module):
                 key = rotate(key, seen_places, scale=self.rotary_scale)
         return self._project(query, key, value, relations, bias)
 
-    def _project(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        relations: Relations,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `_attend` does; returns what `forward` does."""
+    def _project(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Map what `_attend` gives for these arguments to what `forward` returns."""
         if self.recompute and self.training:
-            mixed = checkpoint(self._attend, query, key, value, relations, bias, use_reentrant=True)
+            mixed = checkpoint(self._attend, *arguments, use_reentrant=True)
         else:
-            mixed = self._attend(query, key, value, relations, bias)
+            mixed = self._attend(*arguments)
         return self.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -185,6 +179,7 @@ class CrossAttention(Attention):
         # As where tokens are chosen, the projections take whole sequences: a memory is not split.
         super().__init__(config, layer_number, visibility_kind="context", **options)
 
+    # Megatron passes other arguments to a cross-attention than to a self-attention.
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, key_value_states: Tensor, attention_mask: Relations, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -208,6 +203,27 @@ class CrossAttention(Attention):
         cache = attention_mask.cache
         key, value = project() if cache is None else cache.fixed(self.layer_number, project)
         return self._project(query, key, value, Relations(Visibility("full")))
+
+
+def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
+    """Put rows of two projections into the order of `linear_kv`.
+
+    Args:
+        keys: weight `[n · d, h]` or bias `[n · d]`.
+        values: likewise.
+        num_heads: n, of all processes.
+
+    Returns:
+        `[2 · n · d, ...]`: head by head, each head's keys before its values.
+    """
+    heads = [rows.unflatten(0, (num_heads, -1)) for rows in (keys, values)]
+    return torch.stack(heads, dim=1).flatten(0, 2)
+
+
+def split_keys_values(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Undo `join_keys_values`."""
+    keys, values = rows.unflatten(0, (num_heads, 2, -1)).unbind(1)
+    return keys.flatten(0, 1), values.flatten(0, 1)
 
 
 def _attend_where_seen(

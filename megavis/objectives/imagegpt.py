@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.model.attention import join_keys_values, split_keys_values
 
 _PREFIX = "transformer."
 
@@ -94,9 +95,10 @@ def from_imagegpt(released: Mapping[str, Tensor], *, num_heads: int) -> dict[str
         kinds = ("weight", "bias") if biased else ("weight",)
         for kind in kinds:
             together = _take(released, f"{old}attn.c_attn.{kind}")
-            query, pair = _split_attention(together.t(), num_heads)
+            query, keys, values = together.t().chunk(3)
+            pairs = join_keys_values(keys, values, num_heads)
             whole[f"{new}self_attention.linear_q.{kind}"] = query
-            whole[f"{new}self_attention.linear_kv.{kind}"] = pair
+            whole[f"{new}self_attention.linear_kv.{kind}"] = pairs
     return {name: tensor.float().contiguous() for name, tensor in whole.items()}
 
 
@@ -122,22 +124,10 @@ def to_imagegpt(whole: Mapping[str, Tensor], *, num_heads: int) -> dict[str, Ten
             if query is None:
                 together = torch.zeros(3 * tokens.shape[1])
             else:
-                pair = whole[f"{new}self_attention.linear_kv.{kind}"]
-                together = _join_attention(query, pair, num_heads).t()
+                pairs = whole[f"{new}self_attention.linear_kv.{kind}"]
+                together = torch.cat([query, *split_keys_values(pairs, num_heads)]).t()
             released[f"{old}attn.c_attn.{kind}"] = together
     return {name: tensor.float().contiguous() for name, tensor in released.items()}
-
-
-def _split_attention(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Cut rows [queries, keys, values] into queries, and keys beside values head by head."""
-    query, key, value = rows.chunk(3)
-    heads = [part.unflatten(0, (num_heads, -1)) for part in (key, value)]
-    return query, torch.stack(heads, dim=1).flatten(0, 2)
-
-
-def _join_attention(query: Tensor, pair: Tensor, num_heads: int) -> Tensor:
-    key, value = pair.unflatten(0, (num_heads, 2, -1)).unbind(1)
-    return torch.cat([query, key.flatten(0, 1), value.flatten(0, 1)])
 
 
 def _num_layers(released: Mapping[str, Tensor]) -> int:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.model.attention import join_keys_values
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 _EPSILON = 1e-6
@@ -154,11 +155,9 @@ def from_timm(model: TimmViT) -> dict[str, Tensor]:
             for ours, theirs in _PLAIN:
                 whole[f"{prefix}{ours}.{kind}"] = tensors[f"{prefix}{theirs}.{kind}"]
             query, key, value = tensors[f"{prefix}attn.qkv.{kind}"].chunk(3)
-            heads = [part.unflatten(0, (model.num_heads, -1)) for part in (key, value)]
+            pairs = join_keys_values(key, value, model.num_heads)
             whole[f"{prefix}self_attention.linear_q.{kind}"] = query
-            # Head by head, each head's keys before its values.
-            pair = torch.stack(heads, dim=1).flatten(0, 2)
-            whole[f"{prefix}self_attention.linear_kv.{kind}"] = pair
+            whole[f"{prefix}self_attention.linear_kv.{kind}"] = pairs
     return {name: tensor.float().contiguous() for name, tensor in whole.items()}
 
 
