@@ -1,8 +1,7 @@
-"""GIVT's released weights under megavis's names: Transformer, adapter and VAE.
+"""GIVT's released adapter and VAE under megavis's names; the Transformers: `givt_weights.py`.
 
 The checkpoints are `.npz` files of Flax parameters: flat names, kernels stored input first
-(attention: width, heads, head size; convolutions: h, w, in, out). Layers stand apart, as
-`EncDecBlock3`, or are stacked on axis 1 of `EncDecBlock`.
+(convolutions: h, w, in, out).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """GIVT's released Transformers under megavis's names, and the config that their arrays tell.
 
 The names are those of the released checkpoints: `decoder/EncDecBlock3/...`, or layers stacked on
-axis 1 of `decoder/EncDecBlock/...`; kernels input first, attention's as width, heads, head size.
-An adapter that was trained jointly stands under `params_adaptor/`. An encoder-decoder model has its
-Vision Transformer under `encoder/`.
+axis 1 of `decoder/EncDecBlock/...`. An adapter that was trained jointly stands under
+`params_adaptor/`. An encoder-decoder model has its Vision Transformer under `encoder/`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig, MaskGITConfig
 from megavis.objectives.givt_encoder_decoder import EncoderDecoderConfig
+from megavis.objectives.givt_flax import block_weights, dense, encoder_block_weights, norm
 from megavis.objectives.givt_layers import REPLACEMENT
 from megavis.objectives.givt_released import Arrays, adapter_weights
 
@@ -141,17 +141,17 @@ class ReleasedModel:
         positions = torch.from_numpy(self._array("decoder/pos_emb")[0])
         named = {
             "embedding.labels.weight": torch.from_numpy(self._array("EmbedLabels/embedding")),
-            **_dense("embedding.linear", self.arrays, "EmbedTargets/"),
+            **dict(dense("embedding.linear", self.arrays, "EmbedTargets/")),
             "embedding.positions.weight": positions[1:] if self.is_masked else positions,
-            **dict(_norm("head.norm", self.arrays, "decoder/LayerNorm/")),
-            **_dense("head.linear", self.arrays, "decoder/LogitsDense/"),
+            **dict(norm("head.norm", self.arrays, "decoder/LayerNorm/")),
+            **dict(dense("head.linear", self.arrays, "decoder/LogitsDense/")),
         }
         if self.is_masked:
             named["embedding.label_position"] = positions[0]
         for name, tensor in adapter_weights(self._adapter_arrays()).items():
             named[f"embedding.adapter.{name}"] = tensor
         for number in range(self.num_layers):
-            for name, tensor in _block_weights(self._block(number)):
+            for name, tensor in block_weights(self._block(number)):
                 named[f"blocks.{number}.{name}"] = tensor
         if self.has_encoder:
             named |= {f"embedding.encoder.{n}": tensor for n, tensor in self._encoder_weights()}
@@ -163,12 +163,12 @@ class ReleasedModel:
             "kernel": self._array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
             "bias": self._array("EmbedPatches/bias"),
         }
-        yield from _dense("linear_patches", patches).items()
+        yield from dense("linear_patches", patches)
         yield "positions.weight", torch.from_numpy(self._array("pos_embedding_encoder")[0])
-        yield from _norm("norm", self._inside("encoder/encoder_norm/"))
+        yield from norm("norm", self._inside("encoder/encoder_norm/"))
         for number in range(self._encoder()["encoder_layers"]):
             block = self._inside(f"{_ENCODER_BLOCK}{number}/")
-            for name, tensor in _encoder_block_weights(block):
+            for name, tensor in encoder_block_weights(block):
                 yield f"blocks.{number}.{name}", tensor
 
     def _inside(self, prefix: str) -> Arrays:
@@ -227,63 +227,6 @@ class ReleasedModel:
         if name not in self.arrays:
             raise UserError(f"the file has no {name}; is it a released GIVT?")
         return np.asarray(self.arrays[name], dtype=np.float32)
-
-
-def _block_weights(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
-    """Yield a block's tensors by megavis's names."""
-    norms = {"input_layernorm": "LayerNorm1", "pre_mlp_layernorm": "LayerNorm3"}
-    yield from _attention("self_attention", arrays, "SelfAttn/")
-    if "CrossAttn/query/kernel" in arrays:
-        norms["pre_cross_attn_layernorm"] = "LayerNorm2"
-        yield from _attention("cross_attention", arrays, "CrossAttn/")
-    for own, released in norms.items():
-        yield from _norm(own, arrays, f"{released}/")
-    yield from _mlp(arrays, "MLP/")
-
-
-def _encoder_block_weights(arrays: Arrays) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an encoder's block by megavis's names."""
-    yield from _attention("self_attention", arrays, "MultiHeadDotProductAttention_0/")
-    yield from _norm("input_layernorm", arrays, "LayerNorm_0/")
-    yield from _norm("pre_mlp_layernorm", arrays, "LayerNorm_1/")
-    yield from _mlp(arrays, "MlpBlock_0/")
-
-
-def _attention(own: str, arrays: Arrays, released: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield kernels stored as width, heads, head size (the output's: heads, head size, width)."""
-    parts = ("query", "key", "value")
-    kernels = [_tensor(arrays[f"{released}{part}/kernel"]).permute(1, 2, 0) for part in parts]
-    yield f"{own}.linear_q.weight", kernels[0].flatten(0, 1)
-    # Head by head, each head's keys before its values.
-    yield f"{own}.linear_kv.weight", torch.stack(kernels[1:], dim=1).flatten(0, 2)
-    yield f"{own}.linear_proj.weight", _tensor(arrays[f"{released}out/kernel"]).flatten(0, 1).t()
-    if f"{released}query/bias" in arrays:
-        biases = [_tensor(arrays[f"{released}{part}/bias"]) for part in parts]
-        yield f"{own}.linear_q.bias", biases[0].flatten()
-        yield f"{own}.linear_kv.bias", torch.stack(biases[1:], dim=1).flatten()
-        yield f"{own}.linear_proj.bias", _tensor(arrays[f"{released}out/bias"])
-
-
-def _mlp(arrays: Arrays, released: str) -> Iterator[tuple[str, Tensor]]:
-    for number, own in enumerate(("mlp.linear_fc1", "mlp.linear_fc2")):
-        yield from _dense(own, arrays, f"{released}Dense_{number}/").items()
-
-
-def _norm(own: str, arrays: Arrays, released: str = "") -> Iterator[tuple[str, Tensor]]:
-    for own_part, part in (("weight", "scale"), ("bias", "bias")):
-        if f"{released}{part}" in arrays:
-            yield f"{own}.{own_part}", _tensor(arrays[f"{released}{part}"])
-
-
-def _dense(own: str, arrays: Arrays, released: str = "") -> dict[str, Tensor]:
-    return {
-        f"{own}.weight": _tensor(arrays[f"{released}kernel"]).t(),
-        f"{own}.bias": _tensor(arrays[f"{released}bias"]),
-    }
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(array, np.float32))
 
 
 def _is_square(number: int) -> bool:
