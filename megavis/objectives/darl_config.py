@@ -13,6 +13,7 @@ from pydantic import Field
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
 from megavis.model.orders import OrderKind
 from megavis.model.positions import PositionKind
+from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
 DecoderKind = Literal["linear", "mlp", "transformer"]
 Shape = Annotated[float, Field(gt=0)]
@@ -76,14 +77,13 @@ class DARLConfig(ObjectiveConfig):
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want whole patches and blocks, and keys that go together."""
-        side = config.data.image_size
-        if side % self.patch_size:
-            text = f"{self.patch_size} does not divide data.image_size {side}"
-            yield "objective.patch_size", text
+        faults = [*check_patches(config, self.patch_size)]
+        if faults:
+            yield from faults
             return
         yield from self._check_order(self.grid_side(config))
         yield from self._check_loss()
-        yield from self._check_ids(config.parallel.tensor_model_parallel_size)
+        yield from self._check_ids(config)
         if config.model.positions is None and config.model.head_size % 4:
             text = "rope_2d, the default here, wants heads whose width 4 divides, not"
             yield "model.positions", f"{text} {config.model.head_size}"
@@ -91,14 +91,12 @@ class DARLConfig(ObjectiveConfig):
 
     def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
         """Sequence parallelism splits the tokens."""
-        tensor, count = config.parallel.tensor_model_parallel_size, self.grid_side(config) ** 2
-        what = f"{count} patches do"
+        count = self.grid_side(config) ** 2
+        what = f"{count} patches"
         if config.finetune is not None and config.finetune.generative_weight == 0:
             # The last patch is read too: nothing has to be predicted from those before it.
-            count, what = count + 1, f"start token and {count} patches do"
-        if config.parallel.sequence_parallel and count % tensor:
-            text = f"{what} not divide by tensor_model_parallel_size {tensor}; set it to false"
-            yield "parallel.sequence_parallel", text
+            count, what = count + 1, f"start token and {count} patches"
+        yield from check_tokens(config, count, what=what)
 
     def _check_order(self, grid_side: int) -> Iterator[Complaint]:
         if self.order in ("nested_raster", "round_robin") and grid_side % self.order_block:
@@ -116,8 +114,8 @@ class DARLConfig(ObjectiveConfig):
         if self.loss == "mse" and self.decoder_kind == "transformer":
             yield (
                 "objective.decoder",
-                "transformer pairs the backbone's output with a noisy patch, which loss mse has"
-                " not; use linear or mlp, or loss diffusion",
+                "transformer pairs the backbone's output with a noisy patch, and loss mse has none;"
+                " use linear or mlp, or loss diffusion",
             )
         if self.loss != "mse" and self.normalize_targets:
             yield (
@@ -125,7 +123,7 @@ class DARLConfig(ObjectiveConfig):
                 f"belongs to loss mse; set it to false for {self.loss}",
             )
 
-    def _check_ids(self, tensor: int) -> Iterator[Complaint]:
+    def _check_ids(self, config: RunConfig) -> Iterator[Complaint]:
         given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
         for key, value in given.items():
             if (value is None) == (self.loss == "ids"):
@@ -135,9 +133,8 @@ class DARLConfig(ObjectiveConfig):
             return
         if self.decoder_kind != "linear":
             yield "objective.decoder", f"{self.decoder} gives pixels; leave it out for loss ids"
-        if self.vocabulary_size is not None and self.vocabulary_size % tensor:
-            text = f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}"
-            yield "objective.vocabulary_size", text
+        if self.vocabulary_size is not None:
+            yield from check_vocabulary(config, self.vocabulary_size)
 
 
 def position_kind(config: RunConfig) -> PositionKind:

@@ -19,6 +19,7 @@ from megavis.config.schema import (
     RunConfig,
 )
 from megavis.model.mixture import ScaleActivation, ScaleForm
+from megavis.objectives.layout_checks import check_tokens
 
 
 class LatentTokensConfig(ObjectiveConfig):
@@ -99,10 +100,8 @@ class LatentTokensConfig(ObjectiveConfig):
             text = f"{self.num_components} Gaussians cannot have a full covariance; use 1"
             yield "objective.num_components", text
         yield from self._check_adapter()
-        tensor, places = config.parallel.tensor_model_parallel_size, self.num_places(config)
-        if config.parallel.sequence_parallel and places % tensor:
-            text = f"{places} places do not divide by tensor_model_parallel_size {tensor}"
-            yield "parallel.sequence_parallel", f"{text}; set it to false"
+        places = self.num_places(config)
+        yield from check_tokens(config, places, what=f"{places} places")
 
     def _check_adapter(self) -> Iterator[Complaint]:
         half, groups = self.token_size // 2, min(32, self.token_size // 2)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from megavis.config.schema import Complaint, NonNegative, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives import gvp_segmentation as segmentation
+from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
 
 class GVPConfig(ObjectiveConfig):
@@ -67,11 +68,9 @@ class GVPConfig(ObjectiveConfig):
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want patches that fill the image, and groups that fit them."""
-        if config.data.image_size % self.patch_size:
-            yield (
-                "objective.patch_size",
-                f"{self.patch_size} does not divide data.image_size {config.data.image_size}",
-            )
+        faults = [*check_patches(config, self.patch_size)]
+        if faults:
+            yield from faults
             return
         if config.model.positions is None and config.model.hidden_size % 4:
             yield (
@@ -83,11 +82,10 @@ class GVPConfig(ObjectiveConfig):
         yield from self._check_streams(self.num_patches(config))
         faults = [*self._check_groups(self.num_patches(config))]
         yield from faults
-        if config.parallel.sequence_parallel and not faults:
+        if not faults:
             yield from self._check_split(config)
 
     def _check_ids(self, config: RunConfig) -> Iterator[Complaint]:
-        tensor = config.parallel.tensor_model_parallel_size
         if self.variant == "p2p":
             unused = {
                 "vocabulary_size": self.vocabulary_size is not None,
@@ -96,14 +94,15 @@ class GVPConfig(ObjectiveConfig):
             for key in [name for name, given in unused.items() if given]:
                 yield f"objective.{key}", "belongs to the variants p2d and d2d; leave it out"
         elif self.vocabulary_size is None:
-            yield "objective.vocabulary_size", f"must be given for {self.variant}: ids there are"
-        elif self.vocabulary_size % tensor:
-            text = f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}"
+            text = f"must be given for {self.variant}: how many ids the tokenizer has"
             yield "objective.vocabulary_size", text
+        else:
+            yield from check_vocabulary(config, self.vocabulary_size)
         if self.variant == "p2d" and self.tokenizer is None:
             yield "objective.tokenizer", "must name the run folder of what makes the ids"
         if self.variant != "p2p" and self.normalize_targets:
-            yield "objective.normalize_targets", f"is for pixels, which {self.variant} predicts not"
+            text = f"is for pixels, and {self.variant} predicts ids; set it to false"
+            yield "objective.normalize_targets", text
 
     def _check_condition(self) -> Iterator[Complaint]:
         if self.condition_size is None:
@@ -149,14 +148,13 @@ class GVPConfig(ObjectiveConfig):
 
     def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
         """Sequence parallelism splits all tokens, and those that the head reads."""
-        tensor = config.parallel.tensor_model_parallel_size
         first, last = self.bounds(config)
         num_queries = self.num_patches(config) - first if self.streams == "two" else 0
         num_tokens = self.num_condition_tokens + last + num_queries
-        if num_tokens % tensor or num_queries % tensor:
-            yield (
-                "parallel.sequence_parallel",
-                f"{num_tokens} tokens, {num_queries} of them queries, do not divide by"
-                f" tensor_model_parallel_size {tensor}; change objective.num_condition_tokens, or"
-                " set it to false",
-            )
+        yield from check_tokens(
+            config,
+            num_tokens,
+            num_queries,
+            what=f"{num_tokens} tokens, {num_queries} of them queries,",
+            remedy="change objective.num_condition_tokens, or set it to false",
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
 from megavis.model.orders import OrderKind, fixed_order
+from megavis.objectives.layout_checks import check_tokens, check_vocabulary
 from megavis.parallel.random import derive_seed
 
 
@@ -74,24 +75,15 @@ class IGPTConfig(ObjectiveConfig):
         if self.order == "random":
             generator = torch.Generator().manual_seed(derive_seed(config.seed, "order") >> 1)
             return torch.randperm(side**2, generator=generator)
-        kind: OrderKind = self.order  # type: ignore[assignment]
+        # `read_order` has let no other word pass.
+        kind = cast(OrderKind, self.order)
         return fixed_order(kind, height=side, width=side, block=self.order_block)
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want an order of all pixels, and sizes that the tensor group can share."""
-        tensor = config.parallel.tensor_model_parallel_size
-        if self.vocabulary_size % tensor:
-            yield (
-                "objective.vocabulary_size",
-                f"{self.vocabulary_size} does not divide by tensor_model_parallel_size {tensor}",
-            )
         num_pixels = config.data.image_size**2
-        if config.parallel.sequence_parallel and num_pixels % tensor:
-            yield (
-                "parallel.sequence_parallel",
-                f"{num_pixels} pixels do not divide by tensor_model_parallel_size {tensor}; set it"
-                " to false",
-            )
+        yield from check_vocabulary(config, self.vocabulary_size)
+        yield from check_tokens(config, num_pixels, what=f"{num_pixels} pixels")
         yield from self._check_order(config.data.image_size)
 
     def _check_order(self, side: int) -> Iterator[Complaint]:

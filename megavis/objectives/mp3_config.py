@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, RunConfig
+from megavis.objectives.layout_checks import check_patches, check_tokens
 
 _ADDED = ("learned", "sincos")
 
@@ -41,20 +42,14 @@ class MP3Config(ObjectiveConfig):
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want whole patches, no positions, and tokens that sequence parallelism can share."""
-        parallel = config.parallel
-        if config.data.image_size % self.patch_size:
-            text = f"{self.patch_size} does not divide data.image_size {config.data.image_size}"
-            yield "objective.patch_size", text
+        yield from check_patches(config, self.patch_size)
         yield from self._check_positions(config)
         rows, columns = self.grid(config)
         num_tokens = rows * columns + self.class_token
-        if parallel.sequence_parallel and num_tokens % parallel.tensor_model_parallel_size:
-            remedy = "objective.class_token" if self.class_token else "it"
-            yield (
-                "parallel.sequence_parallel",
-                f"{num_tokens} tokens do not divide by tensor_model_parallel_size"
-                f" {parallel.tensor_model_parallel_size}; set {remedy} to false",
-            )
+        culprit = "objective.class_token" if self.class_token else "it"
+        yield from check_tokens(
+            config, num_tokens, what=f"{num_tokens} tokens", remedy=f"set {culprit} to false"
+        )
 
     def tells_all(self, config: RunConfig) -> bool:
         """True where all patches may know where they stand: in plain fine-tuning (section 3.3)."""
@@ -64,15 +59,15 @@ class MP3Config(ObjectiveConfig):
         """Positions come with fine-tuning, before it for the patches that are told."""
         kind = config.model.positions or "none"
         if self.given_ratio and kind not in _ADDED and not self.tells_all(config):
-            text = f"{self.given_ratio} of the patches are told where they stand, which"
-            yield "objective.given_ratio", f"{text} model.positions must do: learned or sincos"
+            text = f"{self.given_ratio} of the patches are told where they stand; model.positions"
+            yield "objective.given_ratio", f"{text} must say how: learned or sincos"
         if self.given_ratio >= 1.0 - self.mask_ratio and self.given_ratio:
             text = f"{self.given_ratio} leaves no context that does not know its place"
             yield "objective.given_ratio", f"{text}; lower it, or objective.mask_ratio"
         if kind == "none":
             return
         if not self.given_ratio and not self.tells_all(config):
-            yield "model.positions", f"{kind} tells what the model has to find out; leave it away"
+            yield "model.positions", f"{kind} tells what the model has to find out; leave it out"
         elif kind not in (*_ADDED, "relative_2d"):
             known = "learned, sincos, relative_2d or none"
             yield "model.positions", f"{kind} is not for sets of patches; use {known}"
