@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megavis.model.init import truncated_normal
 
-EPSILON = 1e-6
+_EPSILON = 1e-6
 _KERNEL = 3
 
 
@@ -35,11 +35,11 @@ class CouplingBlock(nn.Module):
         super().__init__()
         groups = min(32, half)
         # The first block sees the latents as they are; every later one normalises them.
-        self.norm_0 = None if is_first else nn.GroupNorm(groups, half, eps=EPSILON)
+        self.norm_0 = None if is_first else nn.GroupNorm(groups, half, eps=_EPSILON)
         self.conv_0 = Convolution(half, hidden)
-        self.norm_1 = nn.GroupNorm(groups, hidden, eps=EPSILON)
+        self.norm_1 = nn.GroupNorm(groups, hidden, eps=_EPSILON)
         self.conv_1 = Convolution(hidden, hidden)
-        self.norm_2 = nn.GroupNorm(groups, hidden, eps=EPSILON)
+        self.norm_2 = nn.GroupNorm(groups, hidden, eps=_EPSILON)
         self.conv_2 = Convolution(hidden, half)
 
     def shift(self, half: Tensor) -> Tensor:

@@ -258,9 +258,9 @@ class Block(TransformerLayer):
 
         A function of seed, sample and block: every layout drops the same.
         """
-        config = self.core.config
-        depth = (self.layer_number - 1) / max(1, config.model.num_layers - 1)
-        rate, purpose = self.core.drop_path * depth, f"drop-path-{self.layer_number}"
+        config, number = self.core.config, self.layer_number
+        rate = drop_path_of(number, config.model.num_layers, self.core.drop_path)
+        purpose = f"drop-path-{number}"
         draws = uniform(samples, 2, seed=config.seed, purpose=purpose)
         return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
 

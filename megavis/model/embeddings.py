@@ -1,4 +1,4 @@
-"""From ids to the residual stream."""
+"""From ids and places to the residual stream."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megavis.model.core import Core
 from megavis.model.init import Fill
+from megavis.model.positions import PositionKind, Positions
 from megavis.model.tokens import own_tokens
 
 
@@ -18,6 +19,28 @@ def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParall
         init_method=fill,
         config=core.megatron,
         tp_group=core.groups.tp,
+    )
+
+
+def grid_positions(
+    core: Core, kind: PositionKind, grid: tuple[int, int], *, fill: Fill
+) -> Positions:
+    """Return positions on a grid of rows and columns, scaled as the config says.
+
+    Args:
+        core: its hidden size is that of the positions.
+        kind: see `Positions`.
+        grid: rows and columns.
+        fill: of learned positions.
+    """
+    height, width = grid
+    return Positions(
+        kind,
+        height=height,
+        width=width,
+        hidden_size=core.megatron.hidden_size,
+        fill=fill,
+        scale=core.config.model.position_scale,
     )
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 Fill = Callable[[Tensor], object]
+"""Fills a tensor in place."""
 
 _TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of N(0, 1) restricted to [-2, 2]."""
@@ -33,6 +35,13 @@ class Initialization:
 def normal(std: float) -> Fill:
     """Return a fill with N(0, std²)."""
     return partial(nn.init.normal_, mean=0.0, std=std)
+
+
+def filled(*shape: int, fill: Fill) -> nn.Parameter:
+    """Return a parameter that is no matrix of a layer: a table, or a learned token."""
+    parameter = nn.Parameter(torch.empty(*shape))
+    fill(parameter)
+    return parameter
 
 
 def zeros(matrix: Tensor) -> object:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megavis.model.init import Fill
+from megavis.model.init import Fill, filled
 
 LEARNED = "embedding.positions.weight"
 """The name of learned positions in every paper's model."""
@@ -30,8 +30,12 @@ _WAVELENGTH = 10_000.0
 
 def grid_coordinates(height: int, width: int, device: torch.device | None = None) -> Tensor:
     """Return row and column of each cell in raster order: int64 `[1, height · width, 2]`."""
-    cells = torch.arange(height * width, device=device)
-    return torch.stack([cells // width, cells % width], dim=-1)[None]
+    return cell_coordinates(torch.arange(height * width, device=device)[None], width)
+
+
+def cell_coordinates(cells: Tensor, width: int) -> Tensor:
+    """Return row and column, int64 `[..., 2]`, of cells int64 `[...]` of rows of `width` cells."""
+    return torch.stack([cells // width, cells % width], dim=-1)
 
 
 class Positions(nn.Module):
@@ -66,8 +70,7 @@ class Positions(nn.Module):
         self.is_row = height == 1
         self.weight: nn.Parameter | None = None
         if kind == "learned":
-            self.weight = nn.Parameter(torch.empty(height * width, hidden_size))
-            fill(self.weight)
+            self.weight = filled(height * width, hidden_size, fill=fill)
 
     def forward(self, hidden: Tensor, coordinates: Tensor) -> Tensor:
         """Add to `hidden` `[b, s, h]` what absolute kinds add.

@@ -19,6 +19,7 @@ from torch import Tensor
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
 from megavis.model.stack import LocalLayers, Predictions
+from megavis.model.stream import State
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
@@ -104,7 +105,7 @@ class Runner:
         cache: KeyValueCache | None,
         finish: Finish | None = None,
     ) -> Predictions:
-        state: Tensor | tuple[Tensor, ...] | None = inputs if self.context.is_first_stage else None
+        state: State | None = inputs if self.context.is_first_stage else None
         for stage in range(self.context.pipeline.size):
             if stage == self.context.pipeline.rank:
                 assert state is not None
@@ -115,10 +116,10 @@ class Runner:
 
     def _run_local(
         self,
-        state: Tensor | tuple[Tensor, ...],
+        state: State,
         cache: KeyValueCache | None,
         finish: Finish | None,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> State:
         layers = self.layers.modules
         finishes = finish is not None and self.context.is_last_stage
         called = layers[:-1] if finishes else layers

@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megavis.model.stream import State
 from megavis.parallel.random import seeded
 
 Predictions = Tensor | tuple[Tensor, ...]
 """What a head gives: a tensor, or several."""
 
 Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
+"""From what the last layer gives and the targets to a scalar."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ class LayerPlan:
     name: str
     """Its part of every parameter's name, for example `blocks.3`."""
     kind: type[nn.Module]
+    """Class of the layer, by which blocks are told from others."""
     factory: Callable[[], nn.Module]
     seed: int
+    """Of the run."""
 
     def build(self) -> nn.Module:
         """Build the layer with the weights that its name and the seed decide."""
@@ -47,7 +51,7 @@ class Stack(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
         """Return the scalar loss of one micro-batch."""
-        state: Tensor | tuple[Tensor, ...] = inputs
+        state: State = inputs
         for layer in self.layers:
             state = layer(state)
         return self.loss(state, targets)

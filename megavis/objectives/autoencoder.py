@@ -18,14 +18,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, Positive, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.discriminator import (
@@ -37,81 +35,13 @@ from megavis.model.discriminator import (
 )
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import LayerPlan
+from megavis.objectives.autoencoder_config import AutoencoderConfig
 from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
 from megavis.tokenizers.grids import to_images
 
-Weight = Annotated[float, Field(ge=0)]
 State = tuple[Tensor, ...]
 NUM_SCORES = 4
 """Tensors that the discriminator's layer adds to the state."""
-
-
-class AutoencoderConfig(ObjectiveConfig):
-    """Keys of the losses, and the sizes that all of them have."""
-
-    has_blocks: ClassVar[bool] = False
-
-    filters: Positive = 128
-    """Channels of the first level; a multiple of `norm_groups`."""
-    multipliers: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)] = (
-        1,
-        1,
-        2,
-        2,
-        4,
-    )
-    """Channels of each level as multiples of `filters`; images are halved between levels."""
-    blocks_per_level: Positive = 2
-    """Residual blocks a level; a VAE has as many in the middle, a VQGAN's decoder one more each."""
-    norm_groups: Positive = 32
-    """Groups of each group norm; 32 in the papers. Narrow networks want fewer: a group of one
-    channel forgets how bright it was."""
-    reconstruction_weight: Weight = 1.0
-    """Of the squared error, averaged over pixels and channels in [0, 1]."""
-    perceptual_weight: Weight = 0.1
-    """Of the distance in VGG-16's features; 0 switches it off."""
-    perceptual_weights: str | None = None
-    """File of VGG-16 weights (.safetensors or .pth, torchvision's names)."""
-    adversarial_weight: Weight = 0.1
-    """Of the non-saturating adversarial loss; 0 trains without a discriminator."""
-    r1_weight: Weight = 10.0
-    """γ of the penalty γ/2 · ‖∇D(x)‖² on the discriminator's slope at images."""
-    discriminator_filters: Positive = 64
-    """Channels of the discriminator's first level."""
-    discriminator_learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of the discriminator; optimizer.learning_rate when absent."""
-    discriminator_betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] | None = None
-    """Adam's decay rates for the discriminator; optimizer.betas when absent."""
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels on the side of one place of the grid between encoder and decoder."""
-        return 2 ** (len(self.multipliers) - 1)
-
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want sizes that divide, a file where one is needed, and a plain layout."""
-        if self.filters % self.norm_groups:
-            text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
-            yield "objective.filters", text
-        if config.data.image_size % self.downsampling:
-            text = f"{config.data.image_size} does not divide by {self.downsampling}, the"
-            yield "data.image_size", f"{text} pixels on the side of a latent"
-        if self.perceptual_weight and self.perceptual_weights is None:
-            text = "names a file of VGG-16 weights and must be given; or set perceptual_weight: 0"
-            yield "objective.perceptual_weights", text
-        yield from self._check_layout(config)
-
-    def _check_layout(self, config: RunConfig) -> Iterator[Complaint]:
-        parallel = config.parallel
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            if getattr(parallel, key) > 1:
-                text = f"a {self.name} is trained data-parallel; the only legal choice is 1"
-                yield f"parallel.{key}", text
-        if parallel.zero_stage == 3:
-            text = "3 splits weights that the penalty differentiates twice; use 2"
-            yield "parallel.zero_stage", text
-        if parallel.activation_checkpointing != "none":
-            yield "parallel.activation_checkpointing", "is for Transformer blocks; use none"
 
 
 class DiscriminatorLayer(nn.Module):
@@ -122,11 +52,15 @@ class DiscriminatorLayer(nn.Module):
         self.network, self.penalises = Discriminator(image_size, filters), penalises
 
     def forward(self, state: State) -> State:
-        """Add to what `AutoencoderLayer` gives, each `[b]`.
+        """Score images and their reconstruction.
+
+        Args:
+            state: what the autoencoder's layer gives, pixels and reconstruction first.
 
         Returns:
-            Also: scores of the reconstruction for the autoencoder, scores of images and of the
-            reconstruction for the discriminator, and the squared slope at images.
+            The state and four tensors `[b]`: scores of the reconstruction for the autoencoder,
+            scores of images and of the reconstruction for the discriminator, and the squared slope
+            at images.
         """
         pixels, reconstruction, *_ = state
         for_generator = frozen(self.network, reconstruction)

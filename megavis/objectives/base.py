@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,7 @@ from megavis.data.batch import Batch
 from megavis.model.core import Block, Core
 from megavis.model.flops import Workload, training_flops
 from megavis.model.init import Initialization
+from megavis.model.positions import PositionKind
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
 from megavis.objectives.trainable import Sequence, Trainable
@@ -46,7 +48,7 @@ class Objective(Trainable):
         """Which token sees which."""
 
     @property
-    def position_kind(self) -> str:
+    def position_kind(self) -> PositionKind:
         """How tokens know where they stand: the config's way, or the paper's own."""
         return self.config.model.positions or "none"
 
@@ -120,7 +122,7 @@ class Objective(Trainable):
         embedding = LayerPlan("embedding", nn.Module, self.build_embedding, seed)
         head = LayerPlan("head", nn.Module, self.build_head, seed)
         blocks = [
-            LayerPlan(f"blocks.{i}", Block, _block_factory(core, i), seed)
+            LayerPlan(f"blocks.{i}", Block, partial(Block, core, i + 1), seed)
             for i in range(self.config.model.num_layers)
         ]
         return [embedding, *blocks, head]
@@ -254,7 +256,3 @@ def blank_batch(
     """Return a batch of zeros: inputs `[num_images, *shape]`, all of class 0."""
     zeros = torch.zeros(num_images, dtype=torch.int64, device=device)
     return Batch(torch.zeros(num_images, *shape, dtype=dtype, device=device), zeros, zeros)
-
-
-def _block_factory(core: Core, index: int) -> Any:
-    return lambda: Block(core, index + 1)

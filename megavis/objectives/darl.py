@@ -188,9 +188,10 @@ class DARL(PatchSequences):
         num_steps: int | None,
         temperature: float | None,
     ) -> Tensor:
-        """Draw the next patch `[b, d]`; by squared error, the mean of a Gaussian of no known width.
+        """Draw the next patch: `[b, d]`.
 
-        With diffusion, ancestral sampling from noise (appendices E and F).
+        With diffusion by ancestral sampling from noise (appendices E and F). With squared error
+        what is predicted is the mean of a Gaussian, and that is returned.
         """
         output = head.outputs(state)[:, -1:]
         if not self.is_diffusion:

@@ -33,12 +33,13 @@ class NoisyEmbedding(WholeLinear):
     """A linear map of noisy patches; γ is a further channel of each pixel where it is told."""
 
     def __init__(self, patch_width: int, hidden_size: int, *, tells_gamma: bool) -> None:
-        self.num_pixels = patch_width // _CHANNELS
-        super().__init__(patch_width + tells_gamma * self.num_pixels, hidden_size)
-        self.tells_gamma = tells_gamma
+        num_pixels = patch_width // _CHANNELS
+        super().__init__(patch_width + tells_gamma * num_pixels, hidden_size)
+        self.num_pixels, self.tells_gamma = num_pixels, tells_gamma
 
-    def forward(self, noisy: Tensor, gamma: Tensor) -> Tensor:  # type: ignore[override]
-        """Embed patches `[b, s, d]` under γ `[b, s, 1]`; returns `[b, s, h]`."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Embed patches with γ behind each, `[b, s, d + 1]`; returns `[b, s, h]`."""
+        noisy, gamma = inputs[..., :-1], inputs[..., -1:]
         if self.tells_gamma:
             channels = noisy.unflatten(-1, (self.num_pixels, _CHANNELS))
             channel = gamma[..., None].expand(*channels.shape[:-1], 1)
@@ -136,7 +137,7 @@ class PatchHead(nn.Module):
         """
         if self.noisy is None or noisy is None:
             return self.decoder(output, None)
-        return self.decoder(output, self.noisy(noisy[..., :-1], noisy[..., -1:]))
+        return self.decoder(output, self.noisy(noisy))
 
 
 def core_of_decoder(core: Core) -> Core:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megavis.model.core import Core
-from megavis.model.embeddings import to_stream
-from megavis.model.init import normal
+from megavis.model.embeddings import grid_positions, to_stream
+from megavis.model.init import filled, normal
 from megavis.model.patches import PatchEmbedding
-from megavis.model.positions import PositionKind, Positions
+from megavis.model.positions import PositionKind, cell_coordinates
 from megavis.model.stream import State, Stream, as_bits
 
 START = -1
@@ -50,25 +50,14 @@ class SequenceEmbedding(nn.Module):
         width = core.megatron.hidden_size
         self.core, self.side = core, side
         self.patches = PatchEmbedding(patch_width, width)
-        self.positions = Positions(
-            positions,
-            height=side,
-            width=side,
-            hidden_size=width,
-            fill=normal(0.02),
-            scale=core.config.model.position_scale,
-        )
-        self.start = nn.Parameter(torch.empty(width))
-        nn.init.normal_(self.start, std=0.02)
-        self.query: nn.Parameter | None = None
-        if queries:
-            self.query = nn.Parameter(torch.empty(width))
-            nn.init.normal_(self.query, std=0.02)
+        self.positions = grid_positions(core, positions, (side, side), fill=normal(0.02))
+        self.start = filled(width, fill=normal(0.02))
+        self.query = filled(width, fill=normal(0.02)) if queries else None
 
     def forward(self, inputs: DARLInputs) -> State:
         """Embed; the state's tokens are those of the content, then the queries."""
         patches, places, asked, noisy = inputs
-        cells = self._coordinates(places.clamp(min=0))
+        cells = cell_coordinates(places.clamp(min=0), self.side)
         starts = places == START
         hidden = self.positions(self.patches(patches), cells)
         hidden = torch.where(starts[..., None], self.start.to(hidden.dtype), hidden)
@@ -77,7 +66,7 @@ class SequenceEmbedding(nn.Module):
         if asked.shape[1]:
             assert self.query is not None
             query = self.query.to(hidden.dtype).expand(*asked.shape, -1)
-            asked_cells = self._coordinates(asked)
+            asked_cells = cell_coordinates(asked, self.side)
             hidden = torch.cat([hidden, self.positions(query, asked_cells)], dim=1)
             coordinates = torch.cat([coordinates, asked_cells], dim=1)
         carried = {**self._groups(places, asked), **self.positions.carried(coordinates)}
@@ -95,6 +84,3 @@ class SequenceEmbedding(nn.Module):
             "content_groups": numbers[:, :count].contiguous(),
             "query_groups": numbers[:, count + 1 - num_asked :].contiguous(),
         }
-
-    def _coordinates(self, places: Tensor) -> Tensor:
-        return torch.stack([places // self.side, places % self.side], dim=-1)

@@ -24,66 +24,16 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
-from megavis.model.core import Core
-from megavis.model.embeddings import to_stream, token_embedding
 from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Initialization, normal, zeros
 from megavis.model.orders import SharedOrder
-from megavis.model.positions import PositionKind, Positions, carried_names
-from megavis.model.stream import State, Stream
+from megavis.model.positions import PositionKind, carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.igpt_config import IGPTConfig
+from megavis.objectives.igpt_layers import NOTHING, PixelEmbedding
 from megavis.objectives.trainable import Likelihood
 from megavis.parallel.random import uniform
-
-NOTHING = -1
-"""Stands where an id would be, before the first pixel."""
-
-
-class PixelEmbedding(nn.Module):
-    """Token and position embeddings, with the start vector or the BERT mask."""
-
-    def __init__(self, core: Core, config: IGPTConfig, positions: PositionKind) -> None:
-        super().__init__()
-        width, side = core.megatron.hidden_size, core.config.data.image_size
-        self.core, self.side = core, side
-        self.tokens = token_embedding(core, config.vocabulary_size, normal(0.02))
-        self.positions = Positions(
-            positions,
-            height=side,
-            width=side,
-            hidden_size=width,
-            fill=normal(0.01),
-            scale=core.config.model.position_scale,
-        )
-        self.start: nn.Parameter | None = None
-        if config.mode == "autoregressive":
-            self.start = nn.Parameter(torch.empty(width))
-            nn.init.normal_(self.start, std=0.02)
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> State:
-        """Embed.
-
-        Args:
-            inputs: for each place the id that it sees, int64 `[b, n]`: that of the place before,
-                or `NOTHING`, for which the start vector stands; for BERT its own. Then the
-                pixel, int64 `[1, n]`, that each place predicts; for BERT also the mask, bool
-                `[b, n]`.
-
-        Returns:
-            `[n, b, h]`, and for rotary positions the coordinates.
-        """
-        ids, pixels, *masks = inputs
-        content = self.tokens(ids.clamp(min=0))
-        if self.start is not None:
-            nothing = (ids == NOTHING)[:, :, None]
-            content = torch.where(nothing, self.start.to(content.dtype), content)
-        for mask in masks:
-            content = content.masked_fill(mask[:, :, None], 0.0)
-        coordinates = torch.stack([pixels // self.side, pixels % self.side], dim=-1)
-        hidden = self.positions(content, coordinates)
-        return Stream(to_stream(hidden, self.core), self.positions.carried(coordinates)).pack()
 
 
 class IGPT(Objective):
@@ -226,7 +176,8 @@ class IGPT(Objective):
 
         Args:
             inputs: ids int64 `[b, n]` in raster order.
-            sample_index: int64 `[b]`, decides the mask where none is given.
+            sample_index: int64 `[b]`, decides the mask where none is given; without it, all images
+                have that of sample 0.
             mask: bool `[b, n]` in raster order; true where the pixel is hidden.
         """
         ids = self.to_order(inputs)
@@ -234,17 +185,17 @@ class IGPT(Objective):
             return self.inputs_at(ids, 0, self.num_tokens)
         order = self.order.on(ids.device)
         if mask is None:
-            index = (
-                torch.zeros(len(ids), dtype=torch.int64) if sample_index is None else sample_index
-            )
-            draws = uniform(
-                index.to(ids.device), ids.shape[1], seed=self.config.seed, purpose="bert-mask"
-            )
+            if sample_index is None:
+                sample_index = torch.zeros(len(ids), dtype=torch.int64)
+            index, seed = sample_index.to(ids.device), self.config.seed
+            draws = uniform(index, self.num_tokens, seed=seed, purpose="bert-mask")
             mask = draws < self.paper.mask_ratio
         return ids, order[None], mask[:, order]
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return nats a token: over all pixels, or over the masked ones of each image.
+        """Return nats a token, the mean over all pixels, or over the masked ones of each image.
+
+        L_BERT of section 2.1 sums over the masked pixels; the released code takes their mean.
 
         Args:
             predictions: this process's logits `[n, b, v / tensor size]`.

@@ -125,7 +125,7 @@ class Ids:
         return self.tokenizer.to(images.device).encode(images)
 
     def check_ids(self, ids: Tensor) -> None:
-        """Want ids of the codebook; waits for the device, so that no step asks.
+        """Want ids of the codebook. Reads numbers off the device: not for a step of training.
 
         Raises:
             UserError: one is negative, or not below the vocabulary size.
@@ -145,10 +145,8 @@ class Ids:
             UserError: it gives no ids, or others than the config says.
         """
         assert self.run_folder is not None
-        opened, where = (
-            open_ids_tokenizer(self.run_folder),
-            f"objective.tokenizer: {self.run_folder}",
-        )
+        opened = open_ids_tokenizer(self.run_folder)
+        where = f"objective.tokenizer: {self.run_folder}"
         if opened.vocabulary_size != self.num_outputs:
             raise UserError(
                 f"{where} has {opened.vocabulary_size} ids; objective.vocabulary_size is"

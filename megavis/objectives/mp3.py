@@ -29,10 +29,11 @@ from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal
 from megavis.model.patches import TokenHead
+from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.mp3_config import MP3Config
-from megavis.objectives.mp3_layers import Frames, Patches, Pieces, SetEmbedding, carried_by
+from megavis.objectives.mp3_layers import Frames, Patches, Pieces, SetEmbedding
 from megavis.parallel.random import uniform
 
 TOLD = -1
@@ -58,18 +59,20 @@ class MP3(Objective):
     @property
     def carries(self) -> tuple[str, ...]:
         """Places of the tokens that are seen, and rows and columns for relative positions."""
-        return carried_by(self.config.model.positions)
+        return ("context", *carried_names(self.position_kind))
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
         """The grid of the patches, where attention knows offsets."""
-        return self.grid if self.config.model.positions == "relative_2d" else None
+        return self.grid if self.position_kind == "relative_2d" else None
 
     @property
     def pieces(self) -> Pieces:
         """What samples are cut into."""
-        frames = self.config.data.frames
-        return Patches(self.paper.patch_size) if frames is None else Frames(frames[1])
+        data = self.config.data
+        if data.frames is not None:
+            return Frames(data.frames[1])
+        return Patches(data.image_size, self.paper.patch_size)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -120,8 +123,13 @@ class MP3(Objective):
 
     def build_embedding(self) -> nn.Module:
         """Return the embedding of patches, of which only some are told where they stand."""
-        width, class_token = self.pieces.width, self.paper.class_token
-        return SetEmbedding(self.core, width, grid=self.grid, class_token=class_token)
+        return SetEmbedding(
+            self.core,
+            self.pieces.width,
+            grid=self.grid,
+            positions=self.position_kind,
+            class_token=self.paper.class_token,
+        )
 
     def build_head(self) -> nn.Module:
         """Return the last norm and the matrix to one logit a place."""
@@ -133,7 +141,11 @@ class MP3(Objective):
         return self.paper.mask_ratio
 
     def patches_of(self, images: Tensor) -> Tensor:
-        """Cut samples as shards hold them into standardized patches: float32 `[b, n, d]`."""
+        """Cut samples as shards hold them into standardized patches: float32 `[b, n, d]`.
+
+        Raises:
+            UserError: images of another size or type than the config's.
+        """
         return self.pieces.cut(images)
 
     def images_of(self, patches: Tensor) -> Tensor:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.model.core import Core
-from megavis.model.embeddings import to_stream
-from megavis.model.init import normal
+from megavis.model.embeddings import grid_positions, to_stream
+from megavis.model.init import filled, normal
 from megavis.model.patches import PatchEmbedding
-from megavis.model.positions import PositionKind, Positions, carried_names, grid_coordinates
+from megavis.model.positions import PositionKind, grid_coordinates
 from megavis.model.relative import OFF_GRID
 from megavis.model.stream import State, Stream
+from megavis.objectives.image_tokens import patches_of
 from megavis.tokenizers.frames import standardize_frames
-from megavis.tokenizers.patches import patchify, standardize, to_uint8, unpatchify
+from megavis.tokenizers.patches import to_uint8, unpatchify
 
 
 class Pieces(Protocol):
@@ -43,16 +44,16 @@ class Pieces(Protocol):
 
 
 class Patches:
-    """Square patches of `side`² pixels of images uint8 `[b, height, width, 3]`."""
+    """Square patches of `side`² pixels of images uint8 `[b, image_size, image_size, 3]`."""
 
     shard_kind = "jpeg"
 
-    def __init__(self, side: int) -> None:
-        self.side, self.width = side, 3 * side**2
+    def __init__(self, image_size: int, side: int) -> None:
+        self.image_size, self.side, self.width = image_size, side, 3 * side**2
 
     def cut(self, samples: Tensor) -> Tensor:
-        """Return standardized patches in raster order."""
-        return patchify(standardize(samples), self.side)
+        """Return standardized patches in raster order; raises UserError for other images."""
+        return patches_of(samples, image_size=self.image_size, patch_size=self.side)
 
     def images(self, pieces: Tensor) -> Tensor:
         """Undo `cut`."""
@@ -85,23 +86,32 @@ class SetEmbedding(nn.Module):
 
     places: Tensor
 
-    def __init__(self, core: Core, width: int, *, grid: tuple[int, int], class_token: bool) -> None:
+    def __init__(
+        self,
+        core: Core,
+        width: int,
+        *,
+        grid: tuple[int, int],
+        positions: PositionKind,
+        class_token: bool,
+    ) -> None:
+        """Build.
+
+        Args:
+            core: sizes and groups.
+            width: d.
+            grid: rows and columns of places.
+            positions: how those patches know where they stand that are told.
+            class_token: put a learned token in front of the patches.
+        """
         super().__init__()
         self.core = core
         self.patches = PatchEmbedding(width, core.megatron.hidden_size)
-        self.positions = Positions(
-            core.config.model.positions or "none",
-            height=grid[0],
-            width=grid[1],
-            hidden_size=core.megatron.hidden_size,
-            fill=normal(0.02),
-            scale=core.config.model.position_scale,
-        )
+        self.positions = grid_positions(core, positions, grid, fill=normal(0.02))
         self.register_buffer("places", grid_coordinates(*grid), persistent=False)
         self.class_token: nn.Parameter | None = None
         if class_token:
-            self.class_token = nn.Parameter(torch.empty(core.megatron.hidden_size))
-            nn.init.normal_(self.class_token, std=0.02)
+            self.class_token = filled(core.megatron.hidden_size, fill=normal(0.02))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> State:
         """Embed.
@@ -125,8 +135,3 @@ class SetEmbedding(nn.Module):
             places = F.pad(places, (0, 0, 1, 0), value=OFF_GRID)
         carried = {"context": context, **self.positions.carried(places)}
         return Stream(to_stream(hidden, self.core), carried).pack()
-
-
-def carried_by(kind: PositionKind | None) -> tuple[str, ...]:
-    """Return the names of what `SetEmbedding` carries for a kind of positions."""
-    return ("context", *carried_names(kind or "none"))

@@ -35,6 +35,7 @@ _PLAIN = (
     ("mlp.linear_fc1", "mlp.fc1"),
     ("mlp.linear_fc2", "mlp.fc2"),
 )
+_PARTS = ("attn.qkv", *(theirs for _, theirs in _PLAIN))
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,26 @@ def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
-    known = r"cls_token|pos_embed|(patch_embed\.proj|norm|head)\.(weight|bias)|blocks\.\d+\.("
-    known += r"norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)"
+    """Raise UserError for tensors that a plain ViT has not, or that are missing."""
+    blocks = {int(m.group(1)) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))}
+    layers = ["patch_embed.proj", "norm"]
+    for block in range(max(blocks, default=0) + 1):
+        layers += [f"blocks.{block}.{part}" for part in _PARTS]
+    wanted = ["cls_token", "pos_embed", *_parameters(*layers)]
+    known = {*wanted, *_parameters("head")}
     for name in tensors:
-        if not re.fullmatch(known, name):
+        if name not in known:
             raise UserError(f"the folder's {name} has no place in a plain ViT with a class token")
-    for name in ("cls_token", "pos_embed", "norm.weight", "blocks.0.attn.qkv.bias"):
+    for name in wanted:
         if name not in tensors:
             raise UserError(f"the folder has no {name}; is it a plain ViT with a class token?")
     cells = tensors["pos_embed"].shape[1] - 1
     if round(cells**0.5) ** 2 != cells:
         raise UserError(f"{cells} positions behind that of the class token make no square grid")
+
+
+def _parameters(*layers: str) -> list[str]:
+    return [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
 
 
 def from_timm(model: TimmViT) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.schema import Positive
-from megavis.objectives.autoencoder import AutoencoderConfig, AutoencoderObjective, State, Weight
+from megavis.objectives.autoencoder import AutoencoderObjective, State
+from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
 from megavis.parallel.random import normal
 from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
 

@@ -17,7 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megavis.config.schema import Positive
-from megavis.objectives.autoencoder import AutoencoderConfig, AutoencoderObjective, State, Weight
+from megavis.objectives.autoencoder import AutoencoderObjective, State
+from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
 from megavis.objectives.trainable import GroupOptions
 from megavis.tokenizers.codebook import Codebook, usage
 from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EPSILON = 1e-6
-LOWEST_LOG_VARIANCE, HIGHEST_LOG_VARIANCE = -30.0, 20.0
+_EPSILON = 1e-6
+_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class VAENetwork(nn.Module):
     def posterior(self, pixels: Tensor) -> Posterior:
         """Encode pixels `[b, 3, H, W]` in [0, 1]."""
         mean, log_variance = self.encoder(pixels).float().chunk(2, dim=1)
-        return Posterior(mean, log_variance.clamp(LOWEST_LOG_VARIANCE, HIGHEST_LOG_VARIANCE))
+        return Posterior(mean, log_variance.clamp(_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE))
 
     def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Posterior]:
         """Reconstruct from a sample of the posterior.
@@ -180,7 +180,7 @@ class VAENetwork(nn.Module):
 
 
 def _norm(channels: int, groups: int) -> nn.GroupNorm:
-    return nn.GroupNorm(groups, channels, eps=EPSILON)
+    return nn.GroupNorm(groups, channels, eps=_EPSILON)
 
 
 def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:

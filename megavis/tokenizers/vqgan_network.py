@@ -90,14 +90,13 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.norm1, self.conv1 = _norm(inputs, groups), _conv(inputs, outputs)
         self.norm2, self.conv2 = _norm(outputs, groups), _conv(outputs, outputs)
-        if inputs != outputs:
-            self.nin_shortcut = nn.Conv2d(inputs, outputs, 1)
+        self.nin_shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[b, inputs, h, w]` to `[b, outputs, h, w]`."""
         hidden = self.conv1(F.silu(self.norm1(x)))
         hidden = self.conv2(F.silu(self.norm2(hidden)))
-        return hidden + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+        return hidden + (x if self.nin_shortcut is None else self.nin_shortcut(x))
 
 
 class AttentionBlock(nn.Module):
