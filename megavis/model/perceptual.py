@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.model.weight_files import read_weights_file
+from megavis.tokenizers.weight_files import read_weights_file
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class PerceptualDistance:
         """
         self.backbone = _backbone_of(weights)
         self._weights = {name: weights[name].float() for name in self.backbone.names}
+        self._mean, self._deviation = (torch.tensor(n)[:, None, None] for n in (_MEAN, _STD))
         self._linear: list[Tensor] | None = None
         if linear is not None:
             self._linear = [
@@ -146,7 +147,7 @@ class PerceptualDistance:
             )
         self._move(first.device)
         distance = torch.zeros(len(first), device=first.device)
-        x = torch.cat([_normalise(first.float()), _normalise(second.float())])
+        x = (torch.cat([first.float(), second.float()]) - self._mean) / self._deviation
         for number in range(len(self.backbone.levels)):
             x = self._level(number, x)
             ours, theirs = F.normalize(x, dim=1, eps=1e-10).chunk(2)
@@ -168,9 +169,11 @@ class PerceptualDistance:
         return x
 
     def _move(self, device: torch.device) -> None:
+        """Send all constants to a device, once: no step waits for a copy from the host."""
         if next(iter(self._weights.values())).device == device:
             return
         self._weights = {name: w.to(device) for name, w in self._weights.items()}
+        self._mean, self._deviation = self._mean.to(device), self._deviation.to(device)
         if self._linear is not None:
             self._linear = [w.to(device) for w in self._linear]
 
@@ -195,8 +198,3 @@ def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
         found = "missing" if given is None else f"of shape {given}"
         raise UserError(f"{name} of the linear weights is {found}; the network wants {wanted}")
     return linear[name]
-
-
-def _normalise(pixels: Tensor) -> Tensor:
-    mean, std = (pixels.new_tensor(values)[:, None, None] for values in (_MEAN, _STD))
-    return (pixels - mean) / std

@@ -6,18 +6,16 @@ encoder, decoder, codebook and discriminator (`loss.…`, left out here).
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
+from megavis.tokenizers.weight_files import read_weights_file
 
 _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
 
@@ -28,20 +26,7 @@ def read_released(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: the file is missing, holds more than tensors, or no VQGAN.
     """
-    try:
-        if path.suffix == ".safetensors":
-            tensors: Mapping[str, Tensor] = load_file(path)
-        else:
-            # Tensors alone: torch refuses to unpickle anything else.
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            tensors = content.get("state_dict", content)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than tensors, which is not unpickled; save its state_dict alone, as"
-            " .safetensors, where you trust the file"
-        ) from None
-    except (OSError, SafetensorError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    tensors = read_weights_file(path)
     kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
     if "quantize.embedding.weight" not in kept:
         raise UserError(f"{path} holds no quantize.embedding.weight: it is no released VQGAN")
