@@ -78,25 +78,27 @@ def to_raster(ordered: Tensor, order: Tensor) -> Tensor:
     return take_places(ordered, order.argsort(dim=-1))
 
 
-class SharedOrder:
-    """An order that all images share, kept with its inverse on every device that asks for it.
+class Constant:
+    """A tensor that each device is sent once, so that no step waits for a copy from the host."""
 
-    So that no step sends it from the host again.
-    """
-
-    def __init__(self, order: Tensor) -> None:
-        self._order = order
-        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the order, int64 `[n]`."""
-        return self._copy(device)[0]
+        """Return the tensor on this device."""
+        if device not in self._copies:
+            self._copies[device] = self._value.to(device)
+        return self._copies[device]
+
+
+class SharedOrder(Constant):
+    """An order that all images share, int64 `[n]`, and its inverse."""
+
+    def __init__(self, order: Tensor) -> None:
+        super().__init__(order)
+        self._inverse = Constant(order.argsort())
 
     def inverse_on(self, device: torch.device) -> Tensor:
         """Return the place of each cell, int64 `[n]`."""
-        return self._copy(device)[1]
-
-    def _copy(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._copies:
-            self._copies[device] = (self._order.to(device), self._order.argsort().to(device))
-        return self._copies[device]
+        return self._inverse.on(device)

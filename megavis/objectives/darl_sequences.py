@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megavis.data.batch import Batch
 from megavis.model.diffusion import BetaNoise, corrupt
-from megavis.model.orders import fixed_order, random_orders, take_places
+from megavis.model.orders import SharedOrder, fixed_order, random_orders, take_places
 from megavis.objectives.base import Objective
 from megavis.objectives.darl_config import DARLConfig
 from megavis.objectives.darl_drawing import with_gamma
@@ -70,18 +70,18 @@ class PatchSequences(Objective):
         """Return which patch stands at each place: int64 `[b, T]`."""
         if self.paper.order == "random":
             return random_orders(sample_index, self.num_tokens, seed=self.config.seed)
-        return self.shared_order(sample_index.device).expand(len(sample_index), -1)
+        return self.shared_order.on(sample_index.device).expand(len(sample_index), -1)
 
-    @functools.cache  # noqa: B019 - one objective a process; the copy waits for the device
-    def shared_order(self, device: torch.device) -> Tensor:
-        """Return a fixed order int64 `[T]`; that of rows where the config's is random."""
+    @functools.cached_property
+    def shared_order(self) -> SharedOrder:
+        """The config's order; that of rows where each image has one of its own."""
         paper, side = self.paper, self.paper.grid_side(self.config)
         kind = "raster" if paper.order == "random" else paper.order
-        return fixed_order(kind, height=side, width=side, block=paper.order_block).to(device)
+        return SharedOrder(fixed_order(kind, height=side, width=side, block=paper.order_block))
 
     # Noise.
 
-    @functools.cache  # noqa: B019 - as above
+    @functools.cache  # noqa: B019 - one objective a process; the copy waits for the device
     def beta(self, device: torch.device) -> BetaNoise:
         """Return the distribution of γ."""
         return BetaNoise(self.paper.noise_a, self.paper.noise_b, device)
@@ -115,7 +115,7 @@ class PatchSequences(Objective):
         figure 6).
         """
         patches = self.patches_of(batch.inputs)
-        order = self.shared_order(patches.device).expand(len(patches), -1)
+        order = self.shared_order.on(patches.device).expand(len(patches), -1)
         tokens, places = shifted(take_places(patches, order), order)
         return tokens, places, order[:, :0], self._noisy_or_none(None, tokens)
 
@@ -158,7 +158,12 @@ class PatchSequences(Objective):
         return self.inputs_of(clean, order, with_gamma(corrupt(clean, noise, drawn), drawn))
 
     def _noisy_or_none(self, noisy: Tensor | None, like: Tensor) -> Tensor:
-        """Return the noisy patches; zeros where a decoder runs of which nobody reads anything."""
+        """Return the noisy patches; empty without diffusion, zeros where none are given.
+
+        Args:
+            noisy: `[b, T, d + 1]`, where there are any.
+            like: tokens `[b, s, ...]`, as many as the zeros.
+        """
         if not self.is_diffusion:
             return like.new_zeros(len(like), 0, self.patch_width + 1)
         if noisy is None:

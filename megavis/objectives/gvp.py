@@ -21,19 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
-from megavis.model.orders import random_orders, take_places
+from megavis.model.orders import take_places
 from megavis.model.positions import PositionKind, carried_names
 from megavis.model.visibility import Kind
-from megavis.objectives import gvp_segmentation as segmentation
 from megavis.objectives.base import Sequence
 from megavis.objectives.gvp_condition import PooledFeatures
 from megavis.objectives.gvp_config import GVPConfig
 from megavis.objectives.gvp_filling import FillsPatches
+from megavis.objectives.gvp_grouping import Grouping
 from megavis.objectives.gvp_layers import (
     TwoStreamEmbedding,
     TwoStreams,
@@ -83,6 +82,11 @@ class GVP(FillsPatches):
     def predicted(self) -> Tokens:
         """What the model predicts."""
         return self._ids() if self.paper.variant == "p2d" else self.content
+
+    @functools.cached_property
+    def grouping(self) -> Grouping:
+        """In which order tokens are predicted, and in which groups."""
+        return Grouping(self.paper, num_tokens=self.num_tokens, seed=self.config.seed)
 
     def _patches(self) -> Patches:
         return Patches(
@@ -160,7 +164,7 @@ class GVP(FillsPatches):
         content = predicted = self.content.of(batch.inputs)
         if self.predicted is not self.content:
             predicted = self.predicted.of(batch.inputs)
-        order, groups = self.draw(batch.sample_index)
+        order, groups = self.grouping.draw(batch.sample_index)
         first, _ = self.paper.bounds(self.config)
         asked, asked_groups = order[:, first:], groups[:, first:]
         inputs = (*self._streams(content, order, groups), *self._conditions(batch.inputs))
@@ -174,25 +178,6 @@ class GVP(FillsPatches):
             return content_alone(content, seen, seen_groups)
         return two_streams(content, seen, seen_groups, order[:, first:], groups[:, first:])
 
-    def draw(self, sample_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return z and the group of each of its places, int64 `[b, T]` both."""
-        paper, count, seed = self.paper, self.num_tokens, self.config.seed
-        if paper.order == "random":
-            order = random_orders(sample_index, count, seed=seed)
-        else:
-            order = raster(sample_index, count)
-        if paper.segmentation == "given":
-            boundaries = self._given_boundaries(sample_index.device).expand(len(sample_index), -1)
-        else:
-            boundaries = segmentation.draw_boundaries(
-                paper.segmentation,
-                sample_index,
-                num_tokens=count,
-                num_groups=paper.num_groups,
-                seed=seed,
-            )
-        return order, segmentation.groups_of(boundaries, count)
-
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the content stream alone, in raster order, with the causal mask kept.
 
@@ -200,23 +185,9 @@ class GVP(FillsPatches):
         (section 5); the groups are typical ones of training, without a draw.
         """
         order = raster(batch.sample_index, self.num_tokens)
-        streams = content_alone(self.content.of(batch.inputs), order, self._typical(order))
+        groups = self.grouping.typical(order)
+        streams = content_alone(self.content.of(batch.inputs), order, groups)
         return (*streams, *self._conditions(batch.inputs))
-
-    def _typical(self, order: Tensor) -> Tensor:
-        """Return groups int64 `[b, T]` for features."""
-        paper, count = self.paper, self.num_tokens
-        if paper.segmentation == "given":
-            boundaries = self._given_boundaries(order.device)
-        else:
-            boundaries = segmentation.typical_boundaries(
-                paper.segmentation, count, paper.num_groups, device=order.device
-            )
-        return segmentation.groups_of(boundaries.expand(len(order), -1), count)
-
-    @functools.cache  # noqa: B019 - one objective a process; the copy waits for the device
-    def _given_boundaries(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.paper.boundaries, device=device)
 
     def inputs_from(
         self,
@@ -239,21 +210,11 @@ class GVP(FillsPatches):
             UserError: the order is no permutation, the boundaries do not increase, or an id is none
                 of the codebook's.
         """
-        content, count = self.content.of(inputs), self.num_tokens
+        content = self.content.of(inputs)
         if isinstance(self.content, Ids):
             self.content.check_ids(content)
         index = torch.arange(len(content)) if sample_index is None else sample_index
-        drawn, groups = self.draw(index.to(content.device))
-        if order is None:
-            order = drawn
-        else:
-            segmentation.check_order(order, count)
-        if boundaries is not None:
-            fault = segmentation.fault_of_boundaries(boundaries, count)
-            if fault:
-                raise UserError(f"boundaries {fault}")
-            ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)
-            groups = segmentation.groups_of(ends, count)
+        order, groups = self.grouping.chosen(index.to(content.device), order, boundaries)
         if self.paper.streams == "one":
             streams = self._streams(content, order, groups)
         else:

@@ -49,10 +49,8 @@ class PooledFeatures:
         Raises:
             UserError: it gives no ids, takes no such images, or has features of another size.
         """
-        opened, where = (
-            open_ids_tokenizer(self.run_folder),
-            f"objective.tokenizer: {self.run_folder}",
-        )
+        opened = open_ids_tokenizer(self.run_folder)
+        where = f"objective.tokenizer: {self.run_folder}"
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megavis.model.core import Core
-from megavis.model.embeddings import to_stream
-from megavis.model.init import normal
+from megavis.model.embeddings import grid_positions, to_stream
+from megavis.model.init import filled, normal
 from megavis.model.orders import take_places
 from megavis.model.patches import WholeLinear
-from megavis.model.positions import PositionKind, Positions
+from megavis.model.positions import PositionKind, cell_coordinates
 from megavis.model.stream import State, Stream
 
 TwoStreams = tuple[Tensor, ...]
@@ -56,32 +56,23 @@ class TwoStreamEmbedding(nn.Module):
         super().__init__()
         width = core.megatron.hidden_size
         self.core, self.side, self.linear_content = core, side, content
-        self.positions = Positions(
-            positions,
-            height=side,
-            width=side,
-            hidden_size=width,
-            fill=normal(0.02),
-            scale=core.config.model.position_scale,
-        )
-        self.query = nn.Parameter(torch.empty(width))
-        nn.init.normal_(self.query, std=0.02)
+        self.positions = grid_positions(core, positions, (side, side), fill=normal(0.02))
+        self.query = filled(width, fill=normal(0.02))
         self.condition: nn.Parameter | None = None
         self.linear_condition: nn.Module | None = None
         if condition_size is not None:
             self.linear_condition = WholeLinear(condition_size, width)
         elif condition:
-            self.condition = nn.Parameter(torch.empty(condition, width))
-            nn.init.normal_(self.condition, std=0.02)
+            self.condition = filled(condition, width, fill=normal(0.02))
 
     def forward(self, inputs: TwoStreams) -> State:
         """Embed; the state's tokens are condition, content, queries, and groups are carried."""
         content, places, groups, query_places, query_groups, *given = inputs
         hidden = self.linear_content(content)
-        parts = [self.positions(hidden, self._coordinates(places))]
+        parts = [self.positions(hidden, cell_coordinates(places, self.side))]
         if query_places.shape[1]:
             query = self.query.to(hidden.dtype).expand(*query_places.shape, -1)
-            parts.append(self.positions(query, self._coordinates(query_places)))
+            parts.append(self.positions(query, cell_coordinates(query_places, self.side)))
         extra = 0
         condition = self._condition(hidden, given)
         if condition is not None:
@@ -103,14 +94,10 @@ class TwoStreamEmbedding(nn.Module):
             return None
         return self.condition.to(hidden.dtype).expand(len(hidden), -1, -1)
 
-    def _coordinates(self, places: Tensor) -> Tensor:
-        return torch.stack([places // self.side, places % self.side], dim=-1)
-
     def _carried_positions(self, places: Tensor, extra: int) -> dict[str, Tensor]:
         """Return what rotary kinds carry; they do not turn condition tokens (row and column 0)."""
-        return self.positions.carried(
-            nn.functional.pad(self._coordinates(places), (0, 0, extra, 0))
-        )
+        coordinates = cell_coordinates(places, self.side)
+        return self.positions.carried(nn.functional.pad(coordinates, (0, 0, extra, 0)))
 
 
 def two_streams(
