@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megavis.model.adapter import Adapter
 from megavis.model.core import Core
-from megavis.model.embeddings import to_stream
-from megavis.model.init import normal, truncated_normal
+from megavis.model.embeddings import grid_positions, to_stream
+from megavis.model.init import filled, normal, truncated_normal
 from megavis.model.patches import TokenHead, WholeLinear
-from megavis.model.positions import PositionKind, Positions, grid_coordinates
+from megavis.model.positions import PositionKind, cell_coordinates, grid_coordinates
 from megavis.model.stream import State, Stream
 from megavis.objectives.givt_config import LatentTokensConfig, MaskGITConfig
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
@@ -33,8 +33,7 @@ class Rows(nn.Module):
 
     def __init__(self, num_rows: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
-        normal(1.0)(self.weight)
+        self.weight = filled(num_rows, hidden_size, fill=normal(1.0))
 
     def forward(self, index: Tensor) -> Tensor:
         """Look up int64 `[...]`: `[..., hidden_size]`."""
@@ -61,13 +60,8 @@ class LatentEmbedding(nn.Module):
         self.labels = Rows(num_rows, width)
         # Flax's default for a dense layer.
         self.linear = WholeLinear(paper.token_size, width, truncated_normal(paper.token_size**-0.5))
-        self.positions = Positions(
-            positions,
-            height=self.height,
-            width=self.width,
-            hidden_size=width,
-            fill=normal(width**-0.5),
-            scale=core.config.model.position_scale,
+        self.positions = grid_positions(
+            core, positions, (self.height, self.width), fill=normal(width**-0.5)
         )
 
     def tokens(self, content: Tensor) -> Tensor:
@@ -118,7 +112,7 @@ class CausalEmbedding(LatentEmbedding):
         hidden = self.linear(before)
         label = self.labels(labels)[:, None]
         hidden = torch.where((place == 0)[..., None], label, hidden)
-        coordinates = torch.stack([place // self.width, place % self.width], dim=-1)
+        coordinates = cell_coordinates(place, self.width)
         return self.pack(self.positions(hidden, coordinates), coordinates, tokens)
 
 
@@ -135,8 +129,7 @@ class MaskedEmbedding(LatentEmbedding):
         self.label_position: nn.Parameter | None = None
         if positions == "learned":
             width = core.megatron.hidden_size
-            self.label_position = nn.Parameter(torch.empty(width))
-            nn.init.normal_(self.label_position, std=width**-0.5)
+            self.label_position = filled(width, fill=normal(width**-0.5))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> State:
         """Embed.
@@ -157,7 +150,7 @@ class MaskedEmbedding(LatentEmbedding):
             embedded = torch.where(hidden_tokens, self._special(REPLACEMENT), self.linear(tokens))
         # As released, every second number of each.
         both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
-        coordinates = grid_coordinates(self.height, self.width).to(tokens.device)
+        coordinates = grid_coordinates(self.height, self.width, tokens.device)
         label = self.labels(labels)[:, None]
         if self.label_position is not None:
             label = label + self.label_position
@@ -176,6 +169,7 @@ class DensityHead(TokenHead):
         super().__init__(core, paper.num_outputs, normal(paper.head_std))
         self.num_skipped = num_skipped
 
+    # With an adapter there is more to hand on than another head has.
     def forward(self, state: State) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Map `[s, b, h]` to parameters `[b, n, num_outputs]`; then what the adapter gave."""
         stream = Stream.unpack(state, self.core.carries)
