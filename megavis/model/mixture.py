@@ -77,6 +77,11 @@ class Mixture:
         means, raw = rest.unflatten(-1, (num_components, 2, -1)).unbind(-2)
         return cls(logits, means, form.log_scale(raw))
 
+    @property
+    def token_size(self) -> int:
+        """Numbers d of a token."""
+        return self.means.shape[-1]
+
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Return log p of tokens `[..., d]`, float32 `[...]`, in nats (equation 2)."""
         components = gaussian_log_prob(tokens[..., None, :], self.means, self.log_scales).sum(-1)
@@ -90,9 +95,9 @@ class Mixture:
             probability: multiplies the logits of the components, as the released code's
                 `temp_probs`; 1 leaves them.
         """
-        return Mixture(
-            self.logits * probability, self.means, self.log_scales + math.log(max(scale, 1e-30))
-        )
+        # At 0 the mean is drawn, but for what float32 cannot hold: the logarithm stays finite.
+        log_scales = self.log_scales + math.log(max(scale, 1e-30))
+        return Mixture(self.logits * probability, self.means, log_scales)
 
     def choose(self, uniforms: Tensor) -> Tensor:
         """Draw a component for uniform numbers `[...]` in [0, 1); returns int64 `[...]`."""
@@ -142,6 +147,11 @@ class FullGaussian:
         entries = unbounded.log_scale(raw).exp().unflatten(-1, (size, size)).tril()
         floor = form.floor * torch.eye(size, device=wide.device)
         return cls(mean, torch.maximum(entries, floor))
+
+    @property
+    def token_size(self) -> int:
+        """Numbers d of a token."""
+        return self.mean.shape[-1]
 
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Return log p of tokens `[..., d]`, float32 `[...]`, in nats.

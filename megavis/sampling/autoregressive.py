@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,16 +94,16 @@ def without_sequence_parallelism(layers: LocalLayers) -> Iterator[None]:
 
     The layers ask their own flag or their config in every forward pass, and both are put back.
     """
-    flagged: dict[int, object] = {}
+    flagged: dict[int, Any] = {}
     for root in layers.modules:
         for module in root.modules():
             for holder in (module, getattr(module, "config", None)):
                 if getattr(holder, "sequence_parallel", False):
                     flagged[id(holder)] = holder
     for holder in flagged.values():
-        holder.sequence_parallel = False  # type: ignore[attr-defined]
+        holder.sequence_parallel = False
     try:
         yield
     finally:
         for holder in flagged.values():
-            holder.sequence_parallel = True  # type: ignore[attr-defined]
+            holder.sequence_parallel = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.runner import Runner
-from megavis.objectives.base import TokenByToken
+from megavis.objectives.base import PatchByPatch, TokenByToken
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import Axis
 from megavis.sampling.autoregressive import generate
@@ -105,16 +105,31 @@ def given_pixels(objective: TokenByToken, num_given: int) -> Tensor:
     return objective.to_raster(given[None])[0]
 
 
-def _prefix(
-    objective: TokenByToken, originals: Tensor | None, num_images: int, num_given: int
-) -> Tensor | None:
+def check_given(
+    objective: TokenByToken | PatchByPatch,
+    originals: Tensor | None,
+    *,
+    num_images: int,
+    num_given: int,
+) -> None:
+    """Want at least one image, and a given part that is not larger than it.
+
+    Raises:
+        UserError: a number is out of range, or there is nothing to give a part of.
+    """
     if num_images < 1:
         raise UserError(f"the number of images must be at least 1, not {num_images}")
     if not 0 <= num_given <= objective.num_tokens:
         raise UserError(f"the given part must lie in 0..{objective.num_tokens}, not {num_given}")
+    if originals is None and num_given:
+        raise UserError("a given part needs the images that it is taken from")
+
+
+def _prefix(
+    objective: TokenByToken, originals: Tensor | None, num_images: int, num_given: int
+) -> Tensor | None:
+    check_given(objective, originals, num_images=num_images, num_given=num_given)
     if originals is None:
-        if num_given:
-            raise UserError("a given part needs the images that it is taken from")
         return None
     if originals.shape != (num_images, objective.num_tokens):
         raise UserError(

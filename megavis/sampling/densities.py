@@ -80,8 +80,7 @@ class TokenChoice:
         uniforms = uniform(keys, 1, seed=seed, purpose=f"{purpose}/component")[:, 0]
         if not self.guidance:
             (density,) = changed
-            size = _token_size(density)
-            noise = normal(keys, size, seed=seed, purpose=f"{purpose}/value")
+            noise = normal(keys, density.token_size, seed=seed, purpose=f"{purpose}/value")
             tokens = density.draw(uniforms, noise)
             return tokens, density.log_prob(tokens)
         guided = self._guide(changed, uniforms)
@@ -100,8 +99,3 @@ class TokenChoice:
             raise UserError("--guidance wants a mixture: this model's covariance is full")
         index = conditional.choose(uniforms)
         return Guided(*conditional.component(index), *other.component(index), self.guidance)
-
-
-def _token_size(density: Distribution) -> int:
-    means = density.means if isinstance(density, Mixture) else density.mean
-    return int(means.shape[-1])

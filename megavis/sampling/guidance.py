@@ -22,9 +22,9 @@ from megavis.model.mixture import gaussian_log_prob
 from megavis.parallel.random import normal, uniform
 
 _REACH, _NUM_POINTS = 10.0, 1001
-# Most numbers are found at once; for the few that are not, a round costs more than its tries.
+# Most numbers are found at once; for the few that are not, a round costs more than its tries, of
+# which there are 1000 in all.
 _ROUNDS = (16, 64, 256, 664)
-MAX_TRIES = sum(_ROUNDS)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Legend: b images, T patches, p of them given, d numbers of a patch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from megavis.model.runner import Runner
 from megavis.objectives.base import PatchByPatch
 from megavis.parallel.random import normal
 from megavis.sampling.autoregressive import without_sequence_parallelism
-from megavis.sampling.batches import share_out
+from megavis.sampling.batches import check_given, share_out
+from megavis.sampling.groupwise import patches_to_pixels
 
 
 def sample_patches(
@@ -124,23 +126,21 @@ def generate_patches(
     return patches
 
 
+@dataclass(frozen=True)
 class _Draw:
     """Draws one patch of each image, in the place of the head."""
 
-    def __init__(
-        self,
-        objective: PatchByPatch,
-        numbers: Tensor,
-        place: int,
-        seed: int,
-        num_steps: int | None,
-        temperature: float | None,
-    ) -> None:
-        self.objective, self.numbers, self.place, self.seed = objective, numbers, place, seed
-        self.options: dict[str, Any] = {"num_steps": num_steps, "temperature": temperature}
+    objective: PatchByPatch
+    numbers: Tensor
+    place: int
+    seed: int
+    num_steps: int | None
+    temperature: float | None
 
     def __call__(self, head: Any, state: Any) -> Tensor:
-        return self.objective.draw_patch(head, state, self._noise, **self.options).float()
+        return self.objective.draw_patch(
+            head, state, self._noise, num_steps=self.num_steps, temperature=self.temperature
+        ).float()
 
     def _noise(self, step: int) -> Tensor:
         purpose = f"patch {self.place} step {step}"
@@ -153,11 +153,7 @@ def given_part(objective: PatchByPatch, images: Tensor, num_given: int) -> Tenso
     order = objective.orders(torch.arange(len(images), device=images.device))
     given = torch.arange(order.shape[1], device=order.device) < num_given
     cells = to_raster(given.expand(len(order), -1), order)
-    side = round(cells.shape[1] ** 0.5)
-    cells = cells.unflatten(1, (side, side))
-    return cells.repeat_interleave(images.shape[1] // side, 1).repeat_interleave(
-        images.shape[2] // side, 2
-    )
+    return patches_to_pixels(cells, *images.shape[1:3])
 
 
 def _prefix(known: Tensor | None, which: Tensor, order: Tensor, num_given: int) -> Tensor | None:
@@ -174,13 +170,10 @@ def _check_numbers(
     num_steps: int | None,
     temperature: float | None,
 ) -> None:
-    if num_images < 1 or (num_steps is not None and num_steps < 1):
-        raise UserError("the numbers of images and of steps must be at least 1")
+    check_given(objective, originals, num_images=num_images, num_given=num_given)
+    if num_steps is not None and num_steps < 1:
+        raise UserError(f"the number of steps must be at least 1, not {num_steps}")
     if temperature is not None and temperature < 0:
         raise UserError(f"the temperature must be at least 0, not {temperature}")
-    if not 0 <= num_given <= objective.num_tokens:
-        raise UserError(f"the given part must lie in 0..{objective.num_tokens}, not {num_given}")
-    if originals is None and num_given:
-        raise UserError("a given part needs the images that it is taken from")
     if originals is not None and len(originals) != num_images:
         raise UserError(f"{num_images} images were asked for and {len(originals)} given")
