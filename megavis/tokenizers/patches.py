@@ -80,18 +80,8 @@ def normalize_patches(patches: Tensor) -> Tensor:
     "Masked Autoencoders Are Scalable Vision Learners", section 3; as its released code, the
     variance is the unbiased one, with 1e-6 added.
     """
-    mean, variance = _patch_statistics(patches)
+    mean, variance = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + _EPSILON).sqrt()
-
-
-def denormalize_patches(normalized: Tensor, patches: Tensor) -> Tensor:
-    """Give `normalized` `[..., d]` mean and variance of the true `patches` `[..., d]`."""
-    mean, variance = _patch_statistics(patches)
-    return normalized * (variance + _EPSILON).sqrt() + mean
-
-
-def _patch_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
-    return patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
 
 
 @functools.cache

@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_givt import (
+    GOLDEN,
+    MODELS,
+    causal_weights_of_16_numbers,
+    conditions,
+    golden,
+    import_file,
+    import_golden,
+)
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from data_tools.__main__ import main as data_tools
-from megavis.cli import main
 from megavis.config.load import LoadedConfig, Source, load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loader import BatchLoader
@@ -24,7 +32,6 @@ from megavis.training.parity import train_briefly
 from megavis.training.run import TrainingRun
 
 STEPS = 10
-GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 KEYS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
 OBJECTIVES = {
     "causal": f"{{name: givt, {KEYS}}}",
@@ -140,11 +147,10 @@ def conditioned_config(
 ) -> Callable[..., RunConfig]:
     """A config on pairs, of which the released code's small VAE makes latents of the targets."""
     folder = tmp_path_factory.mktemp("conditioned")
-    assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
     crops = str(shards / "crops" / "validation")
     options = ["--size", "16", "--target-resize", "bicubic"]
     assert data_tools(["pairs", crops, crops, "--out", str(folder / "pairs"), *options]) == 0
-    path = folder / "config.yaml"
+    path, vae = folder / "config.yaml", import_golden(folder, "vae")
     path.write_text(
         f"""\
 name: conditioned
@@ -155,7 +161,7 @@ objective:
   downsampling: 4
   encoder_layers: 1
   encoder_patch_size: 4
-  tokenizer: {folder}/vae
+  tokenizer: {vae}
 model:
   {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm,
   norm_bias: last, add_bias: true, attention_bias: false}}
@@ -182,67 +188,45 @@ def test_an_encoder_is_trained_alike_in_all_layouts(
         assert largest_difference(curves, reference) <= TOLERANCE, layout
 
 
-def golden_outputs(
-    launch: Launch, run_folder: str, tokens: np.ndarray, values: dict[str, np.ndarray]
+def split_outputs(
+    launch: Launch, run_folder: str, inputs: np.ndarray, given: dict[str, torch.Tensor]
 ) -> np.ndarray:
     """Return the outputs of an imported run whose layers two processes share."""
     open_context(launch, tensor_model_parallel_size=2)
     try:
         run = Run.open(run_folder, device="cpu")
-        given = {name: torch.from_numpy(value) for name, value in values.items()}
-        return run.outputs(torch.from_numpy(tokens), **given).numpy()
+        return run.outputs(torch.from_numpy(inputs), **given).numpy()
     finally:
         close_context()
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs", "expected"),
-    [
-        ("givt_causal", "tokens", "logits"),
-        ("givt_maskgit", "tokens", "logits"),
-        ("givt_full_covariance", "tokens", "logits"),
-        ("givt_encoder_decoder", "tokens", "logits"),
-        ("vae", "image01", "moments"),
-    ],
-)
-def test_golden_values_hold_on_two_processes(
-    run_job: Any, tmp_path: Path, name: str, inputs: str, expected: str
-) -> None:
-    source, folder = str(GOLDEN / f"{name}.npz"), str(tmp_path / "run")
-    with np.load(source) as archive:
-        values = {key: archive[key] for key in archive.files if "/" not in key}
-    words = ["--num-classes", "10"] if "labels" in values else []
-    form = "givt-vae" if name == "vae" else "givt"
-    assert main(["import", form, source, folder, *words]) == 0
-    given = {key: values[key] for key in ("labels", "mask", "image") if key in values}
-    for outputs in run_job(golden_outputs, 2, folder, values[inputs], given):
-        made = np.moveaxis(outputs, 1, -1) if name == "vae" else outputs
-        np.testing.assert_allclose(made, values[expected], rtol=0, atol=1e-4)
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_values_hold_on_two_processes(run_job: Any, tmp_path: Path, name: str) -> None:
+    run, values = import_golden(tmp_path, name), golden(name)
+    for outputs in run_job(split_outputs, 2, run, values["tokens"], conditions(values)):
+        np.testing.assert_allclose(outputs, values["logits"], rtol=0, atol=1e-4)
+
+
+def test_the_golden_vae_holds_on_two_processes(run_job: Any, tmp_path: Path) -> None:
+    run, values = import_golden(tmp_path, "vae"), golden("vae")
+    for outputs in run_job(split_outputs, 2, run, values["image01"], {}):
+        made = np.moveaxis(outputs, 1, -1)
+        np.testing.assert_allclose(made, values["moments"], rtol=0, atol=1e-4)
 
 
 @pytest.fixture
 def adapted_run(tmp_path: Path) -> str:
     """A run of the golden adapter, before a Transformer of the causal one's widths."""
-    with np.load(GOLDEN / "givt_causal.npz") as archive:
-        arrays = {name: archive[name] for name in archive.files if "/" in name}
-    for name, shape in {
-        "EmbedTargets/kernel": (16, 64),
-        "decoder/LogitsDense/kernel": (64, 99),
-        "decoder/LogitsDense/bias": (99,),
-        "decoder/pos_emb": (1, 36, 64),
-    }.items():
-        arrays[f"params/{name}"] = np.zeros(shape, np.float32)
-    np.savez(tmp_path / "plain.npz", **arrays)
+    file = tmp_path / "plain.npz"
+    np.savez(file, **causal_weights_of_16_numbers())
     words = ["--adapter", str(GOLDEN / "adapter.npz"), "--num-classes", "10"]
-    folder = str(tmp_path / "run")
-    assert main(["import", "givt", str(tmp_path / "plain.npz"), folder, *words]) == 0
-    return folder
+    return import_file(tmp_path, "givt", file, *words)
 
 
 def test_the_golden_adapter_holds_on_two_processes(run_job: Any, adapted_run: str) -> None:
-    with np.load(GOLDEN / "adapter.npz") as archive:
-        latents, expected = np.moveaxis(archive["z"], -1, 1).copy(), archive["y"]
-    for outputs in run_job(golden_outputs, 2, adapted_run, latents, {}):
+    values = golden("adapter")
+    latents, expected = np.moveaxis(values["z"], -1, 1).copy(), values["y"]
+    for outputs in run_job(split_outputs, 2, adapted_run, latents, {}):
         # What the adapter gave follows the density's parameters.
         adapted = outputs[..., -16:].reshape(expected.shape)
         np.testing.assert_allclose(adapted, expected, rtol=0, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -36,23 +37,28 @@ def context():
 
 @pytest.fixture
 def build_paper(context, tmp_path):
-    """Build a model of any paper from the text of a config; every weight random."""
+    """Build a model of any paper from the text of a config; every weight random.
+
+    `std` is the deviation of the weights: larger than at the start of training, so that what came
+    before matters. `visibility` takes the place of the paper's own.
+    """
     from megavis.config.load import load_config
     from megavis.model.runner import Runner
     from megavis.model.stack import LocalLayers, Stack
     from megavis.objectives import build_objective, objective_configs
 
-    def build_paper(text, *words):
+    def build_paper(text, *words, std=0.5, visibility=None):
         path = tmp_path / "small.yaml"
         path.write_text(text)
         config = load_config(path, words, objectives=objective_configs()).config
         objective = build_objective(config, context)
+        if visibility is not None:
+            objective.core = dataclasses.replace(objective.core, visibility_kind=visibility)
         plans = objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
         torch.manual_seed(0)
-        # Larger than at the start of training, so that what came before matters.
         for _, parameter in layers.named_parameters():
-            torch.nn.init.normal_(parameter, std=0.5)
+            torch.nn.init.normal_(parameter, std=std)
         return objective, Runner(layers, context)
 
     return build_paper

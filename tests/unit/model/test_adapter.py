@@ -1,25 +1,21 @@
 """GIVT's adapter: the released values, the inverse, and the volume that it keeps."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
+from golden_givt import GOLDEN, golden
 
 from megavis.model.adapter import Adapter
 from megavis.objectives.givt_released import adapter_weights, read_arrays
 
-GOLDEN = Path(__file__).parents[2] / "data" / "givt" / "adapter.npz"
-
 
 @pytest.fixture(scope="module")
 def released():
-    import numpy as np
-
     adapter = Adapter(16)
-    adapter.load_state_dict(adapter_weights(read_arrays(GOLDEN)))
-    golden = np.load(GOLDEN)
-    values = [torch.tensor(golden[name]).permute(0, 3, 1, 2) for name in ("z", "y")]
+    adapter.load_state_dict(adapter_weights(read_arrays(GOLDEN / "adapter.npz")))
+    arrays = golden("adapter")
+    values = [torch.tensor(arrays[name]).permute(0, 3, 1, 2) for name in ("z", "y")]
     return adapter.requires_grad_(False), *values
 
 

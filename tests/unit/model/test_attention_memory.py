@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_batches import run_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,10 +28,8 @@ class LargestTensor(TorchDispatchMode):
 def step_of(objective, runner):
     """Run the layers forward and backward for one image."""
     ids = torch.randint(32, (1, NUM_TOKENS))
-    state = objective.inputs_from(ids, sample_index=torch.arange(1))
-    for layer in runner.layers.modules:
-        state = layer(state)
-    state.sum().backward()
+    inputs = objective.inputs_from(ids, sample_index=torch.arange(1))
+    run_layers(runner.layers.modules, inputs).sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "bert"])

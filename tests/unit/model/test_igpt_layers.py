@@ -3,6 +3,7 @@
 import plain_igpt
 import pytest
 import torch
+from small_batches import run_layers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,13 +46,11 @@ def test_a_prediction_depends_on_earlier_pixels_alone(build, tmp_path):
     hook = embedding.tokens.register_forward_hook(
         lambda _, __, out: seen.append(out.retain_grad() or out)
     )
-    state = objective.inputs_from(ids)
-    for layer in runner.layers.modules:
-        state = layer(state)
+    logits = run_layers(runner.layers.modules, objective.inputs_from(ids))
     hook.remove()
     for place in range(16):
         seen[0].grad = None
-        state[place, 0].sum().backward(retain_graph=True)
+        logits[place, 0].sum().backward(retain_graph=True)
         moved = seen[0].grad[0].abs().sum(-1) != 0
         # What enters at a place is the pixel before it, and at the first the start vector.
         assert moved.tolist() == [0 < other <= place for other in range(16)]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from small_batches import batch_of, photographs, run_layers
 
-from megavis.data.batch import Batch
+from megavis.config.errors import UserError
 from megavis.model.stream import from_bits
 from megavis.objectives.darl_drawing import with_gamma
 from megavis.objectives.darl_layers import START
@@ -25,58 +26,14 @@ parallel: {zero_stage: 0}
 optimizer: {learning_rate: 1e-2}
 training: {steps: 3, batch_size: 8}
 """
-PATCHES, WIDTH = 16, 48
+SIDE, PATCHES, WIDTH = 16, 16, 48
 DIFFUSION = ("objective.loss=diffusion", "objective.noise_a=1")
 
 
 @pytest.fixture
-def load(tmp_path):
-    """Read the config with some keys changed."""
-    from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
-
-    def load(*words):
-        path = tmp_path / "darl.yaml"
-        path.write_text(CONFIG)
-        return load_config(path, words, objectives=objective_configs()).config
-
-    return load
-
-
-@pytest.fixture
-def build(context, load):
-    """Build a DARL of sixteen patches; every parameter random."""
-    from megavis.model.runner import Runner
-    from megavis.model.stack import LocalLayers, Stack
-    from megavis.objectives import OBJECTIVES
-
-    def build(*words):
-        objective = OBJECTIVES["darl"](load(*words), context)
-        plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
-        torch.manual_seed(0)
-        for _, parameter in layers.named_parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        return objective, Runner(layers, context)
-
-    return build
-
-
-def photographs(count=2):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(256, (count, 16, 16, 3), generator=generator, dtype=torch.uint8)
-
-
-def batch_of(images, first=0):
-    index = torch.arange(first, first + len(images))
-    return Batch(images, torch.full((len(images),), -1), index)
-
-
-def run(runner, inputs):
-    state = inputs
-    for layer in runner.layers.modules:
-        state = layer(state)
-    return state
+def build(build_paper):
+    """Build a DARL of sixteen patches."""
+    return lambda *words: build_paper(CONFIG, *words, std=0.3)
 
 
 # Who sees what.
@@ -94,9 +51,9 @@ ORDERS = {
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_a_patch_is_predicted_from_those_before_it_alone(build, order, positions):
     objective, runner = build(*ORDERS[order], f"model.positions={positions}")
-    tokens, *rest = objective.sequence(batch_of(photographs())).inputs
+    tokens, *rest = objective.sequence(batch_of(photographs(2, SIDE))).inputs
     tokens.requires_grad_()
-    predictions = run(runner, (tokens, *rest))
+    predictions = run_layers(runner.layers.modules, (tokens, *rest))
     for place in range(PATCHES):
         weights = torch.randn(WIDTH, generator=torch.Generator().manual_seed(place))
         (gradient,) = torch.autograd.grad(
@@ -111,7 +68,7 @@ def test_a_patch_is_predicted_from_those_before_it_alone(build, order, positions
 @pytest.mark.parametrize("decoder", ["linear", "mlp", "transformer"])
 def test_a_noisy_patch_touches_its_own_place_alone(build, decoder):
     objective, runner = build(*DIFFUSION, f"objective.decoder={decoder}")
-    *rest, noisy = objective.sequence(batch_of(photographs())).inputs
+    *rest, noisy = objective.sequence(batch_of(photographs(2, SIDE))).inputs
     before = runner.predictions((*rest, noisy))
     noisy[:, 5] += 0.5
     moved = (runner.predictions((*rest, noisy)) != before).any(-1)
@@ -121,7 +78,7 @@ def test_a_noisy_patch_touches_its_own_place_alone(build, decoder):
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_targets_and_inputs_stand_in_order(build, order):
     objective, runner = build(*ORDERS[order], *DIFFUSION)
-    images = photographs()
+    images = photographs(2, SIDE)
     tokens, places, asked, noisy = objective.sequence(batch_of(images)).inputs
     (targets,) = objective.sequence(batch_of(images)).targets
     patches = objective.patches_of(images)
@@ -213,7 +170,7 @@ def test_decoders_by_plain_formulas(build, decoder):
 
 def test_noise_is_a_function_of_seed_and_sample(build):
     objective, _ = build(*DIFFUSION)
-    images = photographs(4)
+    images = photographs(4, SIDE)
     whole = objective.sequence(batch_of(images)).inputs[3]
     part = objective.sequence(batch_of(images[2:], first=2)).inputs[3]
     assert torch.equal(whole[2:], part)
@@ -223,9 +180,9 @@ def test_noise_is_a_function_of_seed_and_sample(build):
 @pytest.mark.parametrize("predicts", ["clean", "noise"])
 def test_targets_and_noisy_patches_belong_together(build, predicts):
     objective, _ = build(*DIFFUSION, f"objective.predicts={predicts}")
-    sequence = objective.sequence(batch_of(photographs()))
+    sequence = objective.sequence(batch_of(photographs(2, SIDE)))
     noise, gamma = objective.draw_noise(torch.arange(2))
-    clean = objective.patches_of(photographs())
+    clean = objective.patches_of(photographs(2, SIDE))
     packed = sequence.inputs[3]
     assert torch.equal(packed[..., -1:], gamma)
     torch.testing.assert_close(packed[..., :-1], gamma.sqrt() * clean + (1 - gamma).sqrt() * noise)
@@ -240,15 +197,13 @@ def test_pure_noise_trains_to_the_solution_of_squared_error(build):
     the backbone with and without the noisy patch beside them.
     """
     objective, runner = build(*DIFFUSION, "objective.decoder=linear")
-    images = photographs(400)
+    images = photographs(400, SIDE)
     inputs = objective.inputs_from(images, gamma=0.0)
     (targets,) = objective.sequence(batch_of(images)).targets
     noisy = inputs[3].flatten(0, 1)
     with torch.no_grad():
-        state = inputs
-        for layer in runner.layers.modules[:-1]:
-            state = layer(state)
-        output = runner.layers.modules[-1].outputs(state).flatten(0, 1)
+        *before, head = runner.layers.modules
+        output = head.outputs(run_layers(before, inputs)).flatten(0, 1)
     one = torch.ones(len(output), 1)
     plain, beside = torch.cat([output, one], 1), torch.cat([output, one, noisy[:, :-1]], 1)
     goal = targets.flatten(0, 1)
@@ -262,7 +217,7 @@ def test_pure_noise_trains_to_the_solution_of_squared_error(build):
 
 def test_features_read_every_patch(build):
     objective, runner = build(*DIFFUSION, *ORDERS["random"])
-    batch = batch_of(photographs())
+    batch = batch_of(photographs(2, SIDE))
     tokens, places, asked, _ = objective.feature_inputs(batch)
     assert places[0].tolist() == [START, *range(PATCHES)]
     assert torch.equal(tokens[:, 1:], objective.patches_of(batch.inputs))
@@ -302,8 +257,6 @@ def test_features_read_every_patch(build):
         ),
     ],
 )
-def test_keys_that_do_not_go_together(load, words, message):
-    from megavis.config.errors import UserError
-
+def test_keys_that_do_not_go_together(build, words, message):
     with pytest.raises(UserError, match=message):
-        load(*words)
+        build(*words)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from small_batches import batch_of
 from small_vqgan import write_untrained_run
 from torch.nn import functional as F
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
 from megavis.tokenizers.base import open_tokenizer
 
 CONFIG = """\
@@ -23,11 +23,6 @@ training: {{steps: 3, batch_size: 8}}
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
-
-
-def batch_of(images):
-    index = torch.arange(len(images))
-    return Batch(images, torch.full((len(images),), -1), index)
 
 
 @pytest.mark.parametrize("words", [[], ["objective.order=random", "objective.two_streams=true"]])

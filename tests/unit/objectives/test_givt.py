@@ -5,13 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_batches import run_layers
 
 from megavis.config.errors import UserError
-from megavis.config.load import load_config
 from megavis.data.batch import Batch
-from megavis.model.runner import Runner
-from megavis.model.stack import LocalLayers, Stack
-from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
 CONFIG = """\
@@ -25,22 +22,9 @@ training: {steps: 3, batch_size: 8}
 
 
 @pytest.fixture
-def make(context, tmp_path):
-    """Build a tiny model; every number random, also those of the head."""
-
-    def make(*words):
-        path = tmp_path / "tiny.yaml"
-        path.write_text(CONFIG)
-        config = load_config(path, words, objectives=objective_configs()).config
-        objective = OBJECTIVES[config.objective.name](config, context)
-        plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
-        torch.manual_seed(0)
-        for _, parameter in layers.named_parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        return objective, Runner(layers, context)
-
-    return make
+def make(build_paper):
+    """Build a tiny model."""
+    return lambda *words: build_paper(CONFIG, *words, std=0.3)
 
 
 def batch_of(count=6, label=1):
@@ -165,9 +149,7 @@ def test_an_adapter_s_tokens_are_scored_and_have_a_gradient(make):
     assert objective.carries_gradient
     sequence = objective.sequence(batch_of())
     assert sequence.targets == ()
-    state = sequence.inputs
-    for layer in runner.layers.modules:
-        state = layer(state)
+    state = run_layers(runner.layers.modules, sequence.inputs)
     # What the tokens are as targets, with the way through the blocks cut.
     loss = objective.loss((state[0].detach(), state[1]), ())
     loss.backward()
@@ -250,10 +232,9 @@ def test_a_known_density_of_one_token_is_recovered(make):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
     def nats_of(latents):
-        state = (latents[..., None, None], torch.zeros(len(latents), dtype=torch.int64))
-        for module in modules:
-            state = module(state)
-        return objective.loss(state, (latents[:, None],))
+        rows = torch.zeros(len(latents), dtype=torch.int64)
+        predictions = run_layers(modules, (latents[..., None, None], rows))
+        return objective.loss(predictions, (latents[:, None],))
 
     for _ in range(200):
         optimizer.zero_grad()

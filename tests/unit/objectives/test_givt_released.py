@@ -1,10 +1,17 @@
 """GIVT against golden values of the released code, through imported runs."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from golden_givt import (
+    GOLDEN,
+    MODELS,
+    causal_weights_of_16_numbers,
+    conditions,
+    golden,
+    import_file,
+    import_golden,
+)
 from latent_shards import write_latent_shards
 
 import megavis
@@ -19,7 +26,6 @@ from megavis.parallel.launch import read_launch
 from megavis.tokenizers.base import open_tokenizer
 from megavis.training.open_data import open_data
 
-GOLDEN = Path(__file__).parents[2] / "data" / "givt"
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
 
@@ -29,14 +35,12 @@ def leave_job():
     close_context()
 
 
-def golden(name):
-    with np.load(GOLDEN / f"{name}.npz") as archive:
-        return {key: archive[key] for key in archive.files}
+def open_golden(folder, name):
+    return megavis.load(import_golden(folder, name), device="cpu")
 
 
 def open_imported(folder, form, file, *options):
-    assert main(["import", form, str(file), str(folder / "run"), *options]) == 0
-    return megavis.load(folder / "run", device="cpu")
+    return megavis.load(import_file(folder, form, file, *options), device="cpu")
 
 
 def stacked(arrays):
@@ -52,17 +56,11 @@ def stacked(arrays):
     return {n: a for n, a in arrays.items() if "EncDecBlock" not in n} | together
 
 
-@pytest.mark.parametrize(
-    "name", ["givt_causal", "givt_maskgit", "givt_full_covariance", "givt_encoder_decoder"]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
-    values = golden(name)
-    words = ["--num-classes", "10"] if "labels" in values else []
-    run = open_imported(tmp_path, "givt", GOLDEN / f"{name}.npz", *words)
+    values, run = golden(name), open_golden(tmp_path, name)
     tokens = torch.from_numpy(values["tokens"])
-    names = ("labels", "mask", "image")
-    given = {key: torch.from_numpy(values[key]) for key in names if key in values}
-    outputs = run.outputs(tokens, **given)
+    outputs = run.outputs(tokens, **conditions(values))
     torch.testing.assert_close(outputs, torch.from_numpy(values["logits"]), **TOLERANCE)
     nats = run.objective.nats(outputs, (tokens,))
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
@@ -81,13 +79,7 @@ def test_an_encoder_reads_images_of_its_size(tmp_path):
 
 
 def test_stacked_layers_and_an_adapter_are_read(tmp_path):
-    arrays, adapter = golden("givt_causal"), golden("adapter")
-    random = np.random.default_rng(0)
-    width = {"params/EmbedTargets/kernel": (16, 64), "params/decoder/LogitsDense/kernel": (64, 99)}
-    for name, shape in width.items():
-        arrays[name] = random.normal(size=shape).astype(np.float32)
-    arrays["params/decoder/LogitsDense/bias"] = np.zeros(99, np.float32)
-    arrays["params/decoder/pos_emb"] = random.normal(size=(1, 36, 64)).astype(np.float32)
+    arrays, adapter = causal_weights_of_16_numbers(), golden("adapter")
     names = [name for name in adapter if name.startswith("params/")]
     for name in names:
         arrays[name.replace("params/", "params/params_adaptor/")] = adapter[name]
@@ -109,8 +101,7 @@ def test_stacked_layers_and_an_adapter_are_read(tmp_path):
 
 
 def test_vae_is_read(tmp_path):
-    values = golden("vae")
-    run = open_imported(tmp_path, "givt-vae", GOLDEN / "vae.npz")
+    values, run = golden("vae"), open_golden(tmp_path, "vae")
     image = torch.from_numpy(values["image01"])
     moments = torch.from_numpy(values["moments"]).permute(0, 3, 1, 2)
     torch.testing.assert_close(run.outputs(image), moments, **TOLERANCE)
@@ -130,17 +121,32 @@ def test_what_a_file_does_not_tell_is_asked_for(tmp_path, capsys, options, messa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("decoder/LogitsDense/kernel", "the file has no decoder/LogitsDense/kernel"),
+        ("decoder/EncDecBlock1/MLP/Dense_1/bias", "has no MLP/Dense_1/bias"),
+    ],
+)
+def test_an_array_that_is_missing_is_named(tmp_path, capsys, name, message):
+    arrays = golden("givt_causal")
+    del arrays[f"params/{name}"]
+    file = tmp_path / "part.npz"
+    np.savez(file, **arrays)
+    assert main(["import", "givt", str(file), str(tmp_path / "run"), "--num-classes", "10"]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def encoding(tmp_path_factory):
     """An objective whose images a VAE encodes on their way, and that VAE."""
     folder = tmp_path_factory.mktemp("encoding")
-    assert main(["import", "givt-vae", str(GOLDEN / "vae.npz"), str(folder / "vae")]) == 0
-    path = folder / "config.yaml"
+    path, vae = folder / "config.yaml", import_golden(folder, "vae")
     path.write_text(
         f"""\
 name: encoding
 objective:
-  {{name: givt, latent_channels: 8, downsampling: 4, num_classes: 2, tokenizer: "{folder}/vae"}}
+  {{name: givt, latent_channels: 8, downsampling: 4, num_classes: 2, tokenizer: "{vae}"}}
 model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
 data: {{train: shards/train, image_size: 32}}
 optimizer: {{learning_rate: 1e-3}}
@@ -149,7 +155,7 @@ training: {{steps: 1, batch_size: 2}}
     )
     config = load_config(path, objectives=objective_configs()).config
     context = current_context() or open_context(read_launch({}), device="cpu")
-    return OBJECTIVES["givt"](config, context), open_tokenizer(folder / "vae")
+    return OBJECTIVES["givt"](config, context), open_tokenizer(vae)
 
 
 def test_images_are_encoded_on_their_way(encoding):

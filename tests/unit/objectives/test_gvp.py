@@ -5,23 +5,12 @@ import random
 import pytest
 import torch
 
-from megavis.data.batch import Batch
 from megavis.model.stream import Stream
 from megavis.model.visibility import Visibility
 from megavis.objectives.gvp_layers import TwoStreamEmbedding, two_streams
 from megavis.objectives.gvp_segmentation import groups_of
 
 SIDE, PATCHES = 3, 9
-
-
-def photographs(count=2):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(256, (count, 12, 12, 3), generator=generator, dtype=torch.uint8)
-
-
-def batch_of(images, first=0):
-    index = torch.arange(first, first + len(images))
-    return Batch(images, torch.full((len(images),), -1), index)
 
 
 # Who sees whom.

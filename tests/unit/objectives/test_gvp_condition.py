@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from small_batches import batch_of, photographs
 from small_vqgan import write_untrained_run
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
 from megavis.model.stream import Stream
 from megavis.tokenizers.base import open_tokenizer
 
@@ -23,14 +23,9 @@ def with_features(build_gvp, run_folder):
     return lambda size=4, *more: build_gvp(*words, f"objective.condition_size={size}", *more)
 
 
-def batch_of(side, count=2):
-    images = torch.randint(256, (count, side, side, 3), dtype=torch.uint8)
-    return Batch(images, torch.full((count,), -1), torch.arange(count))
-
-
 def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder):
     objective, runner = with_features()
-    embedding, batch = runner.layers.modules[0], batch_of(16)
+    embedding, batch = runner.layers.modules[0], batch_of(photographs(2, 16))
     network = open_tokenizer(run_folder).network
     pixels = batch.inputs.permute(0, 3, 1, 2).float() / 255.0
     pooled = network.vectors(pixels).mean((2, 3))
@@ -46,16 +41,16 @@ def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder)
 def test_features_of_another_size_are_refused(with_features):
     objective, _ = with_features(5)
     with pytest.raises(UserError, match="features of 4 numbers; objective.condition_size is 5"):
-        objective.sequence(batch_of(16))
+        objective.sequence(batch_of(photographs(2, 16)))
 
 
 def test_one_stream_predicts_the_patch_after_each(build_gvp):
     """Patch t + 1 from patches up to t: it moves with these, and with no later one."""
     objective, runner = build_gvp(*ONE_STREAM, "objective.num_condition_tokens=2")
-    batch = batch_of(12, count=1)
+    batch = batch_of(photographs(1, 12))
     sequence = objective.sequence(batch)
     content, *rest = sequence.inputs
-    order, _ = objective.draw(batch.sample_index)
+    order, _ = objective.grouping.draw(batch.sample_index)
     patches = objective.patches_of(batch.inputs)[0, order[0]]
     torch.testing.assert_close(sequence.targets[0][0], patches)
     torch.testing.assert_close(content[0], patches[:-1])

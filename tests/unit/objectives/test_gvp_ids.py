@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from small_batches import batch_of
 from small_vqgan import write_untrained_run
 from torch.nn import functional as F
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
 from megavis.tokenizers.base import open_tokenizer
 
 IDS = ["objective.vocabulary_size=12", "model.positions=none"]
@@ -17,18 +17,13 @@ def run_folder(tmp_path_factory):
     return write_untrained_run(tmp_path_factory.mktemp("vqgan"))
 
 
-def batch_of(inputs):
-    index = torch.arange(len(inputs))
-    return Batch(inputs, torch.full((len(inputs),), -1), index)
-
-
 def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
     objective, runner = build_gvp("objective.variant=d2d", *IDS)
     ids = torch.randint(12, (2, 9))
     sequence = objective.sequence(batch_of(ids))
     predictions = runner.predictions(sequence.inputs)
     logits = objective.outputs(predictions)
-    order, groups = objective.draw(torch.arange(2))
+    order, groups = objective.grouping.draw(torch.arange(2))
     losses = []
     for image in range(2):
         asked = [place for place in range(9) if groups[image, place] > 0]
@@ -50,7 +45,7 @@ def test_patches_in_ids_out(build_gvp, run_folder):
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     sequence = objective.sequence(batch_of(images))
     ids = open_tokenizer(run_folder).encode(images)
-    order, _ = objective.draw(torch.arange(2))
+    order, _ = objective.grouping.draw(torch.arange(2))
     assert torch.equal(sequence.targets[0], ids.gather(1, order))
     assert sequence.inputs[0].shape == (2, 16, 48)
     assert runner.predictions(sequence.inputs).shape == (16, 2, 12)

@@ -5,16 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from small_batches import batch_of
 
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
-from megavis.data.batch import Batch
 from megavis.objectives import objective_configs
-
-
-def batch_of(ids, first=0):
-    index = torch.arange(first, first + len(ids))
-    return Batch(ids, torch.full((len(ids),), -1), index)
 
 
 def draw(batch_size=3, seed=0):

@@ -1,6 +1,5 @@
 """A ViT of timm's, converted: the same features, by timm itself and by its formulas."""
 
-import dataclasses
 import json
 import sys
 from importlib.machinery import ModuleSpec
@@ -9,6 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_batches import batch_of, photographs
 
 from megavis.config.errors import UserError
 from megavis.objectives.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
@@ -60,38 +60,20 @@ def random_tensors(*, classes=5):
     return {n: 0.2 * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
 
 
-def photographs():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(256, (2, 24, 24, 3), generator=generator, dtype=torch.uint8)
-
-
 @pytest.fixture
-def features(context, tmp_path):
+def features(build_paper):
     """Run megavis's blocks, without the mask, on a converted network."""
-    from megavis.config.load import load_config
-    from megavis.data.batch import Batch
-    from megavis.model.runner import Runner
-    from megavis.model.stack import LocalLayers, Stack
-    from megavis.objectives import OBJECTIVES, objective_configs
 
     def features(model, images):
-        path = tmp_path / "vit.yaml"
-        path.write_text(CONFIG)
-        config = load_config(path, objectives=objective_configs()).config
-        objective = OBJECTIVES["darl"](config, context)
-        objective.core = dataclasses.replace(objective.core, visibility_kind="full")
-        plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        objective, runner = build_paper(CONFIG, visibility="full")
         weights = from_timm(model)
-        for name, parameter in layers.named_parameters():
+        for name, parameter in runner.layers.named_parameters():
             # The decoder of pixels is not timm's.
             if not name.startswith("head.decoder."):
                 parameter.data.copy_(weights.pop(name))
         assert sorted(weights) == [f"head.classifier.linear.{kind}" for kind in ("bias", "weight")]
-        batch = Batch(images, torch.zeros(len(images)), torch.arange(len(images)))
-        return Runner(layers, context).predictions(
-            objective.feature_inputs(batch), finish=lambda head, state: head.outputs(state)
-        )
+        inputs = objective.feature_inputs(batch_of(images))
+        return runner.predictions(inputs, finish=lambda head, state: head.outputs(state))
 
     return features
 
@@ -102,9 +84,9 @@ STATISTICS = [((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,
 @pytest.mark.parametrize(("mean", "deviation"), STATISTICS)
 def test_features_by_formulas(features, mean, deviation):
     model = TimmViT(random_tensors(), 4, mean, deviation)
-    expected = timm_features(model, photographs())
+    expected = timm_features(model, photographs(2, 24))
     assert expected.shape == (2, 10, 32)
-    torch.testing.assert_close(features(model, photographs()), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4)
 
 
 class StandIn:
@@ -142,11 +124,13 @@ def test_features_by_timm(timm, features):
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model = TimmViT(network.state_dict(), 4)
-    pixels = (photographs() / 255 - torch.tensor(model.mean)) / torch.tensor(model.deviation)
+    pixels = (photographs(2, 24) / 255 - torch.tensor(model.mean)) / torch.tensor(model.deviation)
     with torch.no_grad():
         expected = network.forward_features(pixels.permute(0, 3, 1, 2))
-    torch.testing.assert_close(features(model, photographs()), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(timm_features(model, photographs()), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        timm_features(model, photographs(2, 24)), expected, rtol=0, atol=1e-4
+    )
 
 
 def write_folder(folder, tensors, settings=None):
@@ -171,6 +155,7 @@ def test_a_folder_tells_its_sizes(tmp_path):
     [
         ({"blocks.0.ls1.gamma": torch.zeros(32)}, "blocks.0.ls1.gamma has no place"),
         ({"cls_token": None}, "has no cls_token"),
+        ({"blocks.1.mlp.fc2.bias": None}, "has no blocks.1.mlp.fc2.bias"),
         ({"pos_embed": torch.zeros(1, 9, 32)}, "8 positions behind that of the class token"),
     ],
 )
@@ -199,10 +184,10 @@ def test_the_command_writes_a_run_that_agrees(tmp_path, capsys):
     folder = write_folder(tmp_path / "vit", random_tensors())
     assert main(["import", "timm", str(folder), str(tmp_path / "run"), "--heads", "4"]) == 0
     assert "agree" in capsys.readouterr().out
-    logits = megavis.load(tmp_path / "run").outputs(photographs())
+    logits = megavis.load(tmp_path / "run").outputs(photographs(2, 24))
     larger = megavis.load(tmp_path / "run", image_size=48)
     assert larger.outputs(torch.zeros(1, 48, 48, 3, dtype=torch.uint8)).shape == (1, 5)
     model = TimmViT(random_tensors(), 4)
     tensors = model.tensors
-    expected = timm_features(model, photographs())[:, 0] @ tensors["head.weight"].t()
+    expected = timm_features(model, photographs(2, 24))[:, 0] @ tensors["head.weight"].t()
     torch.testing.assert_close(logits, expected + tensors["head.bias"], rtol=0, atol=1e-4)

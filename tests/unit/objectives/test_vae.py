@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from small_batches import batch_of, photographs, run_layers
 from vae_config import write_config
 
 from megavis.config.errors import UserError
@@ -20,23 +21,14 @@ def small(tmp_path, context):
     config = load_config(write_config(tmp_path), objectives=objective_configs()).config
     objective = OBJECTIVES["vae"](config, context)
     stack = Stack(objective.layer_plans(), objective.loss)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (3, 16, 16, 3), generator=generator, dtype=torch.uint8)
-    return objective, stack, Batch(images, torch.zeros(3).long(), torch.arange(3))
-
-
-def run_layers(stack, inputs):
-    state = inputs
-    for layer in stack.layers:
-        state = layer(state)
-    return state
+    return objective, stack, batch_of(photographs(3, 16))
 
 
 def test_loss_is_the_weighted_sum_of_its_terms(small):
     objective, stack, batch = small
     sequence = objective.sequence(batch)
     pixels, made, mean, log_variance, for_generator, real, fake, slope = run_layers(
-        stack, sequence.inputs
+        stack.layers, sequence.inputs
     )
     expected = F.mse_loss(made, batch.inputs.permute(0, 3, 1, 2) / 255.0)
     kl = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance)
@@ -55,7 +47,7 @@ def test_each_side_learns_from_its_own_loss_alone(small):
 
     def gradients(loss_of):
         stack.zero_grad()
-        loss_of(objective.measures(run_layers(stack, inputs), ())).backward()
+        loss_of(objective.measures(run_layers(stack.layers, inputs), ())).backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
     generator = gradients(lambda m: m["squared_error"] + 1e-4 * m["kl"] + 0.1 * m["adversarial"])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from small_batches import batch_of, photographs
 from small_vqgan import write_config
 
 from megavis.config.load import load_config
-from megavis.data.batch import Batch
 from megavis.model.stack import Stack
 from megavis.objectives import OBJECTIVES, objective_configs
 
@@ -16,8 +16,7 @@ def small(tmp_path, context):
     config = load_config(write_config(tmp_path), objectives=objective_configs()).config
     objective = OBJECTIVES["vqgan"](config, context)
     stack = Stack(objective.layer_plans(), objective.loss)
-    images = torch.randint(256, (3, 16, 16, 3), dtype=torch.uint8)
-    return objective, stack, Batch(images, torch.zeros(3).long(), torch.arange(3))
+    return objective, stack, batch_of(photographs(3, 16))
 
 
 def test_terms_are_those_of_the_definitions(small):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_batches import photographs
 
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
@@ -16,11 +17,6 @@ def model(build_gvp):
     return build_gvp()
 
 
-def photographs(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(256, (2, 12, 12, 3), generator=generator, dtype=torch.uint8)
-
-
 def test_groups_are_of_one_size():
     assert evenly(3, 9, 3) == (3, 5, 7, 9)
     assert evenly(2, 9, 1) == (2, 9)
@@ -31,13 +27,13 @@ def test_groups_are_of_one_size():
 def test_what_is_given_stays_and_the_rest_is_never_looked_at(model):
     objective, runner = model
     assert isinstance(objective, GroupByGroup)
-    images = photographs()
+    images = photographs(2, 12)
     filled = fill(runner, objective, images, share_given=SHARE, num_groups=3)
     assert filled.given.sum(1).tolist() == [3, 3]
     pixels = patches_to_pixels(filled.given, 12, 12)
     assert pixels.sum() == 2 * 3 * 16
     assert torch.equal(filled.images[pixels], images[pixels])
-    other = torch.where(pixels[..., None], images, photographs(seed=1))
+    other = torch.where(pixels[..., None], images, photographs(2, 12, seed=2))
     again = fill(runner, objective, other, share_given=SHARE, num_groups=3)
     assert torch.equal(again.images, filled.images)
 
@@ -45,7 +41,7 @@ def test_what_is_given_stays_and_the_rest_is_never_looked_at(model):
 def test_each_group_sees_what_was_predicted_before(model):
     """All of z at once: g of a group sees h of the groups before, predicted patches among them."""
     objective, runner = model
-    images, order = photographs(), random_orders(torch.arange(2), 9, seed=0)
+    images, order = photographs(2, 12), random_orders(torch.arange(2), 9, seed=0)
     filled = fill(runner, objective, images, share_given=SHARE, num_groups=2)
     patches = objective.patches_of(images)
     for stop in (6, 9):
@@ -62,7 +58,7 @@ def test_each_group_sees_what_was_predicted_before(model):
 def test_orders_are_averaged(model):
     """Of one hidden patch a group, the second and later orders predict otherwise than the first."""
     objective, runner = model
-    images = photographs()
+    images = photographs(2, 12)
 
     def filled(num_groups, num_orders):
         options = {"share_given": SHARE, "num_groups": num_groups, "num_orders": num_orders}
@@ -87,4 +83,4 @@ def test_orders_are_averaged(model):
 def test_standardised_patches_make_no_picture(build_gvp):
     objective, runner = build_gvp("objective.normalize_targets=true")
     with pytest.raises(UserError, match="normalize_targets"):
-        fill(runner, objective, photographs(), share_given=SHARE, num_groups=2)
+        fill(runner, objective, photographs(2, 12), share_given=SHARE, num_groups=2)

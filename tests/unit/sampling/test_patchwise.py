@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from small_batches import photographs, run_layers
 
 from megavis.config.errors import UserError
 from megavis.model.diffusion import reverse_process
@@ -37,43 +38,19 @@ SHAPES = [
 
 
 @pytest.fixture
-def build(context, tmp_path):
-    """Build a DARL of sixteen patches; every parameter random."""
-    from megavis.config.load import load_config
-    from megavis.model.runner import Runner
-    from megavis.model.stack import LocalLayers, Stack
-    from megavis.objectives import OBJECTIVES, objective_configs
-
-    def build(*words):
-        path = tmp_path / "c.yaml"
-        path.write_text(CONFIG)
-        config = load_config(path, words, objectives=objective_configs()).config
-        objective = OBJECTIVES["darl"](config, context)
-        plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
-        torch.manual_seed(0)
-        for _, parameter in layers.named_parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        return objective, Runner(layers, context)
-
-    return build
-
-
-def photographs(count=3):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(256, (count, 16, 16, 3), generator=generator, dtype=torch.uint8)
+def build(build_paper):
+    """Build a DARL of sixteen patches."""
+    return lambda *words: build_paper(CONFIG, *words, std=0.2)
 
 
 def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
     """Each patch after a whole training pass, whose other places are not looked at."""
     patches = torch.zeros(len(order), 16, 48)
     patches[:, : prefix.shape[1]] = prefix
-    head = runner.layers.modules[-1]
+    *before, head = runner.layers.modules
     for place in range(prefix.shape[1], 16):
-        state = objective.inputs_of(patches, order)
         with torch.no_grad():
-            for layer in runner.layers.modules[:-1]:
-                state = layer(state)
+            state = run_layers(before, objective.inputs_of(patches, order))
             output = head.outputs(state)[:, place : place + 1]
             if objective.paper.loss == "mse":
                 patches[:, place] = head.decode(output, None)[:, 0]
@@ -93,7 +70,7 @@ def test_drawing_with_a_cache_equals_whole_passes(build, words, num_given):
     objective, runner = build(*words)
     numbers = torch.arange(4, 7)
     order = objective.orders(numbers)
-    prefix = take_places(objective.patches_of(photographs()), order)[:, :num_given]
+    prefix = take_places(objective.patches_of(photographs(3, 16)), order)[:, :num_given]
     drawn = generate_patches(runner, objective, order=order, prefix=prefix, numbers=numbers, seed=2)
     expected = drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed=2)
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
@@ -101,7 +78,7 @@ def test_drawing_with_a_cache_equals_whole_passes(build, words, num_given):
 
 def test_images_do_not_depend_on_the_batch_they_are_drawn_in(build):
     objective, runner = build(*SHAPES[2][0])
-    images = photographs(5)
+    images = photographs(5, 16)
     options = {"num_images": 5, "originals": images, "num_given": 5, "seed": 1}
     at_once = sample_patches(runner, objective, **options)
     assert torch.equal(sample_patches(runner, objective, batch_size=2, **options), at_once)
@@ -124,7 +101,7 @@ def test_the_config_names_a_temperature(build):
 
 def test_given_rows_are_rows(build):
     objective, _ = build()
-    given = given_part(objective, photographs(), 8)
+    given = given_part(objective, photographs(3, 16), 8)
     assert given[:, :8].all()
     assert not given[:, 8:].any()
 
@@ -146,7 +123,7 @@ def test_pictures(build, tmp_path):
         ({"num_images": 1, "temperature": -1.0}, "at least 0"),
         ({"num_images": 1, "num_given": 3}, "needs the images"),
         ({"num_images": 1, "num_given": 17}, "must lie in"),
-        ({"num_images": 2, "originals": photographs(1)}, "2 images were asked for and 1 given"),
+        ({"num_images": 2, "originals": photographs(1, 16)}, "2 images were asked for and 1 given"),
     ],
 )
 def test_wrong_numbers_are_refused(build, wrong, message):
@@ -163,7 +140,7 @@ def test_normalised_targets_draw_nothing(build, tmp_path):
 
 def test_raster_and_back(build):
     objective, _ = build(*SHAPES[2][0])
-    order, patches = objective.orders(torch.arange(3)), objective.patches_of(photographs())
+    order, patches = objective.orders(torch.arange(3)), objective.patches_of(photographs(3, 16))
     assert torch.equal(
-        objective.images_of(to_raster(take_places(patches, order), order)), photographs()
+        objective.images_of(to_raster(take_places(patches, order), order)), photographs(3, 16)
     )

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from megavis.tokenizers.patches import (
-    denormalize_patches,
     normalize_patches,
     patchify,
     standardize,
@@ -58,6 +57,5 @@ def test_normalized_patches_have_the_statistics_of_numpy():
         plain.var(-1, ddof=1, keepdims=True) + 1e-6
     )
     np.testing.assert_allclose(normal, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(denormalize_patches(normal, patches), patches)
     # A patch of one colour has no variance, and stays finite.
     assert normalize_patches(torch.ones(1, 1, 12)).abs().max() == 0

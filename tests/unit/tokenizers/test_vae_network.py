@@ -1,26 +1,22 @@
 """The VAE's layers: the released values, the paper's size, and other image sizes."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
+from golden_givt import GOLDEN, golden
 
 from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
 from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
 
-GOLDEN = Path(__file__).parents[2] / "data" / "givt" / "vae.npz"
-
 
 def test_released_weights_give_the_released_values():
-    arrays = read_arrays(GOLDEN)
+    arrays = read_arrays(GOLDEN / "vae.npz")
     shape = vae_shape(arrays)
     assert shape == VAEShape(latent_channels=8, filters=32, multipliers=(1, 2, 2))
     network = VAENetwork(shape).requires_grad_(False)
     network.load_state_dict(vae_weights(arrays))
-    golden = np.load(GOLDEN)
+    values = golden("vae")
     pixels, moments, output = (
-        torch.tensor(golden[name]).permute(0, 3, 1, 2)
+        torch.tensor(values[name]).permute(0, 3, 1, 2)
         for name in ("image01", "moments", "decoder_output")
     )
     posterior = network.posterior(pixels)

@@ -6,13 +6,44 @@ which a device would wait for too, is noticed by the dispatcher.
 
 import pytest
 import torch
+from small_batches import batch_of, run_layers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavis.data.batch import Batch
-
+pytestmark = pytest.mark.once
+IMAGES = torch.zeros(2, 12, 12, 3).byte()
+LATENTS = torch.zeros(2, 2, 4, 3, 3).half()
+GIVT = "objective={name: givt, latent_channels: 4, downsampling: 4, num_components: 2}"
+MASKGIT = GIVT.replace("givt", "givt_maskgit")
 IDS = ["objective.vocabulary_size=12", "objective.variant=d2d"]
+PAPERS = [
+    # words of the config of a small GVP, inputs as shards hold them
+    (["objective={name: igpt, vocabulary_size: 12}"], torch.zeros(2, 144).byte()),
+    (
+        ["objective={name: igpt, vocabulary_size: 12, mode: bert, order: random}"],
+        torch.zeros(2, 144).byte(),
+    ),
+    ([GIVT, "objective.adapter_blocks=2"], LATENTS),
+    ([MASKGIT], LATENTS),
+    (["objective={name: darl, patch_size: 4}"], IMAGES),
+    (
+        [
+            "objective={name: darl, patch_size: 4, loss: diffusion, order: random}",
+            "objective.two_streams=true",
+        ],
+        IMAGES,
+    ),
+    (["objective={name: mp3, patch_size: 4}"], IMAGES),
+    (["model.positions=sincos"], IMAGES),
+    ([*IDS, "model.positions=sincos"], torch.zeros(2, 9).byte()),
+    (["objective.segmentation=random", "model.positions=rope_2d"], IMAGES),
+    (
+        ["objective.segmentation=given", "objective.boundaries=[2,4]", "objective.num_groups=2"],
+        IMAGES,
+    ),
+    (["objective.order=raster", "objective.normalize_targets=true"], IMAGES),
+]
 
 
 class NoCopies(TorchDispatchMode):
@@ -45,21 +76,11 @@ class NoNumbers(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        IDS,
-        ["objective.segmentation=random", "model.positions=rope_2d"],
-        ["objective.segmentation=given", "objective.boundaries=[2,4]", "objective.num_groups=2"],
-        ["objective.order=raster", "objective.normalize_targets=true"],
-    ],
-)
-def test_a_step_never_asks_the_host(build_gvp, words):
-    objective, runner = build_gvp("model.positions=sincos", *words)
+@pytest.mark.parametrize(("words", "inputs"), PAPERS)
+def test_a_step_never_asks_the_host(build_gvp, words, inputs):
+    objective, runner = build_gvp(*words)
     layers = [layer.to("meta") for layer in runner.layers.modules]
-    inputs = torch.randint(12, (2, 9)) if words == IDS else torch.zeros(2, 12, 12, 3).byte()
-    batch = Batch(inputs, torch.zeros(2).long(), torch.arange(2)).to("meta")
+    batch = batch_of(inputs).to("meta")
     # What is sent once, before the first step ends, may be sent.
     step(objective, layers, batch)
     with NoCopies() as copies, NoNumbers() as numbers:
@@ -70,9 +91,6 @@ def test_a_step_never_asks_the_host(build_gvp, words):
 
 def step(objective, layers, batch):
     sequence = objective.sequence(batch)
-    state = sequence.inputs
-    for layer in layers:
-        state = layer(state)
-    loss = objective.loss(state, sequence.targets)
+    loss = objective.loss(run_layers(layers, sequence.inputs), sequence.targets)
     loss.backward()
     return loss

@@ -1,0 +1,25 @@
+"""Batches of random images, and what layers make of them one after the other."""
+
+import torch
+
+from megavis.data.batch import Batch
+
+
+def photographs(count, side, seed=1):
+    """Draw images uint8 `[count, side, side, 3]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (count, side, side, 3), generator=generator, dtype=torch.uint8)
+
+
+def batch_of(inputs, first=0):
+    """Return samples without labels, numbered from `first`."""
+    index = torch.arange(first, first + len(inputs))
+    return Batch(inputs, torch.full((len(inputs),), -1), index)
+
+
+def run_layers(layers, inputs):
+    """Run layers with their gradient, which `Runner` leaves out."""
+    state = inputs
+    for layer in layers:
+        state = layer(state)
+    return state
