@@ -197,6 +197,12 @@ def test_what_does_not_fit_is_refused_by_key(make, words, said):
         make(*words)
 
 
+def test_images_of_another_size_are_refused(make):
+    objective, _ = make()
+    with pytest.raises(UserError, match=r"takes uint8 \[b, 16, 16, 3\]"):
+        objective.inputs_from(photographs(2, 12))
+
+
 def test_attention_read_from_projections_is_what_the_block_mixes_with(make):
     from megavis.evaluation.attention_maps import attention_weights
 
