@@ -70,10 +70,15 @@ def frozen(network: nn.Module, pixels: Tensor) -> Tensor:
 
 
 def squared_slope(network: nn.Module, pixels: Tensor) -> Tensor:
-    """Return ‖∇ D(x)‖² at images `[b, 3, H, W]`: float32 `[b]`, to be differentiated again."""
-    leaf = pixels.detach().requires_grad_()
-    scores = network(leaf).float()
-    (slope,) = torch.autograd.grad(scores.sum(), leaf, create_graph=True)
+    """Return ‖∇ D(x)‖² at images `[b, 3, H, W]`: float32 `[b]`.
+
+    It can be differentiated again, unless gradients are off, as in validation.
+    """
+    learns = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = pixels.detach().requires_grad_()
+        scores = network(leaf).float()
+        (slope,) = torch.autograd.grad(scores.sum(), leaf, create_graph=learns)
     return slope.float().square().sum((1, 2, 3))
 
 

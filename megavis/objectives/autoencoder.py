@@ -66,8 +66,7 @@ class DiscriminatorLayer(nn.Module):
         for_generator = frozen(self.network, reconstruction)
         real, fake = self.network(pixels), self.network(reconstruction.detach())
         slope = torch.zeros(len(pixels), device=pixels.device)
-        # Without gradients, as in validation, there is no slope to measure.
-        if self.penalises and torch.is_grad_enabled():
+        if self.penalises:
             slope = squared_slope(self.network, pixels)
         return (*state, for_generator, real, fake, slope)
 
@@ -170,7 +169,8 @@ class AutoencoderObjective(Trainable):
             for_generator, real, fake, slope = scores
             terms["adversarial"] = generator_loss(for_generator).mean()
             terms["discriminator"] = discriminator_loss(real, fake).mean()
-            terms["squared_slope"] = slope.mean()
+            if self.paper.r1_weight:
+                terms["squared_slope"] = slope.mean()
         return terms
 
     @cached_property

@@ -67,6 +67,9 @@ def test_squared_slope_is_that_of_finite_differences():
         slope = (network(pixels + steps) - network(pixels - steps)) / 2e-6
     found = squared_slope(network, pixels)
     torch.testing.assert_close(found.double()[0], slope.square().sum(), rtol=1e-4, atol=0)
+    with torch.no_grad():  # as in validation
+        alone = squared_slope(network, pixels)
+    torch.testing.assert_close(alone, found.detach())
     found.sum().backward()
     assert network.conv_in.weight.grad.abs().sum() > 0
 
