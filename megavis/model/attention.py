@@ -179,6 +179,7 @@ class CrossAttention(Attention):
         # As where tokens are chosen, the projections take whole sequences: a memory is not split.
         super().__init__(config, layer_number, visibility_kind="context", **options)
 
+    # Megatron's layer passes other arguments to a cross-attention than to a self-attention.
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, key_value_states: Tensor, attention_mask: Relations, **_: Any
     ) -> tuple[Tensor, Tensor | None]:

@@ -199,7 +199,7 @@ class KeyValueCache:
         return self._fixed[layer].unbind()
 
     def select(self, order: Tensor) -> None:
-        """Go on with other sequences: int64 `[b]`, which of the old each new one goes on."""
+        """Continue other sequences: int64 `[b]`, for each new one the old one that it continues."""
         for stored in (*self._stored.values(), *self._fixed.values()):
             stored.copy_(stored[:, order])
 
