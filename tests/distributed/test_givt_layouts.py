@@ -191,8 +191,8 @@ def test_an_encoder_is_trained_alike_in_all_layouts(
 def split_outputs(
     launch: Launch, run_folder: str, inputs: np.ndarray, given: dict[str, torch.Tensor]
 ) -> np.ndarray:
-    """Return the outputs of an imported run whose layers two processes share."""
-    open_context(launch, tensor_model_parallel_size=2)
+    """Return the outputs of an imported run whose layers all processes share."""
+    open_context(launch, tensor_model_parallel_size=launch.world_size)
     try:
         run = Run.open(run_folder, device="cpu")
         return run.outputs(torch.from_numpy(inputs), **given).numpy()
@@ -201,10 +201,12 @@ def split_outputs(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_golden_values_hold_on_two_processes(run_job: Any, tmp_path: Path, name: str) -> None:
+def test_golden_values_hold_in_tensor_groups(run_job: Any, tmp_path: Path, name: str) -> None:
     run, values = import_golden(tmp_path, name), golden(name)
-    for outputs in run_job(split_outputs, 2, run, values["tokens"], conditions(values)):
-        np.testing.assert_allclose(outputs, values["logits"], rtol=0, atol=1e-4)
+    # All sizes that the four heads can be shared out to; alone, tests/unit has them.
+    for size in (2, 4):
+        for outputs in run_job(split_outputs, size, run, values["tokens"], conditions(values)):
+            np.testing.assert_allclose(outputs, values["logits"], rtol=0, atol=1e-4)
 
 
 def test_the_golden_vae_holds_on_two_processes(run_job: Any, tmp_path: Path) -> None:
