@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands import sample_latents
+from megavis.commands.probing import add_layout_argument
 from megavis.commands.sample_npz import choice_of_ids, write_samples
 from megavis.config.errors import UserError
 
@@ -68,9 +69,7 @@ def add_parser(subparsers: Any) -> None:
         " was cut off goes on",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
-    parser.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, help="processes that share each layer"
-    )
+    add_layout_argument(parser)
     sample_latents.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
         context = open_context(
             read_launch(os.environ),
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            tensor_model_parallel_size=args.tensor_parallel,
             device=args.device,
         )
     try:
