@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megavis.config.errors import UserError
 
@@ -75,11 +75,22 @@ def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDatas
 
 def read_in_turn(dataset: ShardDataset, count: int) -> Batch:
     """Read `count` images: the first of each class, then the second of each, and so on."""
-    from megavis.commands.sample import take_turns
     from megavis.data.loader import read_batch
 
     indices = take_turns(dataset, count)
     return read_batch(dataset, indices, indices)
+
+
+def take_turns(dataset: ShardDataset, count: int) -> Any:
+    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
+    import numpy as np
+
+    seen: dict[int, int] = {}
+    turns = []
+    for index, label in enumerate(dataset.labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turns.append((seen[label], label, index))
+    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)
 
 
 def training_shards(opened: Run) -> Sequence[Shards]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megavis.data.batch import Batch
-    from megavis.data.dataset import ShardDataset
     from megavis.notebook import Run
     from megavis.objectives.base import PatchByPatch
 
@@ -184,33 +183,15 @@ def _photographs(opened: Run, args: argparse.Namespace) -> Tensor:
 
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
-    """Return held-out images, or raise UserError where there are none."""
-    examples = _examples(opened, args)
-    if examples is None:
-        raise UserError("the run has no data.validation; name a shard folder with --images")
-    return examples
+    """Return held-out images, classes taking turns; raises UserError where there are none."""
+    from megavis.commands.opening import open_held_out, read_in_turn
+
+    dataset = open_held_out(opened, args.images, option="--images")
+    return read_in_turn(dataset, args.num_images).to(opened.context.device)
 
 
 def _examples(opened: Run, args: argparse.Namespace) -> Batch | None:
     """Return held-out images, classes taking turns; None where no folder is named."""
-    from megavis.commands.opening import open_shards
-    from megavis.data.loader import read_batch
-
-    folder = args.images or opened.config.data.validation
-    if folder is None:
+    if args.images is None and opened.config.data.validation is None:
         return None
-    dataset = open_shards(opened, folder)
-    indices = take_turns(dataset, args.num_images)
-    return read_batch(dataset, indices, indices).to(opened.context.device)
-
-
-def take_turns(dataset: ShardDataset, count: int) -> Any:
-    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
-    import numpy as np
-
-    seen: dict[int, int] = {}
-    turns = []
-    for index, label in enumerate(dataset.labels.tolist()):
-        seen[label] = seen.get(label, 0) + 1
-        turns.append((seen[label], label, index))
-    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)
+    return _held_out(opened, args)

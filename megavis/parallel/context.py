@@ -228,6 +228,7 @@ def _answer_megatron(device: str) -> None:
     They ask `torch.cuda.current_device()` where the buffer of a gather belongs, which raises
     without CUDA. Answering "cpu" makes the same code run that runs on GPUs.
     """
+    # torch declares an index; the allocations that Megatron makes take a device as well.
     torch.cuda.current_device = lambda: torch.device(device)  # type: ignore[assignment,return-value]
 
 

@@ -148,7 +148,7 @@ def test_the_sample_command_writes_pictures(trained, capsys, tmp_path):
 
 
 def test_photographs_of_all_classes_take_turns(shard_folders):
-    from megavis.commands.sample import take_turns
+    from megavis.commands.opening import take_turns
 
     dataset = ShardDataset(shard_folders / "validation")
     indices = take_turns(dataset, 7)
