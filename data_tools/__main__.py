@@ -13,6 +13,7 @@ from data_tools import (
     id_shards,
     jpeg_shards,
     latent_shards,
+    letters,
     pair_shards,
     palette_fit,
     palette_shards,
@@ -64,6 +65,13 @@ class Verb:
 
 
 VERBS = (
+    Verb(
+        "letters",
+        "draw capital letters in the fonts that matplotlib ships; validation by fonts of its own",
+        "demo/letters --size 12",
+        letters.add_arguments,
+        letters.run,
+    ),
     Verb(
         "photographs",
         "write crops of photographs that scikit-image and scikit-learn ship",

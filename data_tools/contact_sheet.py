@@ -93,10 +93,13 @@ def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None
     return np.concatenate(images)
 
 
-def tile(images: np.ndarray, *, scale: int) -> np.ndarray:
-    """Lay images uint8 `[n, h, w, 3]` out in a near-square grid on white: uint8 `[H, W, 3]`."""
+def tile(images: np.ndarray, *, scale: int, columns: int | None = None) -> np.ndarray:
+    """Lay images uint8 `[n, h, w, 3]` out in a grid on white: uint8 `[H, W, 3]`.
+
+    Without `columns` the grid is nearly square.
+    """
     count, height, width = images.shape[:3]
-    columns = math.ceil(math.sqrt(count * height / width))
+    columns = columns or math.ceil(math.sqrt(count * height / width))
     rows = math.ceil(count / columns)
     steps = np.array([height, width]) * scale + _GAP
     sheet = np.full((*(steps * (rows, columns) + _GAP), 3), 255, np.uint8)

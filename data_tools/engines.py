@@ -80,7 +80,7 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
     # Spawned, not forked: the parent may hold threads, and a forked lock never opens.
     context = multiprocessing.get_context("spawn")
     rest, in_flight = iter(units), workers * _IN_FLIGHT_PER_WORKER
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
         flying: dict[Future[UnitResult], Unit] = {}
         try:
             while True:
@@ -102,7 +102,7 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this worker process when the one that started it is gone.
 
     Otherwise a worker whose parent is killed waits for its next unit for ever.

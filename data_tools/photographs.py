@@ -1,4 +1,4 @@
-"""`photographs`: the demo's images, cut from photographs that two Python packages ship.
+"""`photographs`: crops of photographs that two Python packages ship.
 
 Each photograph is split into regions with margins between them, so no pixel is in two: training,
 validation, and selection, by which probes choose their layer. Every crop comes from inside one
@@ -8,9 +8,8 @@ region. Class = photograph.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,10 +20,10 @@ import numpy as np
 from PIL import Image
 
 from data_tools.close_ups import cut_close_ups
+from data_tools.made_folder import make_folder
 from data_tools.report import Progress, say
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
 
 RECORD_NAME = "photographs.json"
 _SPLITS = ("train", "selection", "validation")
@@ -63,7 +62,7 @@ class Region:
 
 
 def photographs() -> list[Photograph]:
-    """Return the photographs that the demo uses, in the order of their names."""
+    """Return the photographs that are cut, in the order of their names."""
     skimage, sklearn = ("skimage", "data"), ("sklearn", "datasets/images")
     table = [
         ("astronaut", skimage, "astronaut.png", "bottom"),
@@ -111,19 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the crops; a folder that already holds these very crops is kept. Raises UserError."""
     record = _record(arguments)
     out: Path = arguments.out
-    if out.exists() and any(out.iterdir()):
-        _check_same(out, record)
-        say(f"{out}: the crops are there already")
-        return 0
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     totals = (arguments.crops, arguments.selection_crops, arguments.validation_crops)
     counts = dict(zip(_SPLITS, totals, strict=True))
-    _write_crops(partial, counts, arguments)
-    write_atomically(partial / RECORD_NAME, json.dumps(record, indent=2).encode() + b"\n")
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
+    write = functools.partial(_write_crops, counts=counts, arguments=arguments)
+    if not make_folder(out, RECORD_NAME, record, write):
+        say(f"{out}: the crops are there already")
+        return 0
     classes = len(photographs())
     say(
         f"{out}: {', '.join(f'{count} {split}' for split, count in counts.items())} crops"
@@ -144,7 +136,7 @@ def _record(arguments: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def _write_crops(folder: Path, counts: Mapping[str, int], arguments: argparse.Namespace) -> None:
+def _write_crops(folder: Path, *, counts: Mapping[str, int], arguments: argparse.Namespace) -> None:
     """Cut every photograph into `folder`, as many crops of each split as `counts` says."""
     with Progress("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
         for number, photograph in enumerate(photographs()):
@@ -246,13 +238,3 @@ def _save(crops: Iterator[Image.Image], folder: Path) -> None:
     folder.mkdir(parents=True)
     for number, crop in enumerate(crops):
         crop.save(folder / f"{number:05d}.png", compress_level=1)
-
-
-def _check_same(out: Path, record: dict[str, object]) -> None:
-    path = out / RECORD_NAME
-    try:
-        same = json.loads(path.read_bytes()) == record
-    except (OSError, ValueError):
-        same = False
-    if not same:
-        raise UserError(f"{out} is not empty and holds other files: choose another folder")
