@@ -172,6 +172,9 @@ class Run:
 
         Returns:
             float32 `[b, h]`, or `[L + 1, b, h]` for all layers.
+
+        Raises:
+            UserError: there is no such layer, or the model cannot do without a class.
         """
         batch = self._batch(inputs, sample_index)
         features = self.runner.features(self.objective.feature_inputs(batch))
@@ -183,12 +186,16 @@ class Run:
 
     @torch.no_grad()
     def loss(self, inputs: Any, *, sample_index: Tensor | None = None) -> float:
-        """Return the objective's loss, for iGPT in nats a token.
+        """Return the objective's loss without a class, for iGPT in nats a token.
 
         Args:
             inputs: as `features` takes them.
             sample_index: int64 `[b]`, which drives random masks; 0 .. b - 1 when absent.
+
+        Raises:
+            UserError: the model cannot do without a class.
         """
+        self.objective.check_unlabelled()
         sequence = self.objective.sequence(self._batch(inputs, sample_index))
         predictions = self.runner.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))

@@ -66,7 +66,7 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
 
     data, cache = probe_data(opened, args), feature_cache(opened, args)
     trained = network_of(opened, cache)
-    num_views = args.masks or trained.num_views(data.validation)
+    num_views = args.masks or trained.num_views
     networks = itertools.chain([trained], untrained_networks(opened, args, cache))
     pairs: Iterator[Pair] = (data.features(network, num_views=num_views) for network in networks)
     if opened.context.world.size > 1:

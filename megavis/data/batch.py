@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,10 @@ class Batch:
 
     def __len__(self) -> int:
         return self.inputs.shape[0]
+
+    def unlabelled(self) -> Batch:
+        """Return the same samples without their classes."""
+        return replace(self, labels=torch.full_like(self.labels, -1))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`; `non_blocking` needs pinned memory to help."""

@@ -86,7 +86,7 @@ def name_classes(
     ):
         batch = batch.to(context.device)
         views = [view_of(batch, number, dataset) for number in range(num_views)]
-        logits = [_logits(runner, objective, view) for view in views]
+        logits = [class_logits(runner, objective, view) for view in views]
         counts[0] += is_among_likeliest(logits[0], batch.labels, 1).sum()
         counts[1] += is_among_likeliest(logits[0], batch.labels, 5).sum()
         answers = commonest(torch.stack([view.argmax(1) for view in logits]).cpu().numpy())
@@ -96,7 +96,9 @@ def name_classes(
     return _result(counts.cpu().numpy(), num_classes, num_views)
 
 
-def _logits(runner: Runner, objective: Classification, batch: Batch) -> Tensor:
+@torch.no_grad()
+def class_logits(runner: Runner, objective: Classification, batch: Batch) -> Tensor:
+    """Return a fine-tuned network's logits `[b, c]` of images, whose labels it does not see."""
     predictions = runner.predictions(objective.sequence(batch).inputs)
     return objective.outputs(predictions)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megavis.data.loader import Readable, evaluation_batches
+from megavis.evaluation.classes import class_logits
 from megavis.model.runner import Runner
 from megavis.objectives.classification import Classification, is_among_likeliest
 
@@ -45,7 +46,7 @@ def answer(runner: Runner, objective: Classification, dataset: Readable) -> Answ
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE):
         labels.append(batch.labels)
         batch = batch.to(runner.context.device)
-        logits = objective.outputs(runner.predictions(objective.sequence(batch).inputs))
+        logits = class_logits(runner, objective, batch)
         probabilities.append(logits.double().softmax(-1).cpu())
     return Answers(torch.cat(probabilities), torch.cat(labels))
 

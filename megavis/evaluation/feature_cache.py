@@ -33,7 +33,7 @@ from megavis.evaluation.features import LabelledFeatures
 
 FOLDER = Path("evaluation") / "features"
 """In a run folder."""
-_FORMAT = 1
+_FORMAT = 2
 """To be raised when the same key would mean other features: files of another one are not found."""
 
 Key = Mapping[str, Any]

@@ -6,12 +6,10 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
@@ -72,18 +70,6 @@ def view_of(batch: Batch, number: int, dataset: Readable) -> Batch:
     further on in the endless stream of samples.
     """
     return dataclasses.replace(batch, sample_index=batch.sample_index + number * len(dataset))
-
-
-def has_random_inputs(inputs_of: Callable[[Batch], tuple[Tensor, ...]], dataset: Readable) -> bool:
-    """Say whether the model's inputs hold random draws, as BERT's masks.
-
-    Args:
-        inputs_of: what makes inputs of a batch, for example `objective.feature_inputs`.
-        dataset: to try it on.
-    """
-    batch = next(_batches(dataset, limit=8, batch_size=8))
-    one, other = (inputs_of(view_of(batch, view, dataset)) for view in (0, 1))
-    return any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def pixel_features(

@@ -19,7 +19,7 @@ from torch import Tensor
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import batches_in_turn
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
-from megavis.evaluation.features import LabelledFeatures, has_random_inputs, view_of
+from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
@@ -63,9 +63,10 @@ class Network:
         """What runs the network."""
         return self.build()
 
-    def num_views(self, dataset: ShardDataset) -> int:
-        """Return how often an image is looked at: 5 times where inputs are masked at random."""
-        return NUM_VIEWS if has_random_inputs(self.objective.feature_inputs, dataset) else 1
+    @property
+    def num_views(self) -> int:
+        """How often an image is looked at: 5 times where its inputs hold random draws."""
+        return NUM_VIEWS if self.objective.has_random_features else 1
 
     def features(
         self, dataset: ShardDataset, *, limit: int | None = None, num_views: int = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -97,12 +97,36 @@ class Objective(Trainable):
     def build_head(self) -> nn.Module:
         """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
 
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for features; those of training unless a paper says otherwise.
+    @property
+    @abstractmethod
+    def has_random_sequence(self) -> bool:
+        """True where random draws of each sample decide what blocks see in `sequence`."""
 
-        Every token of this sequence counts in a mean over tokens.
+    @final
+    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for features of a batch, whose labels are not read.
+
+        Raises:
+            UserError: the model has no input that stands for "no class".
         """
-        return self.sequence(batch).inputs
+        self.check_unlabelled()
+        index = batch.sample_index if self.has_random_features else None
+        return self.inputs_for_features(batch.inputs, index)
+
+    @abstractmethod
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for features of samples, with nothing hidden that need not be.
+
+        Every token of this sequence counts in a mean over tokens. A class is not among the
+        arguments, since features must not hold the answer that a probe reads off them.
+
+        Args:
+            inputs: what the shards hold (`Batch.inputs`).
+            sample_index: int64 `[b]`, which drives random draws; None unless
+                `has_random_features` declares that there are any.
+        """
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return a batch of nothing in the form of the shards: images, unless a paper says else."""

@@ -85,6 +85,23 @@ class Classification(Trainable):
         """As in pre-training."""
         return self.paper.carries_gradient
 
+    @property
+    def has_random_sequence(self) -> bool:
+        """True where what classes are read off depends on random draws of each sample."""
+        if self.is_joint:
+            return self.paper.has_random_sequence
+        return self.has_random_features
+
+    @property
+    def has_random_features(self) -> bool:
+        """As in pre-training."""
+        return self.paper.has_random_features
+
+    @property
+    def missing_null_label(self) -> str | None:
+        """As in pre-training."""
+        return self.paper.missing_null_label
+
     def flops_per_image(self) -> float:
         """Return the operations of a training step for one image, without the classifier's few."""
         if self.is_joint:
@@ -120,10 +137,14 @@ class Classification(Trainable):
         return ClassHead(core, head.get_submodule("norm"), classifier)
 
     def sequence(self, batch: Batch) -> Sequence:
-        """Return the paper's sequence with the labels; without its own loss, that of features."""
+        """Return the paper's sequence, then the labels, which are no part of its inputs.
+
+        Without the paper's own loss it is the sequence of features.
+        """
         if not self.is_joint:
             return Sequence(self.feature_inputs(batch), (batch.labels,))
-        own = self.paper.sequence(batch)
+        self.check_unlabelled()
+        own = self.paper.sequence(batch.unlabelled())
         return Sequence(self._with_samples(own.inputs, batch), (*own.targets, batch.labels))
 
     def training_sequence(self, batch: Batch) -> Sequence:

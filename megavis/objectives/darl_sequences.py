@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.data.batch import Batch
 from megavis.model.diffusion import BetaNoise, corrupt
 from megavis.model.orders import SharedOrder, fixed_order, random_orders, take_places
 from megavis.objectives.base import Objective
@@ -107,14 +106,21 @@ class PatchSequences(Objective):
         asked = order if self.paper.two_streams else order[:, :0]
         return *shifted(clean[:, :-1], order[:, :-1]), asked, self._noisy_or_none(noisy, clean)
 
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+    @property
+    def has_random_sequence(self) -> bool:
+        """An image may have an order of its own; noise is for the decoder alone."""
+        return self.paper.order == "random"
+
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return start token and all patches, also the last, without queries.
 
         "The input token is the last image patch which the model doesn't need during pre-training"
         (section 4.1). A random order gives way to rows ("fine-tuned ... with fixed ordering",
         figure 6).
         """
-        patches = self.patches_of(batch.inputs)
+        patches = self.patches_of(inputs)
         order = self.shared_order.on(patches.device).expand(len(patches), -1)
         tokens, places = shifted(take_places(patches, order), order)
         return tokens, places, order[:, :0], self._noisy_or_none(None, tokens)

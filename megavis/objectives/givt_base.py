@@ -20,6 +20,7 @@ from megavis.data.manifest import Manifest
 from megavis.model.init import Initialization, truncated_normal, xavier_uniform
 from megavis.model.mixture import Distribution, FullGaussian, Mixture
 from megavis.model.positions import PositionKind, carried_names
+from megavis.objectives.givt_config import NO_NULL_LABEL
 from megavis.objectives.givt_latents import LatentSource
 from megavis.objectives.givt_layers import TOKENS, LatentEmbedding
 from megavis.parallel.random import uniform
@@ -83,9 +84,27 @@ class LatentTokens(LatentSource):
             yield "has no labels; set objective.num_classes to 0, or give labelled shards"
 
     @property
-    def needs_labels(self) -> bool:
-        """True unless a null label, or none at all, stands for a sample without one."""
-        return self.paper.num_classes > 0 and not self.paper.has_null_label
+    def missing_null_label(self) -> str | None:
+        """A sentence where the table of labels has classes and no null label."""
+        if self.paper.has_null_label or not self.paper.num_classes:
+            return None
+        return f"objective.label_dropout {NO_NULL_LABEL}"
+
+    @property
+    def has_random_sequence(self) -> bool:
+        """Latents are drawn from the VAE's posterior (section 3.1)."""
+        return True
+
+    @property
+    def has_random_features(self) -> bool:
+        """Latents are drawn for features as in training."""
+        return True
+
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return all latents, none hidden, with the null label in front."""
+        return self.inputs_from(inputs, sample_index=sample_index)
 
     @property
     def num_label_rows(self) -> int:
@@ -106,10 +125,11 @@ class LatentTokens(LatentSource):
         Raises:
             UserError: a label is out of range, or none is given to a model that wants one.
         """
-        if labels is None:
-            labels = torch.full((count,), -1)
+        if labels is None and not self.needs_labels:
+            return torch.full((count,), self.null_row, device=device)
         if not self.paper.num_classes:
             return torch.zeros(count, dtype=torch.int64, device=device)
+        labels = torch.full((count,), -1) if labels is None else labels
         lowest = -1 if self.paper.has_null_label else 0
         if int(labels.min()) < lowest or int(labels.max()) >= self.paper.num_classes:
             null = " or -1 for no class" if lowest else ", without a null label"

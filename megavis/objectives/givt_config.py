@@ -21,6 +21,12 @@ from megavis.config.schema import (
 from megavis.model.mixture import ScaleActivation, ScaleForm
 from megavis.objectives.layout_checks import check_tokens
 
+NO_NULL_LABEL = (
+    "is 0: the model has no null label and cannot do without the class of an image, which features"
+    " must not see; train with a value above 0"
+)
+"""What is wrong with `objective.label_dropout` where classes are read off such a model."""
+
 
 class LatentTokensConfig(ObjectiveConfig):
     """What both models share."""
@@ -100,8 +106,15 @@ class LatentTokensConfig(ObjectiveConfig):
             text = f"{self.num_components} Gaussians cannot have a full covariance; use 1"
             yield "objective.num_components", text
         yield from self._check_adapter()
+        yield from self._check_null_label(config)
         places = self.num_places(config)
         yield from check_tokens(config, places, what=f"{places} places")
+
+    def _check_null_label(self, config: RunConfig) -> Iterator[Complaint]:
+        measures = config.evaluation.what if config.evaluation else ()
+        reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)
+        if reads_classes and self.num_classes and not self.has_null_label:
+            yield "objective.label_dropout", NO_NULL_LABEL
 
     def _check_adapter(self) -> Iterator[Complaint]:
         half, groups = self.token_size // 2, min(32, self.token_size // 2)

@@ -164,6 +164,13 @@ class GIVTEncoderDecoder(GIVT):
         inputs = (latents, self.training_rows(batch), self.condition(images))
         return Sequence(inputs, self.plain_targets(latents))
 
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return the latents of the targets with the null label in front, and the images."""
+        images, targets = self.images_and_targets(inputs)
+        return self.inputs_from(targets, image=images, sample_index=sample_index)
+
     def condition(self, images: Tensor) -> Tensor:
         """Return what the encoder reads, float32 `[b, H, W, 3]` from -1 to 1.
 

@@ -178,16 +178,24 @@ class GVP(FillsPatches):
             return content_alone(content, seen, seen_groups)
         return two_streams(content, seen, seen_groups, order[:, first:], groups[:, first:])
 
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+    @property
+    def has_random_sequence(self) -> bool:
+        """Orders are drawn, or boundaries of groups."""
+        paper = self.paper
+        return paper.order == "random" or paper.segmentation in ("random", "mixed")
+
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return the content stream alone, in raster order, with the causal mask kept.
 
         "For linear probing, we keep the causal mask to maintain the same feature distribution"
         (section 5); the groups are typical ones of training, without a draw.
         """
-        order = raster(batch.sample_index, self.num_tokens)
-        groups = self.grouping.typical(order)
-        streams = content_alone(self.content.of(batch.inputs), order, groups)
-        return (*streams, *self._conditions(batch.inputs))
+        content = self.content.of(inputs)
+        order = raster(content, self.num_tokens)
+        streams = content_alone(content, order, self.grouping.typical(order))
+        return (*streams, *self._conditions(inputs))
 
     def inputs_from(
         self,

@@ -121,7 +121,7 @@ def content_alone(tokens: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
     return two_streams(tokens, order, groups, order[:, :0], groups[:, :0])
 
 
-def raster(sample_index: Tensor, num_tokens: int) -> Tensor:
-    """Return the order 0, 1, ..., T - 1 for each image: int64 `[b, T]`."""
-    places = torch.arange(num_tokens, device=sample_index.device)
-    return places.expand(len(sample_index), -1)
+def raster(images: Tensor, num_tokens: int) -> Tensor:
+    """Return the order 0, 1, ..., T - 1 for each of `images` `[b, ...]`: int64 `[b, T]`."""
+    places = torch.arange(num_tokens, device=images.device)
+    return places.expand(len(images), -1)

@@ -131,6 +131,22 @@ class IGPT(Objective):
         inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
         return Sequence(inputs, (self.to_order(batch.inputs), *inputs[2:]))
 
+    @property
+    def has_random_sequence(self) -> bool:
+        """BERT's masks are drawn."""
+        return self.paper.mode == "bert"
+
+    @property
+    def has_random_features(self) -> bool:
+        """BERT's inputs are masked for features too, "to keep inputs in-distribution" (4.6)."""
+        return self.has_random_sequence
+
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs of training."""
+        return self.inputs_from(inputs, sample_index=sample_index)
+
     def to_order(self, raster: Tensor) -> Tensor:
         """Put ids `[b, n]` from raster order into the run's order; returns int64."""
         return raster.long()[:, self.order.on(raster.device)]

@@ -193,9 +193,16 @@ class MP3(Objective):
         places = torch.arange(self.num_places, device=patches.device).expand(len(batch), -1)
         return Sequence(inputs, (places.scatter(1, inputs[-1], TOLD),))
 
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+    @property
+    def has_random_sequence(self) -> bool:
+        """Some patches are drawn to be seen, or to be told their place."""
+        return self.num_context(self.mask_ratio) < self.num_places or self.num_told > 0
+
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return the inputs in which all patches are seen, as in fine-tuning (section 3.3)."""
-        return self.inputs_from(batch.inputs)
+        return self.inputs_from(inputs)
 
     def inputs_from(
         self,

@@ -119,8 +119,27 @@ class Trainable(ABC):
         return None
 
     @property
+    def missing_null_label(self) -> str | None:
+        """Sentence that names the key which would give a label for "no class"; None: no need."""
+        return None
+
+    @property
     def needs_labels(self) -> bool:
         """True where every sample must have a class."""
+        return self.missing_null_label is not None
+
+    def check_unlabelled(self) -> None:
+        """Check that the model can be run on samples without their class.
+
+        Raises:
+            UserError: no input stands for "no class"; names the key that would give one.
+        """
+        if self.missing_null_label is not None:
+            raise UserError(self.missing_null_label)
+
+    @property
+    def has_random_features(self) -> bool:
+        """True where inputs for features hold random draws of each sample, as BERT's masks."""
         return False
 
     @property
@@ -134,10 +153,10 @@ class Trainable(ABC):
         return False
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for features of the Transformer's blocks.
+        """Return `Sequence.inputs` for features of the Transformer's blocks, without the label.
 
         Raises:
-            UserError: when there are no blocks.
+            UserError: there are no blocks, or the model has no input that stands for "no class".
         """
         name = self.config.objective.name
         raise UserError(f"{name} has no Transformer blocks whose features could be read")

@@ -21,7 +21,6 @@ from megavis.data.mixture import Samples
 from megavis.data.overlap import refuse_overlap
 from megavis.data.subset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassResult, name_classes
-from megavis.evaluation.features import has_random_inputs
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.trained_on import training_shards
@@ -124,12 +123,11 @@ class Finetuning:
 
     def _result(self, engine: Engine, dataset: Subset) -> ClassResult:
         objective = self.objective
-        random = has_random_inputs(lambda batch: objective.sequence(batch).inputs, dataset)
         return name_classes(
             Runner(engine.layers, engine.context),
             objective,
             dataset,
-            num_views=NUM_VIEWS if random else 1,
+            num_views=NUM_VIEWS if objective.has_random_sequence else 1,
             batch_size=engine.micro_batch_size,
         )
 

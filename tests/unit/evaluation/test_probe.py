@@ -142,7 +142,7 @@ def test_a_bert_model_is_probed_with_masks(build, tmp_path, data):
 def test_five_masks_vote_where_inputs_are_masked(build, tmp_path, data):
     objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
     network = Network.of(runner, objective)
-    result = probe_networks(data, network, num_views=network.num_views(data.validation))
+    result = probe_networks(data, network, num_views=network.num_views)
     assert result.num_views == 5
     assert all(0 <= score.vote_accuracy <= 1 for score in result.trained)
     assert f"({result.best.vote_accuracy:.1%} by the vote of 5 masks)" in table(result)

@@ -1,0 +1,136 @@
+"""Features and classes are read off inputs that do not hold the class."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.objectives import OBJECTIVES as PAPERS
+from megavis.objectives.classification import Classification
+
+NUM_CLASSES = 10
+KEYS = f"latent_channels: 4, downsampling: 8, num_classes: {NUM_CLASSES}, num_components: 2"
+OBJECTIVES = {
+    "causal": f"{{name: givt, {KEYS}}}",
+    "adapter": f"{{name: givt, {KEYS}, adapter_blocks: 2}}",
+    "masked": f"{{name: givt_maskgit, {KEYS}}}",
+    "encoder_decoder": f"{{name: givt_encoder_decoder, {KEYS}, encoder_layers: 1}}",
+}
+FINETUNE = (
+    f"finetune={{num_classes: {NUM_CLASSES}}}",
+    "data.validation=shards/validation",
+    "training.validate_every=1",
+)
+
+
+class FirstPixels:
+    """A VAE whose latents are the first numbers of an image."""
+
+    def to(self, device):
+        return self
+
+    def encode(self, images):
+        means = images.flatten(1)[:, :64].float().view(-1, 4, 4, 4) / 255
+        return torch.stack([means, torch.full_like(means, 0.1)], 1)
+
+
+@pytest.fixture
+def make(build_paper):
+    """Build a small class-conditional model of one of the papers."""
+
+    def make(name, *words):
+        text = f"""\
+name: tiny
+objective: {OBJECTIVES[name]}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}}
+data: {{train: shards/train, image_size: 32}}
+optimizer: {{learning_rate: 1e-3}}
+training: {{steps: 3, batch_size: 8}}
+"""
+        objective, runner = build_paper(text, *words, std=0.3)
+        paper = objective.paper if isinstance(objective, Classification) else objective
+        paper.__dict__["_tokenizer"] = FirstPixels()
+        return objective, runner
+
+    return make
+
+
+def random_batch(name, count, seed=0):
+    """Return random latents (for an encoder, random images) with random labels."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
+    if name == "encoder_decoder":
+        shape = (count, 32, 32, 3)
+        inputs = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    else:
+        inputs = torch.rand(count, 2, 4, 4, 4, generator=generator).half()
+    return Batch(inputs, labels, torch.arange(count))
+
+
+def test_every_paper_that_takes_labels_is_tested_here():
+    wanted = {
+        name for name, paper in PAPERS.items() if "num_classes" in paper.config_type.model_fields
+    }
+    assert wanted == {text.split(",")[0].removeprefix("{name: ") for text in OBJECTIVES.values()}
+
+
+def tokenized(name):
+    return ("objective.tokenizer=vae",) if name == "encoder_decoder" else ()
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_random_labels_are_not_found_in_features_of_random_images(make, name):
+    objective, runner = make(name, *tokenized(name))
+    batch = random_batch(name, 600)
+    layers = runner.features(objective.feature_inputs(batch)).numpy()
+    train, test = slice(0, 400), slice(400, 600)
+    for features in layers:
+        features = (features - features.mean(0)) / features.std(0).clip(1e-6)
+        probe = LogisticRegression(max_iter=300).fit(features[train], batch.labels[train])
+        # Four deviations of the share right among 200 guesses between ten classes.
+        assert probe.score(features[test], batch.labels[test]) < 0.1 + 4 * (0.09 / 200) ** 0.5
+
+
+@pytest.mark.parametrize("words", [(), FINETUNE, (*FINETUNE, "finetune.generative_weight=1")])
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
+    objective, runner = make(name, *tokenized(name), *words)
+    batch = random_batch(name, 6)
+    other = Batch(batch.inputs, batch.labels.roll(1), batch.sample_index)
+    assert not torch.equal(batch.labels, other.labels)
+    features = [runner.features(objective.feature_inputs(each)) for each in (batch, other)]
+    assert torch.equal(*features)
+    if not words:
+        return
+    logits = [
+        objective.outputs(runner.predictions(sequence(each).inputs))
+        for sequence in (objective.sequence, objective.training_sequence)
+        for each in (batch, other)
+    ]
+    assert all(torch.equal(logits[0], each) for each in logits[1:])
+    assert logits[0].std(0).min() > 0, "they do change with the image"
+
+
+@pytest.mark.parametrize("name", ["causal", "masked"])
+def test_features_are_those_of_the_null_label_with_nothing_hidden(make, name):
+    objective, _ = make(name)
+    latents, rows, *mask = objective.feature_inputs(random_batch(name, 5))
+    assert latents.shape == (5, 4, 4, 4)
+    assert rows.tolist() == [objective.num_label_rows - 1] * 5
+    assert not any(each.any() for each in mask)
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_a_run_without_a_null_label_is_refused_by_its_key(make, name):
+    words = (*tokenized(name), "objective.label_dropout=0")
+    objective, _ = make(name, *words)
+    with pytest.raises(UserError, match=r"objective\.label_dropout is 0"):
+        objective.feature_inputs(random_batch(name, 2))
+    for more in (FINETUNE, (*FINETUNE[1:], "evaluation={what: [probe]}")):
+        with pytest.raises(UserError, match=r"objective\.label_dropout: is 0"):
+            make(name, *words, *more)
+    # Without classes no input holds one.
+    objective, _ = make(name, *words, "objective.num_classes=0")
+    assert len(np.unique(objective.feature_inputs(random_batch(name, 3))[1])) == 1
