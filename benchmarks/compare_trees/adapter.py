@@ -1,0 +1,115 @@
+"""All that the recorder takes from inside a checkout, besides its commands and `megavis.load`.
+
+When a redesign moves one of these, mend it here, so that old and new trees are both understood.
+Modules are imported by name, since the checkout that is recorded need not be this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+Parameters = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Training:
+    """What was seen of a training.
+
+    Attributes:
+        parameters: by name: shape, weight decay, scale of the learning rate, other options.
+        sequences: inputs and targets of each micro-batch.
+        batches: what the shards held of each micro-batch, and its labels.
+        step_seconds: processor seconds of each step.
+    """
+
+    parameters: Parameters = field(default_factory=dict)
+    sequences: list[tuple[list[np.ndarray], list[np.ndarray]]] = field(default_factory=list)
+    batches: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watched_training() -> Iterator[Training]:
+    """Look over the engine's shoulder while a command trains."""
+    engine: Any = importlib.import_module("megavis.training.engine").Engine
+    seen, start, step = Training(), engine.__init__, engine.train_step
+
+    def started(self: Any, config: Any, objective: Any, context: Any) -> None:
+        objective.training_sequence = _kept(objective.training_sequence, seen)
+        start(self, config, objective, context)
+        seen.parameters = _parameters(self)
+
+    def stepped(self: Any, *args: Any) -> Any:
+        before = time.process_time()
+        result = step(self, *args)
+        seen.step_seconds.append(time.process_time() - before)
+        return result
+
+    with (
+        mock.patch.object(engine, "__init__", started),
+        mock.patch.object(engine, "train_step", stepped),
+    ):
+        yield seen
+
+
+def _kept(sequence_of: Callable[[Any], Any], seen: Training) -> Callable[[Any], Any]:
+    def kept(batch: Any) -> Any:
+        sequence = sequence_of(batch)
+        seen.batches.append((array(batch.inputs), array(batch.labels)))
+        both = [[array(t) for t in part] for part in (sequence.inputs, sequence.targets)]
+        seen.sequences.append((both[0], both[1]))
+        return sequence
+
+    return kept
+
+
+def _parameters(engine: Any) -> Parameters:
+    groups = engine.optimizer.param_groups
+    group_of = {id(p): group for group in groups for p in group["params"]}
+    rows = {}
+    for name, parameter in engine.layers.named_parameters():
+        group = group_of.get(id(parameter), {"frozen": True})
+        hidden = ("params", "lr", "initial_lr")
+        options = {key: _plain(group[key]) for key in sorted(group) if key not in hidden}
+        rows[name] = {"shape": list(parameter.shape), **options}
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def resolved_config(path: str) -> str:
+    """Return a config file with all its defaults, as YAML."""
+    module: Any = importlib.import_module("megavis.config.load")
+    papers: Any = importlib.import_module("megavis.objectives")
+    return str(
+        module.dump_config(module.load_config(path, objectives=papers.objective_configs()).config)
+    )
+
+
+def weights(run: Any) -> dict[str, np.ndarray]:
+    """Return the weights of an opened run by name."""
+    return {name: array(value) for name, value in run.runner.layers.named_parameters()}
+
+
+def close_job() -> None:
+    """Leave the job that `megavis.load` has joined."""
+    module: Any = importlib.import_module("megavis.parallel.context")
+    if module.current_context() is not None:
+        module.close_context()
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy of a tensor."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).clone().numpy()
