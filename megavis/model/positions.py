@@ -144,14 +144,16 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
         hidden_size: width; must divide by 2 · axes.
 
     Returns:
-        float32 `[..., hidden_size]`: for each axis its sines, then its cosines.
+        float32 `[..., hidden_size]`: for each axis its sines, then its cosines, the last axis (the
+        column) first, as in MAE's `get_2d_sincos_pos_embed`.
     """
     axes = coordinates.shape[-1]
     if hidden_size % (2 * axes):
         raise ValueError(f"sin-cos positions of {axes} axes want a width that 2 · {axes} divides")
-    angles = coordinates[..., None].float() * _frequencies(hidden_size // axes, coordinates)
+    places = coordinates.flip(-1)[..., None].double()
+    angles = places * _frequencies(hidden_size // axes, coordinates, torch.float64)
     waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
-    return waves.flatten(-2)
+    return waves.flatten(-2).float()
 
 
 def rotate(heads: Tensor, coordinates: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -190,7 +192,7 @@ def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor
     return (coordinates[..., None].float() * frequencies).flatten(-2)
 
 
-def _frequencies(width: int, like: Tensor) -> Tensor:
-    """Return θ_i for i in 0 .. width / 2 - 1: float32 `[width / 2]`."""
-    steps = torch.arange(0, width, 2, device=like.device, dtype=torch.float32)
+def _frequencies(width: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return θ_i for i in 0 .. width / 2 - 1: `[width / 2]` of `dtype`."""
+    steps = torch.arange(0, width, 2, device=like.device, dtype=dtype)
     return _WAVELENGTH ** (-steps / width)

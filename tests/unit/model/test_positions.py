@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,15 +68,35 @@ def test_half_the_scale_interpolates_sines_and_cosines():
     torch.testing.assert_close(everywhere[1, 3], between)
 
 
-def test_sines_and_cosines_by_loops():
-    table = sincos(grid_coordinates(3, 4), 16)[0]
-    for row in range(3):
-        for column in range(4):
-            expected = []
-            for place in (row, column):
-                angles = [place / 10_000 ** (i / 4) for i in range(4)]
-                expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-            torch.testing.assert_close(table[row * 4 + column], torch.tensor(expected))
+def added(side, hidden_size):
+    """What sin-cos positions add to each cell of a square grid, `[side², hidden_size]`."""
+    kind = Positions("sincos", height=side, width=side, hidden_size=hidden_size, fill=normal(0))
+    return kind(torch.zeros(1, side**2, hidden_size), grid_coordinates(side, side))[0]
+
+
+@pytest.mark.parametrize(("side", "hidden_size"), [(3, 16), (14, 768), (24, 1024)])
+def test_sines_and_cosines_by_loops(side, hidden_size):
+    # MAE's released get_2d_sincos_pos_embed: "here w goes first".
+    expected = np.empty((side**2, hidden_size))
+    quarter = hidden_size // 4
+    for row in range(side):
+        for column in range(side):
+            waves = []
+            for place in (column, row):
+                angles = [place / 10_000 ** (i / quarter) for i in range(quarter)]
+                waves += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            expected[row * side + column] = waves
+    np.testing.assert_allclose(added(side, hidden_size), expected, rtol=0, atol=1e-6)
+
+
+def test_sines_and_cosines_are_those_of_transformers_mae():
+    from transformers.models.vit_mae.modeling_vit_mae import ViTMAEConfig, ViTMAEEmbeddings
+
+    embeddings = ViTMAEEmbeddings(ViTMAEConfig(hidden_size=768, image_size=224, patch_size=16))
+    embeddings.initialize_weights()
+    # Row 0 is the class token's, which has no place.
+    expected = embeddings.position_embeddings[0, 1:].detach()
+    np.testing.assert_allclose(added(14, 768), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
