@@ -224,7 +224,8 @@ class OptimizerConfig(Section):
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's denominator constant."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay on matrices; biases, norms and embeddings have none."""
+    """Decoupled weight decay on the kernels of linear maps and convolutions; biases, norms,
+    embeddings, positions and learned tokens have none."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     """Largest global gradient norm; 0 leaves gradients alone."""
     ema_decay: Fraction = 0.0

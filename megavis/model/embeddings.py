@@ -9,17 +9,20 @@ from megavis.model.core import Core
 from megavis.model.init import Fill
 from megavis.model.positions import PositionKind, Positions
 from megavis.model.tokens import own_tokens
+from megavis.model.weight_decay import without_decay
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:
-    """Return an embedding split over the tensor group by vocabulary rows."""
-    return VocabParallelEmbedding(
+    """Return an embedding split over the tensor group by vocabulary rows. It does not decay."""
+    embedding = VocabParallelEmbedding(
         vocabulary_size,
         core.megatron.hidden_size,
         init_method=fill,
         config=core.megatron,
         tp_group=core.groups.tp,
     )
+    without_decay(embedding.weight)
+    return embedding
 
 
 def grid_positions(

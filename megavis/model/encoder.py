@@ -38,7 +38,7 @@ class Encoder(nn.Module):
         own = _encoder_core(core, num_layers)
         width, numbers = own.megatron.hidden_size, 3 * patch_size**2
         self.patch_size, self.side = patch_size, core.config.data.image_size // patch_size
-        # Flax's default for a convolution; matrices of a name in `linear` decay.
+        # Flax's default for a convolution.
         self.linear_patches = PatchEmbedding(numbers, width, truncated_normal(numbers**-0.5))
         self.positions = Positions(
             "learned",

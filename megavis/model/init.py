@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megavis.model.weight_decay import without_decay
+
 Fill = Callable[[Tensor], object]
 """Fills a tensor in place."""
 
@@ -38,9 +40,10 @@ def normal(std: float) -> Fill:
 
 
 def filled(*shape: int, fill: Fill) -> nn.Parameter:
-    """Return a parameter that is no matrix of a layer: a table, or a learned token."""
+    """Return a parameter that is no matrix of a layer: a table or a learned token. No decay."""
     parameter = nn.Parameter(torch.empty(*shape))
     fill(parameter)
+    without_decay(parameter)
     return parameter
 
 

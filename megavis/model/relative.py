@@ -12,6 +12,8 @@ import torch
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from megavis.model.init import filled, zeros
+
 OFF_GRID = -1
 """Row and column of a token that stands on no cell, such as a class token."""
 
@@ -32,7 +34,7 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.height, self.width = grid
         self.num_offsets = (2 * self.height - 1) * (2 * self.width - 1)
-        self.weight = nn.Parameter(torch.zeros(num_heads, self.num_offsets + 3))
+        self.weight = filled(num_heads, self.num_offsets + 3, fill=zeros)
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:

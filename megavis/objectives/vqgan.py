@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megavis.config.schema import Positive
+from megavis.model.weight_decay import without_decay
 from megavis.objectives.autoencoder import AutoencoderObjective, State
 from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
 from megavis.objectives.trainable import GroupOptions
@@ -64,6 +65,7 @@ class VQGANLayer(nn.Module):
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
         self.network = VQGANNetwork(shape)
+        without_decay(self.network.quantize.embedding.weight)
 
     def forward(self, inputs: State) -> State:
         """Map pixels `[b, 3, H, W]` in [0, 1].

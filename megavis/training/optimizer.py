@@ -13,6 +13,7 @@ from torch import nn
 from megavis.checkpoint.state import logical_shape
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
+from megavis.model.weight_decay import is_without_decay
 from megavis.objectives.trainable import GroupOptions
 from megavis.training.lars import LARS
 
@@ -73,24 +74,33 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters by what the optimizer does with them.
 
-    Matrices of linear layers decay, all others do not; within both, by the objective's options.
+    Some decay and all others do not (`decays`); within both, by the objective's options.
     `learning_rate_scale` of a group multiplies the scheduled rate.
     """
     groups: dict[tuple[bool, GroupOptions], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
-        decays = bool(weight_decay) and name.endswith("weight") and ".linear" in name
-        groups.setdefault((decays, options_of(name)), []).append(parameter)
+        key = (bool(weight_decay) and decays(parameter), options_of(name))
+        groups.setdefault(key, []).append(parameter)
     # Those that decay first, whatever the order of the layers.
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])
     return [
         {
             "params": parameters,
-            "weight_decay": weight_decay if decays else 0.0,
+            "weight_decay": weight_decay if decayed else 0.0,
             "learning_rate_scale": options.learning_rate_scale,
             **({} if options.betas is None else {"betas": options.betas}),
         }
-        for (decays, options), parameters in ordered
+        for (decayed, options), parameters in ordered
     ]
+
+
+def decays(parameter: nn.Parameter) -> bool:
+    """Return whether weight decay applies: two or more dimensions, and not declared otherwise.
+
+    As in MAE's code, biases and the gains of norms have one dimension. A parameter that ZeRO-3 has
+    split counts by its logical shape.
+    """
+    return len(logical_shape(parameter)) > 1 and not is_without_decay(parameter)
 
 
 def split_groups(groups: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

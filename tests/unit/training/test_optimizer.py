@@ -9,6 +9,7 @@ from torch import nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
+from megavis.model.weight_decay import without_decay
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import (
     build_optimizer,
@@ -39,14 +40,15 @@ def test_constant_schedule_stays_at_the_peak():
     assert {learning_rate(s, peak=0.1, total_steps=9, config=schedule) for s in range(9)} == {0.1}
 
 
-def test_only_matrices_of_linear_layers_decay():
+def test_groups_by_what_decays():
     named = {
-        "embedding.tokens.weight": nn.Parameter(torch.ones(2, 2)),
-        "blocks.0.self_attention.linear_q.weight": nn.Parameter(torch.ones(2, 2)),
-        "blocks.0.self_attention.linear_q.bias": nn.Parameter(torch.ones(2)),
-        "blocks.0.input_layernorm.weight": nn.Parameter(torch.ones(2)),
-        "head.linear.weight": nn.Parameter(torch.ones(2, 2)),
+        "table": nn.Parameter(torch.ones(2, 2)),
+        "first.kernel": nn.Parameter(torch.ones(2, 2)),
+        "first.linear.bias": nn.Parameter(torch.ones(2)),
+        "norm.linear.weight": nn.Parameter(torch.ones(2)),
+        "convolution": nn.Parameter(torch.ones(2, 2, 3, 3)),
     }
+    without_decay(named["table"])
     decayed, others = parameter_groups(named.items(), 0.1)
     assert [p is q for p, q in zip(decayed["params"], list(named.values())[1::3], strict=True)]
     assert decayed["weight_decay"] == 0.1

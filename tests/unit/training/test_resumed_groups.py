@@ -1,0 +1,24 @@
+"""A checkpoint whose optimizer split its parameters into other groups."""
+
+import json
+
+import pytest
+
+from megavis.cli import main
+
+
+def test_a_run_resumes_the_state_of_an_optimizer_with_other_groups(small_config, tmp_path):
+    words = ["schedule={decay: constant}", "training.log_every=1", "optimizer.weight_decay=1e-9"]
+
+    def train(name, steps):
+        words_of_run = [f"name={name}", f"output={tmp_path}", f"training.steps={steps}"]
+        assert main(["train", str(small_config), "--device", "cpu", *words, *words_of_run]) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line).get("loss") for line in lines]
+
+    whole = train("whole", 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megavis.training.optimizer.decays", lambda parameter: parameter.ndim == 1)
+        train("resumed", 3)
+    # So little decay moves no digit: a moment that went astray would.
+    assert train("resumed", 6) == pytest.approx(whole, rel=1e-6)

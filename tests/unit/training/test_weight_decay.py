@@ -1,0 +1,258 @@
+"""Which parameters decay: every paper's, one by one, against a written list."""
+
+import itertools
+import re
+
+import pytest
+from small_vqgan import write_untrained_run
+
+from megavis.config.load import load_config
+from megavis.model.stack import LocalLayers
+from megavis.objectives import build_objective, objective_configs
+from megavis.training.engine import build_stack
+from megavis.training.optimizer import decays
+
+MODEL = """\
+model:
+  num_layers: 1
+  hidden_size: 16
+  num_attention_heads: 2
+"""
+CONFIG = """\
+name: small
+objective: {objective}
+{model}data: {{train: shards/train, validation: shards/validation, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2, weight_decay: 0.1}}
+training: {{steps: 3, batch_size: 8, validate_every: 1}}
+"""
+BIASED = ("model.normalization=layer_norm", "model.add_bias=true")
+FINETUNE = (*BIASED, "finetune={num_classes: 5}")
+
+KERNELS = "self_attention.linear_{q,kv,proj}.weight mlp.linear_{fc1,fc2}.weight"
+"""Of a block, which all decay."""
+GAINS = "{input_layernorm,pre_mlp_layernorm}.weight"
+BIASES = (
+    "{input_layernorm,pre_mlp_layernorm}.bias"
+    " self_attention.linear_{q,kv,proj}.bias mlp.linear_{fc1,fc2}.bias"
+)
+CROSS_KERNELS = "cross_attention.linear_{q,kv,proj}.weight"
+CROSS_OTHERS = "pre_cross_attn_layernorm.{weight,bias} cross_attention.linear_{q,kv,proj}.bias"
+VAE_BLOCKS = "{encoder,decoder}.{levels.0.0,middle.0}"
+VQGAN_BLOCKS = (
+    "{encoder.down.0.block.0,encoder.mid.block_1,encoder.mid.block_2,"
+    "decoder.up.0.block.0,decoder.up.0.block.1,decoder.mid.block_1,decoder.mid.block_2}"
+)
+VQGAN_ATTENTION = (
+    "{encoder.down.0.attn.0,encoder.mid.attn_1,"
+    "decoder.up.0.attn.0,decoder.up.0.attn.1,decoder.mid.attn_1}"
+)
+DISCRIMINATOR = "[discriminator.network.]"
+DISCRIMINATOR_KERNELS = (
+    f"{DISCRIMINATOR} {{conv_in,conv_out,dense,score}}.weight"
+    " halvings.{0,1}.{conv_0,conv_1,shortcut}.weight"
+)
+DISCRIMINATOR_BIASES = (
+    f"{DISCRIMINATOR} {{conv_in,conv_out,dense,score}}.bias halvings.{{0,1}}.{{conv_0,conv_1}}.bias"
+)
+
+# Paper: its section of the config, further words, what decays, what does not. Names in braces
+# stand for each; a name in brackets comes before all words up to the next one.
+PAPERS = {
+    "iGPT": (
+        "{name: igpt, vocabulary_size: 12}",
+        (),
+        f"[blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] start {{tokens,positions}}.weight [blocks.0.] {GAINS} [head.] norm.weight",
+    ),
+    "iGPT BERT": (
+        "{name: igpt, vocabulary_size: 12, mode: bert}",
+        (),
+        f"[blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] {{tokens,positions}}.weight [blocks.0.] {GAINS} [head.] norm.weight",
+    ),
+    "iGPT fine-tuned with its own loss": (
+        "{name: igpt, vocabulary_size: 12}",
+        ("finetune={num_classes: 5, generative_weight: 1}",),
+        f"[blocks.0.] {KERNELS} [head.] linear.weight classifier.linear.weight",
+        f"[embedding.] start {{tokens,positions}}.weight [blocks.0.] {GAINS}"
+        " [head.] norm.weight classifier.linear.bias",
+    ),
+    "GIVT causal with an adapter": (
+        "{name: givt, latent_channels: 4, downsampling: 4, num_components: 2, num_classes: 3,"
+        " adapter_blocks: 2}",
+        BIASED,
+        "[embedding.] linear.weight adapter.blocks.{0,1}.conv_{0,1,2}.weight"
+        f" [blocks.0.] {KERNELS} [head.] linear.weight",
+        "[embedding.] {labels,positions}.weight linear.bias"
+        " adapter.blocks.{0,1}.norm_{1,2}.{weight,bias} adapter.blocks.1.norm_0.{weight,bias}"
+        f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
+    ),
+    "GIVT MaskGIT": (
+        "{name: givt_maskgit, latent_channels: 4, downsampling: 4, num_classes: 3}",
+        BIASED,
+        f"[embedding.] linear.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        "[embedding.] {labels,positions}.weight label_position linear.bias"
+        f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
+    ),
+    "GIVT encoder-decoder": (
+        "{name: givt_encoder_decoder, latent_channels: 4, downsampling: 4, encoder_layers: 1,"
+        " encoder_patch_size: 4}",
+        BIASED,
+        "[embedding.] linear.weight encoder.linear_patches.weight"
+        f" [embedding.encoder.blocks.0.] {KERNELS} [blocks.0.] {KERNELS} {CROSS_KERNELS}"
+        " [head.] linear.weight",
+        "[embedding.] {labels,positions,encoder.positions}.weight linear.bias"
+        " encoder.linear_patches.bias encoder.norm.{weight,bias}"
+        f" [embedding.encoder.blocks.0.] {GAINS} {BIASES}"
+        f" [blocks.0.] {GAINS} {BIASES} {CROSS_OTHERS} [head.] norm.{{weight,bias}} linear.bias",
+    ),
+    "DARL": (
+        "{name: darl, patch_size: 4}",
+        (*BIASED, "model.positions=learned"),
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] decoder.linear.weight",
+        f"[embedding.] start positions.weight patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} decoder.linear.bias",
+    ),
+    "DARL with diffusion, two streams and an MLP": (
+        "{name: darl, patch_size: 4, loss: diffusion, order: random, two_streams: true,"
+        " noise_a: 1, decoder: mlp}",
+        BIASED,
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] noisy.weight"
+        " decoder.linear.weight decoder.layers.0.mlp.linear_{fc1,fc2}.weight",
+        f"[embedding.] start query patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} noisy.bias decoder.{linear.bias,norm.weight,norm.bias}"
+        " decoder.layers.0.norm.{weight,bias} decoder.layers.0.mlp.linear_{fc1,fc2}.bias",
+    ),
+    "DARL with diffusion and a Transformer": (
+        "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1, decoder: transformer}",
+        BIASED,
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] noisy.weight"
+        f" decoder.linear.weight [head.decoder.layers.0.] {KERNELS}",
+        f"[embedding.] start patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} noisy.bias decoder.{linear.bias,norm.weight,norm.bias}"
+        f" [head.decoder.layers.0.] {GAINS} {BIASES}",
+    ),
+    "DARL of ids": (
+        "{name: darl, vocabulary_size: 12, patch_size: 4, loss: ids, tokenizer: TOKENIZER}",
+        BIASED,
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] start patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias}",
+    ),
+    "DARL in linear evaluation": (
+        "{name: darl, patch_size: 4}",
+        (*FINETUNE, "finetune.linear_evaluation=true"),
+        "[head.] classifier.linear.weight",
+        "[head.] classifier.linear.bias",
+    ),
+    "MP3": (
+        "{name: mp3, patch_size: 4}",
+        BIASED,
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} linear.bias",
+    ),
+    "MP3 fine-tuned with relative positions": (
+        "{name: mp3, patch_size: 4}",
+        (*FINETUNE, "model.positions=relative_2d"),
+        f"[embedding.] patches.weight [blocks.0.] {KERNELS} [head.] classifier.linear.weight",
+        f"[embedding.] class_token patches.bias [blocks.0.] {GAINS} {BIASES}"
+        " self_attention.relative_bias.weight [head.] norm.{weight,bias} classifier.linear.bias",
+    ),
+    "GVP": (
+        "{name: gvp, patch_size: 4, num_groups: 3}",
+        (*BIASED, "model.positions=learned"),
+        f"[embedding.] linear_content.weight [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] query condition positions.weight linear_content.bias"
+        f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
+    ),
+    "GVP with a given condition": (
+        "{name: gvp, patch_size: 4, num_groups: 3, condition_size: 5, tokenizer: absent}",
+        BIASED,
+        "[embedding.] {linear_content,linear_condition}.weight"
+        f" [blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] query {{linear_content,linear_condition}}.bias"
+        f" [blocks.0.] {GAINS} {BIASES} [head.] norm.{{weight,bias}} linear.bias",
+    ),
+    "GVP of ids": (
+        "{name: gvp, variant: d2d, vocabulary_size: 12, patch_size: 4, num_groups: 3}",
+        BIASED,
+        f"[blocks.0.] {KERNELS} [head.] linear.weight",
+        f"[embedding.] query condition linear_content.weight [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias}",
+    ),
+    "GVP fine-tuned": (
+        "{name: gvp, patch_size: 4, num_groups: 3}",
+        (*FINETUNE, "finetune.layer_decay=0.5"),
+        f"[embedding.] linear_content.weight [blocks.0.] {KERNELS}"
+        " [head.] classifier.linear.weight",
+        f"[embedding.] query condition linear_content.bias [blocks.0.] {GAINS} {BIASES}"
+        " [head.] norm.{weight,bias} classifier.linear.bias",
+    ),
+    "VAE": (
+        "{name: vae, latent_channels: 4, filters: 32, multipliers: [1], blocks_per_level: 1,"
+        " perceptual_weight: 0, discriminator_filters: 8, beta: 1e-4}",
+        None,
+        "[vae.network.] {encoder,decoder}.{conv_in,conv_out}.weight"
+        f" {VAE_BLOCKS}.conv_{{0,1}}.weight {DISCRIMINATOR_KERNELS}",
+        "[vae.network.] {encoder.conv_out,decoder.conv_in,decoder.conv_out}.bias"
+        f" {{encoder,decoder}}.norm.{{weight,bias}} {VAE_BLOCKS}.norm_{{0,1}}.{{weight,bias}}"
+        f" {DISCRIMINATOR_BIASES}",
+    ),
+    "VQGAN": (
+        "{name: vqgan, codebook_size: 12, code_size: 4, filters: 16, multipliers: [1],"
+        " blocks_per_level: 1, latent_channels: 8, norm_groups: 4, perceptual_weight: 0,"
+        " discriminator_filters: 8, codebook_learning_rate: 2e-2}",
+        None,
+        "[vqgan.network.] {encoder,decoder}.{conv_in,conv_out}.weight"
+        " {quant_conv,post_quant_conv}.weight"
+        f" {VQGAN_BLOCKS}.conv{{1,2}}.weight {VQGAN_ATTENTION}.{{q,k,v,proj_out}}.weight"
+        f" {DISCRIMINATOR_KERNELS}",
+        "[vqgan.network.] quantize.embedding.weight {encoder,decoder}.{conv_in,conv_out}.bias"
+        " {quant_conv,post_quant_conv}.bias {encoder,decoder}.norm_out.{weight,bias}"
+        f" {VQGAN_BLOCKS}.{{conv1.bias,conv2.bias,norm1.weight,norm1.bias,norm2.weight,norm2.bias}}"
+        f" {VQGAN_ATTENTION}.{{q.bias,k.bias,v.bias,proj_out.bias,norm.weight,norm.bias}}"
+        f" {DISCRIMINATOR_BIASES}",
+    ),
+}
+
+
+def expand(table):
+    """Return the full names that a column stands for."""
+    names, prefix = set(), ""
+    for word in table.split():
+        if word.startswith("["):
+            prefix = word[1:-1]
+            continue
+        parts = [part.split(",") for part in re.split(r"[{}]", word)]
+        names |= {prefix + "".join(choice) for choice in itertools.product(*parts)}
+    return names
+
+
+def trained_parameters(context, path, objective, words, zero_stage):
+    """Build a paper's model and return what learns, by name; `words` is None for a tokenizer."""
+    path.write_text(CONFIG.format(objective=objective, model="" if words is None else MODEL))
+    words = [*(words or ()), f"parallel.zero_stage={zero_stage}"]
+    built = build_objective(
+        load_config(path, words, objectives=objective_configs()).config, context
+    )
+    layers = LocalLayers(built.layer_plans(), list(build_stack(built, context).layers))
+    return {name: p for name, p in layers.named_parameters() if p.requires_grad}
+
+
+# ZeRO-3 splits parameters as they are built; tokenizers in training refuse it.
+CASES = [(paper, 0) for paper in PAPERS]
+CASES += [(paper, 3) for paper, (_, words, *_) in PAPERS.items() if words is not None]
+
+
+@pytest.mark.parametrize(("paper", "zero_stage"), CASES)
+def test_what_decays_is_what_is_written(context, tmp_path, paper, zero_stage):
+    objective, words, decaying, others = PAPERS[paper]
+    path = tmp_path / "small.yaml"
+    if "TOKENIZER" in objective:
+        objective = objective.replace("TOKENIZER", str(write_untrained_run(tmp_path)))
+    parameters = trained_parameters(context, path, objective, words, zero_stage)
+    found = {name for name, parameter in parameters.items() if decays(parameter)}
+    assert found == expand(decaying)
+    assert parameters.keys() - found == expand(others)
