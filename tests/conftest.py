@@ -1,8 +1,13 @@
-"""What all tests share: one small folder of real palette shards."""
+"""What all tests share: one small folder of real palette shards, and a machine without GPUs."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# The references are those of a CPU, so the tests compute on it, wherever they run: set before
+# anything imports torch, and inherited by every process that a test starts.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

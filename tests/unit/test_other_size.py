@@ -119,7 +119,9 @@ def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
         drawn = larger.sample(originals=torch.zeros(2, 32, 32, 3, dtype=torch.uint8), given=0.5)
         assert (drawn.dtype, drawn.shape) == (torch.uint8, (2, 32, 32, 3))
         assert not drawn[:, :16].any()
-        assert torch.equal(larger.sample(3, seed=1)[:2], larger.sample(2, seed=1))
+        three, two = (larger.sample(count, seed=1).int() for count in (3, 2))
+        # Another batch may be another kernel, whose last bit may round to the next level.
+        torch.testing.assert_close(three[:2], two, rtol=0, atol=1)
         with pytest.raises(UserError, match="top_k and top_p choose ids"):
             larger.sample(2, top_k=3)
         with pytest.raises(UserError, match=r"18.*do not fit: objective.patch_size"):

@@ -147,25 +147,31 @@ def test_what_training_starts_ends_when_its_input_does(copied, monkeypatch):
 @pytest.fixture
 def watched_config(tiny_config, tmp_path):
     path = tmp_path / "watched.yaml"
-    path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [loss], finish_within: 0.5}}\n")
+    path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [loss]}}\n")
     return load_config(path, [f"output={tmp_path}"], objectives=objective_configs()).config
 
 
 CHILDREN = {
     "ends": "import sys; sys.stdin.read(); print('measured')",
     "fails": "import sys; sys.stdin.read(); sys.exit(2)",
-    "lasts": "import time; time.sleep(60)",
+    "lasts": "import time; time.sleep(3600)",
 }
 
 
 @pytest.mark.parametrize(
-    ("child", "warning"),
-    [("ends", ""), ("fails", "ended with code 2"), ("lasts", "not done 0.5 s after the end")],
+    ("child", "finish_within", "warning"),
+    [
+        ("ends", 600, ""),
+        ("fails", 600, "ended with code 2"),
+        ("lasts", 0.5, "not done 0.5 s after the end"),
+    ],
 )
-def test_the_end_of_training(watched_config, monkeypatch, capsys, child, warning):
+def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_within, warning):
+    settings = watched_config.evaluation.model_copy(update={"finish_within": finish_within})
+    config = watched_config.model_copy(update={"evaluation": settings})
     command = [sys.executable, "-S", "-c", CHILDREN[child]]
     monkeypatch.setattr(beside, "watch_command", lambda *_, **__: command)
-    with beside.evaluation_beside(watched_config, is_main=True):
+    with beside.evaluation_beside(config, is_main=True):
         pass
     told = capsys.readouterr().err
     assert warning in told

