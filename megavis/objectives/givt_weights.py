@@ -51,24 +51,68 @@ class ReleasedModel:
         Raises:
             UserError: the arrays do not tell it, or are of another model.
         """
-        token_size = self._shape("EmbedTargets/kernel")[0]
-        outputs = self._shape("decoder/LogitsDense/kernel")[1]
-        is_full = outputs == token_size**2 + token_size
-        num_components, rest = divmod(outputs, 1 + 2 * token_size)
-        if rest and not is_full:
-            raise UserError(f"{outputs} outputs are no mixture of tokens of {token_size} numbers")
         stacked = self._stacked()
         keys: dict[str, Any] = {
-            "latent_channels": token_size // stacked,
+            "latent_channels": self._token_size // stacked,
             "stacked_latents": stacked,
-            "num_components": 1 if is_full else num_components,
-            "covariance": "full" if is_full else "diagonal",
+            **self._density(),
             **self._labels(),
             **self._adapter(),
         }
         if self.has_encoder:
             return EncoderDecoderConfig(**keys, **self._encoder())
         return MaskGITConfig(**keys) if self.is_masked else GIVTConfig(**keys)
+
+    def _density(self) -> dict[str, Any]:
+        """Tell the density by the number of outputs for tokens of d numbers."""
+        outputs, size = self._num_outputs, self._token_size
+        if outputs == size**2 + size:
+            return {"num_components": 1, "covariance": "full"}
+        num_components, rest = divmod(outputs, 1 + 2 * size)
+        if not rest:
+            return {"num_components": num_components, "covariance": "diagonal"}
+        if self._is_per_channel:
+            return {"num_components": 1, "covariance": "diagonal"}
+        num_components, rest = divmod(outputs, 3 * size)
+        if not rest:
+            raise UserError(
+                f"the file has a mixture of {num_components} components for each of the {size}"
+                " channels; megavis has mixtures of whole tokens"
+            )
+        raise UserError(f"{outputs} outputs are no mixture of tokens of {size} numbers")
+
+    @property
+    def _is_per_channel(self) -> bool:
+        """True where each channel has one logit, one mean and one scale of its own.
+
+        So the models for dense prediction are released (`per_channel_mixtures` with k = 1). For
+        d = 2 a full covariance has as many outputs, and is what is read.
+        """
+        return self._num_outputs == 3 * self._token_size and self._token_size > 2
+
+    def _head(self) -> Arrays:
+        """Return the last layer: k logits, then means and scales.
+
+        A softmax over one component is 1, so the d logits of `_is_per_channel` say nothing; one
+        that is always zero takes their place.
+        """
+        layer = {part: self._array(f"decoder/LogitsDense/{part}") for part in ("kernel", "bias")}
+        if not self._is_per_channel:
+            return layer
+        size = self._token_size
+        return {
+            part: np.concatenate([np.zeros_like(array[..., :1]), array[..., size:]], axis=-1)
+            for part, array in layer.items()
+        }
+
+    @property
+    def _token_size(self) -> int:
+        """Numbers d of a token."""
+        return self._shape("EmbedTargets/kernel")[0]
+
+    @property
+    def _num_outputs(self) -> int:
+        return self._shape("decoder/LogitsDense/kernel")[1]
 
     def model(self) -> ModelConfig:
         """Return the `model` section."""
@@ -144,7 +188,7 @@ class ReleasedModel:
             **dict(dense("embedding.linear", self.arrays, "EmbedTargets/")),
             "embedding.positions.weight": positions[1:] if self.is_masked else positions,
             **dict(norm("head.norm", self.arrays, "decoder/LayerNorm/")),
-            **dict(dense("head.linear", self.arrays, "decoder/LogitsDense/")),
+            **dict(dense("head.linear", self._head())),
         }
         if self.is_masked:
             named["embedding.label_position"] = positions[0]
@@ -196,9 +240,7 @@ class ReleasedModel:
         if classes is None:
             classes = {1: 0, _IMAGENET_CLASSES: 1000, _IMAGENET_CLASSES + 1: 1000}.get(rows)
         if classes is None or rows - max(1, classes) not in (0, 1 if classes else 0):
-            raise UserError(
-                f"a table of {rows} labels does not tell the classes; say --num-classes"
-            )
+            raise UserError(_say_classes(rows, classes))
         return {"num_classes": classes, "label_dropout": 0.1 if rows > max(1, classes) else 0.0}
 
     def _adapter(self) -> dict[str, Any]:
@@ -227,6 +269,15 @@ class ReleasedModel:
         if name not in self.arrays:
             raise UserError(f"the file has no {name}; is it a released GIVT?")
         return np.asarray(self.arrays[name], dtype=np.float32)
+
+
+def _say_classes(rows: int, classes: int | None) -> str:
+    """Say which --num-classes a table of so many rows allows."""
+    given = "" if classes is None else f"--num-classes {classes} does not fit the file: "
+    allowed = f"{rows - 1}, with a null label, or {rows}, without"
+    if rows == 1:
+        allowed = "1, or nothing for a model without classes"
+    return f"{given}the table of labels has {rows} rows: say --num-classes {allowed}"
 
 
 def _is_square(number: int) -> bool:

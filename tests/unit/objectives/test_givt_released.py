@@ -66,6 +66,42 @@ def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
+def test_a_density_of_each_channel_is_read(tmp_path):
+    # As the models for dense prediction are released: d logits, which softmax over one component
+    # makes 1 whatever they are, d means, d scales.
+    values = golden("givt_encoder_decoder")
+    arrays = {name: array for name, array in values.items() if name.startswith("params/")}
+    random = np.random.default_rng(0)
+    for part in ("kernel", "bias"):
+        name = f"params/decoder/LogitsDense/{part}"
+        own = arrays[name][..., 1:]
+        logits = random.normal(size=(*own.shape[:-1], own.shape[-1] // 2)).astype(np.float32)
+        arrays[name] = np.concatenate([logits, own], axis=-1)
+    assert arrays["params/decoder/LogitsDense/bias"].shape == (3 * values["tokens"].shape[-1],)
+    np.savez(tmp_path / "uvim.npz", **arrays)
+    run = open_imported(tmp_path, "givt", tmp_path / "uvim.npz")
+    tokens = torch.from_numpy(values["tokens"])
+    outputs = run.outputs(tokens, **conditions(values))
+    assert not outputs[..., 0].any()
+    torch.testing.assert_close(
+        outputs[..., 1:], torch.from_numpy(values["logits"])[..., 1:], **TOLERANCE
+    )
+    nats = run.objective.nats(outputs, (tokens,))
+    torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
+
+
+def test_a_mixture_of_each_channel_is_refused(tmp_path, capsys):
+    arrays = golden("givt_encoder_decoder")
+    for part in ("kernel", "bias"):
+        name = f"params/decoder/LogitsDense/{part}"
+        shape = (*arrays[name].shape[:-1], 2 * 3 * arrays["tokens"].shape[-1])
+        arrays[name] = np.zeros(shape, np.float32)
+    np.savez(tmp_path / "mixtures.npz", **arrays)
+    words = ["import", "givt", str(tmp_path / "mixtures.npz"), str(tmp_path / "run")]
+    assert main(words) == 2
+    assert "2 components for each of the" in capsys.readouterr().err
+
+
 def test_an_encoder_reads_images_of_its_size(tmp_path):
     values = golden("givt_encoder_decoder")
     run = open_imported(tmp_path, "givt", GOLDEN / "givt_encoder_decoder.npz")
@@ -112,7 +148,13 @@ def test_vae_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [([], "--num-classes"), (["--num-classes", "7"], "11 labels")],
+    [
+        ([], "11 rows: say --num-classes 10, with a null label, or 11, without"),
+        (
+            ["--num-classes", "7"],
+            "--num-classes 7 does not fit the file: the table of labels has 11 rows",
+        ),
+    ],
 )
 def test_what_a_file_does_not_tell_is_asked_for(tmp_path, capsys, options, message):
     file = str(GOLDEN / "givt_causal.npz")
