@@ -21,7 +21,8 @@ def add_parser(subparsers: Any) -> None:
         "search-lr",
         help="try learning rates from large to small",
         description="Train the config with one learning rate after the other, from large to small,"
-        " and stop once the final validation loss starts to rise (iGPT, section 3.4). A run whose"
+        " and stop once the final validation loss starts to rise (iGPT, section 3.4), or in"
+        " fine-tuning the best validation accuracy to fall. A run whose"
         " loss goes up and stays up is given up early. Each rate has a run folder of its own,"
         " NAME-lr-RATE; a search that was interrupted goes on. Table and picture lie in"
         " NAME-search. Alone, or under deepspeed, torchrun or srun.",
@@ -88,6 +89,8 @@ def _rates(text: str) -> list[float]:
 
 def _tell(outcome: Outcome) -> None:
     end = "given up" if outcome.state != "finished" else f"loss {outcome.validation_loss:.4f}"
+    if outcome.accuracy is not None:
+        end += f", accuracy {outcome.accuracy:.4f}"
     sys.stdout.write(f"learning rate {outcome.rate:g}: {end} at step {outcome.step}\n")
     sys.stdout.flush()
 

@@ -6,8 +6,9 @@ validation accuracy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,7 @@ class EarlyStopping:
         cls, patience: int, run_folder: Path, step: int, context: ParallelContext
     ) -> EarlyStopping:
         """Return what a run had seen when it had taken so many steps; every process calls this."""
-        looks = [
-            (int(record["step"]), record[ACCURACY])
-            for record in read_metrics(run_folder)
-            if ACCURACY in record and 0 < record["step"] <= step
-        ]
+        looks = [look for look in looks_of(read_metrics(run_folder)) if look[0] <= step]
         # The main process tells: the folder may look older on another node.
         told = [looks]
         dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
@@ -72,3 +69,12 @@ class EarlyStopping:
             return False
         since = [step for step, _ in self.looks if step > (self.best_step or 0)]
         return len(since) >= self.patience
+
+
+def looks_of(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return step and accuracy of each record of `metrics.jsonl` that has one, after step 0."""
+    return [
+        (int(record["step"]), record[ACCURACY])
+        for record in records
+        if ACCURACY in record and record["step"] > 0
+    ]

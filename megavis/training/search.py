@@ -1,8 +1,9 @@
 """The learning-rate search of iGPT (Generative Pretraining from Pixels, sections 3.4 and A.1).
 
 Rates are tried one after the other from large to small, until the final validation loss starts to
-rise. Too high a rate shows as a loss spike from which training does not come back; such a run is
-given up as soon as that is plain. Every run is an ordinary run folder, so that a search that was
+rise; in fine-tuning, which may stop early, until the best validation accuracy starts to fall. Too
+high a rate shows as a loss spike from which training does not come back; such a run is given up as
+soon as that is plain. Every run is an ordinary run folder, so that a search that was
 killed goes on: finished and given-up runs are kept, an interrupted one resumes.
 """
 
@@ -24,6 +25,7 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.files import write_atomically
 from megavis.parallel.context import ParallelContext
+from megavis.training.early_stopping import EarlyStopping, looks_of
 from megavis.training.hooks import StepState
 from megavis.training.interruption import Signals
 from megavis.training.metrics import read_metrics
@@ -46,6 +48,14 @@ class Outcome:
     """Where the run ended."""
     validation_loss: float
     """The final one; infinite where the run did not finish."""
+    accuracy: float | None = None
+    """The highest validation accuracy; None where none is measured or the run did not finish."""
+
+    def is_worse_than(self, other: Outcome) -> bool:
+        """Compare by accuracy, as fine-tuning is (section 3.4), and by loss where there is none."""
+        if self.accuracy is not None and other.accuracy is not None:
+            return self.accuracy < other.accuracy
+        return self.validation_loss > other.validation_loss
 
 
 class SpikeWatch:
@@ -142,14 +152,16 @@ def search_rates(
             outcome = _agree(read_outcome(config), context)
         outcomes.append(outcome)
         report(outcome)
-        if len(outcomes) > 1 and outcome.validation_loss > outcomes[-2].validation_loss:
+        if len(outcomes) > 1 and outcome.is_worse_than(outcomes[-2]):
             break
     return outcomes
 
 
 def best_of(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the run with the lowest final validation loss; None where none finished."""
+    """Return the run of the highest accuracy, or lowest final loss; None where none finished."""
     finished = [outcome for outcome in outcomes if outcome.state == "finished"]
+    if any(outcome.accuracy is not None for outcome in finished):
+        return max(finished, key=lambda outcome: outcome.accuracy or 0.0)
     return min(finished, key=lambda outcome: outcome.validation_loss, default=None)
 
 
@@ -178,12 +190,21 @@ def read_outcome(config: RunConfig) -> Outcome:
             return Outcome(rate, str(folder), "given up", told["step"], math.inf)
     records = read_metrics(folder)
     last = records[-1] if records else {"step": 0}
-    loss = last.get("validation_loss", math.nan)
-    if last["step"] < steps:
-        return Outcome(rate, str(folder), "unfinished", int(last["step"]), math.inf)
+    loss, step = last.get("validation_loss", math.nan), int(last["step"])
+    # Other objectives than fine-tuning's may measure an accuracy, of something else.
+    looks = looks_of(records) if config.finetune else []
+    if step < steps and not _stopped_early(config, looks):
+        return Outcome(rate, str(folder), "unfinished", step, math.inf)
     if not math.isfinite(loss):
-        return Outcome(rate, str(folder), "given up", steps, math.inf)
-    return Outcome(rate, str(folder), "finished", steps, loss)
+        return Outcome(rate, str(folder), "given up", step, math.inf)
+    accuracy = max((accuracy for _, accuracy in looks), default=None)
+    return Outcome(rate, str(folder), "finished", step, loss, accuracy)
+
+
+def _stopped_early(config: RunConfig, looks: Sequence[tuple[int, float]]) -> bool:
+    """Return whether the run has ended because no better accuracy came."""
+    patience = config.finetune.patience if config.finetune else 0
+    return EarlyStopping(patience, looks).is_over
 
 
 def _logged_losses(folder: Path, *, before: int) -> list[float]:

@@ -26,6 +26,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
             "validation_loss": (
                 f"{outcome.validation_loss:.6f}" if math.isfinite(outcome.validation_loss) else ""
             ),
+            "validation_accuracy": ("" if outcome.accuracy is None else f"{outcome.accuracy:.6f}"),
             "best": "yes" if outcome == best else "",
             "run": outcome.folder,
         }

@@ -70,6 +70,28 @@ def test_from_large_to_small_until_the_loss_rises(config, capsys):
     assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
 
 
+def test_fine_tuning_that_stops_early_is_chosen_by_accuracy(config):
+    words = ["finetune={num_classes: 3, patience: 2}", "training.validate_every=1"]
+    rates = ["--rates", "1e-1,1e-2,1e-6"]
+    assert search(config, *rates, *words) == 0
+    rows = table(config)
+    runs = config.parent / "runs"
+    for row in rows:
+        assert row["state"] == "finished"
+        records = metrics(runs / f"small-lr-{row['learning_rate']}")
+        accuracies = [m["validation_accuracy"] for m in records if m["step"] > 0]
+        assert row["validation_accuracy"] == f"{max(accuracies):.6f}"
+        assert int(row["step"]) == records[-1]["step"]
+    assert any(int(row["step"]) < 30 for row in rows), "none stopped early"
+    found = [float(row["validation_accuracy"]) for row in rows]
+    assert [row["best"] for row in rows].index("yes") == found.index(max(found))
+    # Asked again, it has nothing left to do.
+    before = {run: metrics(run) for run in runs.glob("small-lr-*")}
+    assert search(config, *rates, *words) == 0
+    assert table(config) == rows
+    assert {run: metrics(run) for run in runs.glob("small-lr-*")} == before
+
+
 def test_an_interrupted_run_is_finished_and_the_others_are_kept(config):
     one = ["train", str(config), "--device", "cpu", "name=small-lr-0.003"]
     one += ["optimizer.learning_rate=3e-3", "training.validate_every=30"]
