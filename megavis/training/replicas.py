@@ -1,15 +1,19 @@
 """Errors that raise nothing: memory that has changed by itself, a processor that computes wrongly.
 
-Processes that hold the same weights must hold the same bits, and the same images must give the same
-loss bit for bit, on every copy of the model and twice on one.
+Processes that hold the same weights must hold the same bits, and the same images must give the
+same loss, on every copy of the model and twice on one. Bit for bit, with two exceptions: another
+tensor group may sum over NCCL in another order (`allowed_difference`), and kernels of a GPU need
+not repeat their bits (`_repeats`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,22 @@ from megavis.training.starts import record_fault
 
 Fingerprints = dict[str, int]
 """By what is compared: whoever has the same key must have the same number."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What one process computed of the same images.
+
+    Attributes:
+        part: of the model, which all copies have.
+        first: the loss.
+        second: the loss once more.
+    """
+
+    part: int
+    first: float
+    second: float
+
 
 _PIECE = 1 << 22
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,15 +90,16 @@ class CheckReplicas:
         if state.loss is None or state.goes_back or not (due or state.is_last):
             return
         engine, world = state.engine, state.engine.context.world
-        part, first, second = self.losses(engine, state.step)
-        mine = {**weight_fingerprints(engine), part: first}
-        told: list[Any] = [None] * world.size
-        rank = f"rank {world.rank} on {socket.gethostname()}"
-        dist.all_gather_object(told, (rank, mine, first == second), group=world.group)
-        torn = [name for name, _, repeats in told if not repeats]
-        complaint = disagreement({name: prints for name, prints, _ in told})
-        if torn:
-            complaint = f"two passes over the same images give two losses on {', '.join(torn)}"
+        mine = (
+            f"rank {world.rank} on {socket.gethostname()}",
+            weight_fingerprints(engine),
+            self.losses(engine, state.step),
+        )
+        all_found: list[Any] = [None] * world.size
+        dist.all_gather_object(all_found, mine, group=world.group)
+        weights = disagreement({rank: prints for rank, prints, _ in all_found})
+        losses = {rank: losses for rank, _, losses in all_found}
+        complaint = weights or loss_disagreement(losses, allowed_difference(engine))
         if complaint:
             _remember(engine, state.step, complaint)
             raise CorruptionError(
@@ -86,8 +107,8 @@ class CheckReplicas:
                 " and start the run again"
             )
 
-    def losses(self, engine: Engine, step: int) -> tuple[str, int, int]:
-        """Return the bits of the loss of one micro-batch, computed twice, and what to call them."""
+    def losses(self, engine: Engine, step: int) -> Losses:
+        """Return the loss of one micro-batch, computed twice."""
         batch = self._first_micro_batch(engine, step).to(engine.context.device)
         runner = Runner(engine.layers, engine.context)
         losses = []
@@ -96,15 +117,27 @@ class CheckReplicas:
             predictions = runner.predictions(sequence.inputs)
             with torch.no_grad():
                 losses.append(engine.objective.loss(predictions, sequence.targets).float())
-        first, second = torch.stack(losses).view(torch.int32).tolist()
+        first, second = torch.stack(losses).tolist()
         # Parts of one copy of the model may round their sums in another order.
-        return f"the loss in part {engine.context.model.rank} of the model", first, second
+        return Losses(engine.context.model.rank, first, second)
 
     def _first_micro_batch(self, engine: Engine, step: int) -> Batch:
         """Read what the first data-parallel rank began the step with, on every rank."""
         first = (step - 1 + self._batches_skipped) * engine.config.training.batch_size
         positions = np.arange(first, first + engine.micro_batch_size, dtype=np.int64)
         return read_batch(self.samples, self._order.dataset_index(positions), positions)
+
+
+def allowed_difference(engine: Engine) -> float:
+    """Return by how much losses of the same images may differ, relative to 1 or the larger one.
+
+    0 where no sum is left to NCCL: then by nothing. Else what rounding to the compute precision
+    makes of one number, far below what a wrong result does to a loss.
+    """
+    context = engine.context
+    if context.device.type == "cpu" or context.tensor.size == 1:
+        return 0.0
+    return {"float32": 1e-5, "bf16": 2.0**-8, "fp16": 2.0**-11}[engine.config.training.precision]
 
 
 def _remember(engine: Engine, step: int, complaint: str) -> None:
@@ -123,7 +156,8 @@ def weight_fingerprints(engine: Engine) -> Fingerprints:
     """Return a checksum of each tensor here of which other processes hold copies.
 
     Under ZeRO 0 to 2 that is every weight, under ZeRO-0 its moments and average too. Under ZeRO-3
-    only this process's part of what tensor parallelism does not split, such as norms.
+    only this process's part of what tensor parallelism does not split, such as norms, where
+    processes of a tensor group compute the same bits.
     """
     tensors = dict(_replicated(engine))
     if not tensors:
@@ -135,16 +169,27 @@ def weight_fingerprints(engine: Engine) -> Fingerprints:
 def _replicated(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     context, zero_stage = engine.context, engine.config.parallel.zero_stage
     for name, parameter in engine.layers.named_parameters():
-        is_split = partition_dimension(parameter) is not None
-        suffix = f" (part {context.tensor.rank})" if is_split else ""
+        is_shared = partition_dimension(parameter) is None and _repeats(engine)
+        suffix = "" if is_shared else f" (part {context.tensor.rank})"
         if zero_stage == 3:
-            if not is_split:
+            if is_shared:
                 yield f"{name} (share {context.data.rank})", _share(parameter)
             continue
         yield f"{name}{suffix}", parameter
         if zero_stage == 0:
             for kind in engine.states.kinds(parameter)[1:]:
                 yield f"{kind} of {name}{suffix}", engine.states.get(parameter, kind)
+
+
+def _repeats(engine: Engine) -> bool:
+    """True where processes of a tensor group get the same bits from the same computation.
+
+    They do not send one another the gradients of what none of them splits: each computes its own,
+    on a GPU by kernels that may add in any order.
+    """
+    context = engine.context
+    is_exact = context.device.type == "cpu" or engine.config.training.deterministic
+    return is_exact or context.tensor.size == 1
 
 
 def _share(parameter: nn.Parameter) -> Tensor:
@@ -167,6 +212,36 @@ def checksum(tensor: Tensor) -> Tensor:
         places = torch.arange(start, start + len(piece), device=flat.device)
         total += (piece * (2 * places + 1)).sum()
     return total
+
+
+def loss_disagreement(losses: Mapping[str, Losses], allowed: float) -> str:
+    """Return which losses differ by more than is allowed; empty where none does.
+
+    Args:
+        losses: by process.
+        allowed: as `allowed_difference` gives it.
+    """
+    torn = [name for name, mine in losses.items() if not _agree(mine.first, mine.second, allowed)]
+    if torn:
+        return f"two passes over the same images give two losses on {', '.join(torn)}"
+    kinds: dict[int, list[float]] = defaultdict(list)
+    prints: dict[str, Fingerprints] = {}
+    for name, mine in losses.items():
+        known = kinds[mine.part]
+        like = [i for i, other in enumerate(known) if _agree(mine.first, other, allowed)]
+        if not like:
+            known.append(mine.first)
+        number = like[0] if like else len(known) - 1
+        prints[name] = {f"the loss in part {mine.part} of the model": number}
+    return disagreement(prints)
+
+
+def _agree(first: float, second: float, allowed: float) -> bool:
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return True
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return False
+    return abs(first - second) <= allowed * max(1.0, abs(first), abs(second))
 
 
 def disagreement(prints: Mapping[str, Fingerprints]) -> str:

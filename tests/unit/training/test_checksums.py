@@ -1,9 +1,19 @@
 """Checksums that see any change, and who is blamed for one."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megavis.training.replicas import checksum, disagreement
+from megavis.training import replicas
+from megavis.training.replicas import (
+    Losses,
+    allowed_difference,
+    checksum,
+    disagreement,
+    loss_disagreement,
+)
 
 pytestmark = pytest.mark.once
 
@@ -23,8 +33,6 @@ def test_any_flipped_bit_changes_the_checksum(dtype):
 
 
 def test_the_checksum_is_that_of_the_words_of_its_docstring(monkeypatch):
-    from megavis.training import replicas
-
     monkeypatch.setattr(replicas, "_PIECE", 5)
     tensor = torch.randn(17)
     bits = tensor.view(torch.int32).tolist()
@@ -41,3 +49,58 @@ def test_the_odd_one_out_is_blamed():
     assert disagreement({"rank 0": {"c (part 0)": 1}, "rank 1": {"c (part 1)": 2}}) == ""
     two = disagreement({"rank 0": {"a": 1}, "rank 1": {"a": 2}})
     assert two == "a differs between rank 0, rank 1: which is right nobody knows"
+
+
+def engine_on(device, tensor_size, *, precision="bf16", deterministic=False):
+    """What the rules ask of an engine."""
+    training = SimpleNamespace(precision=precision, deterministic=deterministic)
+    tensor = SimpleNamespace(size=tensor_size, rank=1)
+    context = SimpleNamespace(device=torch.device(device), tensor=tensor)
+    return SimpleNamespace(context=context, config=SimpleNamespace(training=training))
+
+
+@pytest.mark.parametrize(
+    ("device", "tensor_size", "precision", "allowed"),
+    [
+        ("cpu", 2, "bf16", 0.0),
+        ("cuda", 1, "bf16", 0.0),
+        ("cuda", 2, "bf16", 2**-8),
+        ("cuda", 2, "float32", 1e-5),
+    ],
+)
+def test_only_what_nccl_sums_may_differ(device, tensor_size, precision, allowed):
+    assert allowed_difference(engine_on(device, tensor_size, precision=precision)) == allowed
+
+
+def test_losses_of_copies_differ_by_no_more_than_is_allowed():
+    near = math.nextafter(2.0, 3.0)
+    losses = {f"rank {n}": Losses(0, 2.0, 2.0) for n in range(3)} | {"rank 3": Losses(1, 5.0, 5.0)}
+    assert loss_disagreement(losses, 0.0) == ""
+    other_order = losses | {"rank 1": Losses(0, near, 2.0)}
+    assert loss_disagreement(other_order, 1e-5) == ""
+    two = "two passes over the same images give two losses on rank 1"
+    assert loss_disagreement(other_order, 0.0) == two
+    wrong = "the loss in part 0 of the model on rank 1 differs from that of 2 others"
+    assert loss_disagreement(losses | {"rank 1": Losses(0, near, near)}, 0.0) == wrong
+    for loss in (2.1, math.inf, math.nan):
+        assert loss_disagreement(losses | {"rank 1": Losses(0, loss, loss)}, 1e-5) == wrong
+    lost = {name: Losses(0, math.nan, math.nan) for name in ("rank 0", "rank 1")}
+    assert loss_disagreement(lost, 0.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_compared"),
+    [
+        (engine_on("cpu", 2), True),
+        (engine_on("cuda", 2), False),
+        (engine_on("cuda", 2, deterministic=True), True),
+        (engine_on("cuda", 1), True),
+    ],
+)
+def test_what_each_process_computes_is_compared_where_kernels_repeat(engine, is_compared):
+    gain = torch.nn.Parameter(torch.ones(2))
+    engine.config.parallel = SimpleNamespace(zero_stage=1)
+    engine.layers = SimpleNamespace(named_parameters=lambda: [("norm.weight", gain)])
+    (name,) = replicas.weight_fingerprints(engine)
+    # A name with its part is compared within the data-parallel group alone.
+    assert name == ("norm.weight" if is_compared else "norm.weight (part 1)")
