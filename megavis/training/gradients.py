@@ -15,8 +15,9 @@ class GradientNorm:
     """Measures, and clips to, the global norm just before each optimizer step.
 
     A parameter that is split over the tensor group counts with all its parts; one that every
-    process of the group holds counts once. Where the norm is not finite, torch's fused optimizers
-    leave weights and moments as they are, without anybody waiting for the device.
+    process of the group holds counts once. Where the norm is not finite, the optimizer is handed
+    `found_inf` and leaves weights and moments as they are: torch's fused ones and LARS without
+    anybody waiting for the device, Apex's as `optimizer.skipping` has it.
 
     Attributes:
         value: the norm of the last step, before clipping, on the device.
@@ -38,7 +39,7 @@ class GradientNorm:
             total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
         dist.all_reduce(total, group=self._group)
         self.value = total.sqrt()
-        # torch's fused optimizers look for this attribute, which their type does not declare.
+        # Optimizers look for this attribute, which their type does not declare.
         optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
         if self._clip:
             scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)

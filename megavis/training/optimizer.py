@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -131,7 +132,24 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             "optimizer.implementation: apex needs NVIDIA Apex, which is not installed;"
             " use torch, or install Apex from NVIDIA's sources"
         ) from None
-    return FusedAdam(groups, adam_w_mode=True, **options)
+    return skipping(FusedAdam)(groups, adam_w_mode=True, **options)
+
+
+def skipping(kind: Any) -> Any:
+    """Return a class of optimizers, made of another, that take no step where `found_inf` is not 0.
+
+    torch's fused optimizers and LARS do so on the device; Apex's never looks. Reading the number
+    waits for the device.
+    """
+
+    class Skipping(kind):  # type: ignore[misc, valid-type]
+        @functools.wraps(kind.step)
+        def step(self, *args: Any, **options: Any) -> Any:
+            if float(getattr(self, "found_inf", 0.0)):
+                return None
+            return super().step(*args, **options)
+
+    return Skipping
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleConfig) -> float:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import types
 
 import pytest
 import torch
@@ -64,6 +65,42 @@ def test_apex_that_is_not_there_is_a_clear_error(monkeypatch):
     named = [("w.linear.weight", nn.Parameter(torch.ones(1)))]
     with pytest.raises(UserError, match="NVIDIA Apex, which is not installed"):
         build_optimizer(named, config)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """What Apex's does of note: it steps whatever `found_inf` says."""
+
+    def __init__(self, groups, *, adam_w_mode, lr, betas, eps):
+        assert adam_w_mode
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "step": 0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                parameter.data.sub_(group["lr"] * parameter.grad)
+
+
+def test_apex_takes_no_step_with_gradients_that_are_not_finite(context, monkeypatch):
+    module = types.ModuleType("apex.optimizers")
+    module.FusedAdam = FusedAdam
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", module)
+    weight = nn.Parameter(torch.ones(2))
+    config = OptimizerConfig(learning_rate=0.5, implementation="apex")
+    optimizer = build_optimizer([("w.linear.weight", weight)], config)
+    assert isinstance(optimizer, FusedAdam)
+    norm = GradientNorm(optimizer, context.model.group, clip=0.0)
+    for slope in (math.inf, math.nan):
+        weight.grad = torch.tensor([slope, 1.0])
+        optimizer.step()
+        assert not norm.value.isfinite()
+    assert weight.tolist() == [1.0, 1.0]
+    assert optimizer.param_groups[0]["step"] == 0
+    weight.grad = torch.tensor([1.0, 2.0])
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.0]
+    assert optimizer.param_groups[0]["step"] == 1
 
 
 def test_gradient_norm_is_measured_before_it_is_clipped(context):
