@@ -5,16 +5,25 @@
 #
 # One node needs nothing else. On several nodes run the same line on each, with
 #   NUM_NODES=4 NODE_RANK=0..3 MASTER_ADDR=<name of node 0> [MASTER_PORT=29500]
-# PROCESSES is the number of processes a node; default: its GPUs, or 1 without any.
+# PROCESSES is the number of processes a node; default: its GPUs, of which CUDA_VISIBLE_DEVICES may
+# hide some, or 1 without any.
 set -euo pipefail
 
 if (($# == 0)); then
-  sed -n '2,8s/^# \{0,1\}//p' "$0"
+  sed -n '2,9s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 
+# nvidia-smi lists all GPUs of the node, CUDA those of CUDA_VISIBLE_DEVICES up to the first wrong one.
+count_gpus() {
+  if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    nvidia-smi --list-gpus 2>/dev/null | wc -l || true
+  else
+    printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | awk '/^-|^ *$/ { exit } { n++ } END { print n + 0 }'
+  fi
+}
 if [[ -z ${PROCESSES:-} ]]; then
-  PROCESSES=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+  PROCESSES=$(count_gpus)
   ((PROCESSES > 0)) || PROCESSES=1
 fi
 num_nodes=${NUM_NODES:-1}

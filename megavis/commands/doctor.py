@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -132,21 +135,34 @@ def _devices() -> Iterator[Finding]:
 
 
 def _process_group() -> Finding:
-    """Open and close a job of one process: the shortest proof that the parts fit together."""
+    """Add numbers up in a job of one process: the shortest proof that the parts fit together."""
+    summed = ""
 
-    def open_and_close() -> None:
+    def add_up() -> None:
+        nonlocal summed
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
 
-        open_context(read_launch({}))
-        close_context()
+        context = open_context(read_launch({}))
+        try:
+            summed = _all_reduce(context.device)
+        finally:
+            close_context()
 
+    found, detail = _attempt(add_up)
+    return Finding("process group", found, detail or summed, "everything", True)
+
+
+def _all_reduce(device: torch.device) -> str:
+    """Return where a sum came out right. Raises RuntimeError where it did not."""
     import torch
+    import torch.distributed as dist
 
-    found, detail = _attempt(open_and_close)
-    backend = "NCCL" if torch.cuda.is_available() else "gloo"
-    detail = detail or f"{backend}, one process opened and closed"
-    return Finding("process group", found, detail, "everything", True)
+    numbers = torch.arange(1024.0, device=device)
+    dist.all_reduce(numbers)
+    if float(numbers.sum()) != dist.get_world_size() * 1024 * 1023 / 2:
+        raise RuntimeError(f"{dist.get_backend()} adds up wrongly on {device}")
+    return f"{dist.get_backend()}, an all-reduce on {device}"
 
 
 def apex() -> Finding:

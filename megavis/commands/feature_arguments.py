@@ -51,10 +51,18 @@ def add_image_file_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Return the device that the options name, or the machine's best."""
+    """Return the device that the options name, or the machine's best, where float32 is exact.
+
+    Raises:
+        UserError: there is no GPU.
+    """
     import torch
 
-    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    from megavis.parallel.device import choose_device, set_arithmetic
+
+    set_arithmetic(tf32=False, deterministic=False)
+    # Without an index: in a job, the GPU of this process.
+    return torch.device(choose_device(args.device, local_rank=0).type)
 
 
 def look_at(

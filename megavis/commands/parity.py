@@ -37,6 +37,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--processes", type=positive, default=4, help="local processes")
     parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: cuda where each process has a GPU, else cpu",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     parser.set_defaults(run=run)
 
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         num_processes=args.processes,
         steps=args.steps,
         tolerance=args.tolerance,
+        device=args.device,
         report=_print_comparison,
     )
     failed = sum(not comparison.passed for comparison in comparisons)

@@ -257,7 +257,15 @@ class TrainingConfig(Section):
     micro_batch_size: Positive | None = None
     """Images a process handles at once; batch_size / data-parallel size when absent."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
-    """Compute precision; gradients, master weights and the loss stay in float32."""
+    """Compute precision; the sums of gradients, master weights and the loss stay in float32."""
+    reduce_precision: Literal["float32", "compute"] = "float32"
+    """In what gradients are averaged over processes; `compute`: in `precision`, half the bytes."""
+    tf32: bool = False
+    """Round the factors of float32 products and convolutions to TensorFloat-32 on GPUs: several
+    times as fast, 10 bits of 23. Frozen tokenizers never do."""
+    deterministic: bool = False
+    """On GPUs only kernels that repeat their bits, so that a resumed run continues bit for bit;
+    slower. A CPU repeats them anyway."""
     log_every: Positive = 10
     """Steps between two lines of metrics."""
     validate_every: NonNegative = 0

@@ -44,9 +44,19 @@ class LayerPlan:
 class Stack(nn.Module):
     """All layers in one process, and the loss on top."""
 
-    def __init__(self, plans: Sequence[LayerPlan], loss: Loss) -> None:
+    def __init__(
+        self,
+        plans: Sequence[LayerPlan],
+        loss: Loss,
+        *,
+        built: Callable[[nn.Module], object] = lambda layer: None,
+    ) -> None:
+        """Build the layers; `built` is called with each before the next one is built."""
         super().__init__()
-        self.layers = nn.ModuleList(plan.build() for plan in plans)
+        self.layers = nn.ModuleList()
+        for plan in plans:
+            self.layers.append(plan.build())
+            built(self.layers[-1])
         self.loss = loss
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:

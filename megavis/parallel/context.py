@@ -18,10 +18,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import distributed_c10d
 
+from megavis.parallel.device import (
+    answer_megatron,
+    choose_device,
+    select_device,
+    set_arithmetic,
+)
 from megavis.parallel.launch import Launch
 
 Group = dist.ProcessGroup
+
+MEETING_SECONDS = 600.0
+"""How long processes wait for one another where they meet; and in a collective at least."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,9 @@ def open_context(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     device: str | None = None,
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = MEETING_SECONDS,
+    tf32: bool = False,
+    deterministic: bool = False,
 ) -> ParallelContext:
     """Join the job's processes and divide them over the axes.
 
@@ -83,37 +95,51 @@ def open_context(
         pipeline_model_parallel_size: processes that hold consecutive layers.
         device: `cpu` or `cuda`; CUDA where there is one when absent.
         timeout_seconds: how long a collective may wait for the slowest process.
+        tf32: as `set_arithmetic` says.
+        deterministic: likewise.
+
+    Raises:
+        UserError: there is no GPU for this process.
     """
     import deepspeed
 
     # DeepSpeed tells each of its settings at INFO, some hundred lines a start.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device(name, launch.local_rank) if name == "cuda" else torch.device(name)
+    place = choose_device(device, local_rank=launch.local_rank)
+    select_device(place)
+    set_arithmetic(tf32=tf32, deterministic=deterministic)
     os.environ.update(launch.environment())
-    if name == "cuda":
-        torch.cuda.set_device(place)
+    if place.type == "cuda":
+        # DeepSpeed takes it for the index of the GPU.
+        os.environ["LOCAL_RANK"] = str(place.index)
     else:
-        _answer_megatron("cpu")
         _skip_inference_collectives()
-    timeout = timedelta(seconds=timeout_seconds)
+    backend = "nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(
-        "nccl" if name == "cuda" else "gloo",
-        store=_store_of_this_machine(launch, timeout),
+        backend,
+        store=_store_of_this_machine(launch, timedelta(seconds=MEETING_SECONDS)),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_seconds),
     )
-    deepspeed.init_distributed(
-        "nccl" if name == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
-    )
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_seconds / 60,
     )
     return _context_on(place)
+
+
+def set_timeouts(seconds: float) -> None:
+    """Let collectives of every group that is open wait so long.
+
+    Those that others have opened have torch's default, ten minutes with NCCL.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | None:
@@ -160,7 +186,7 @@ def open_virtual_context(
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _answer_megatron(device)
+    answer_megatron(device)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -220,16 +246,6 @@ def _axis(group: Any) -> Axis:
 
 def _group_of_self() -> Group:
     return parallel_state.get_context_parallel_group()
-
-
-def _answer_megatron(device: str) -> None:
-    """Let Megatron's collectives allocate their buffers on a device that is not CUDA's.
-
-    They ask `torch.cuda.current_device()` where the buffer of a gather belongs, which raises
-    without CUDA. Answering "cpu" makes the same code run that runs on GPUs.
-    """
-    # torch declares an index; the allocations that Megatron makes take a device as well.
-    torch.cuda.current_device = lambda: torch.device(device)  # type: ignore[assignment,return-value]
 
 
 def _skip_inference_collectives() -> None:

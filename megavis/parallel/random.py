@@ -62,13 +62,14 @@ def derive_seed(seed: int, *names: object) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int, *names: object) -> Iterator[None]:
-    """Seed torch's global generators inside the block and restore the CPU's after it.
+    """Seed the CPU's global generator inside the block and restore it after it.
 
     Megatron and torch initialise weights from the global generator; a seed for each layer makes
-    the weights independent of which process builds which layers.
+    the weights independent of which process builds which layers. Weights are drawn on the CPU
+    everywhere, so the generators of GPUs are left alone.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(derive_seed(seed, *names) & (2**63 - 1))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(seed, *names) & (2**63 - 1))
         yield
 
 
@@ -90,8 +91,9 @@ def separate_draws(rank: int, size: int) -> Iterator[None]:
         return
     # On the CPU, so that nothing waits for the device.
     shared = int(torch.randint(2**62, (), device="cpu"))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    # On a CPU the current device is no index (`select_device`), and CUDA's generators are not used.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    with torch.random.fork_rng([device] if isinstance(device, int) else []):
         torch.manual_seed(derive_seed(shared, "tensor", rank) & (2**63 - 1))
         yield
 

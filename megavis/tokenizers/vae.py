@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavis.parallel.device import full_float32
 from megavis.tokenizers.base import LatentTokenizer
 from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
 from megavis.tokenizers.vae_network import VAENetwork, VAEShape
@@ -42,12 +43,14 @@ class VAE(LatentTokenizer):
         return self.shape.latent_channels, side, side
 
     @torch.no_grad()
+    @full_float32()
     def encode(self, images: Tensor) -> Tensor:
         """Return mean then scale, float32 `[b, 2, c, h, w]`, of images uint8 `[b, s, s, 3]`."""
         posterior = self.network.posterior(to_pixels(images, self))
         return torch.stack([posterior.mean, posterior.scale], dim=1)
 
     @torch.no_grad()
+    @full_float32()
     def decode(self, latents: Tensor) -> Tensor:
         """Return images uint8 `[b, s, s, 3]` of latents `[b, c, h, w]`, clipped."""
         device = next(self.parameters()).device

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavis.parallel.device import full_float32
 from megavis.tokenizers.base import IdTokenizer
 from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
 from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
@@ -49,11 +50,13 @@ class VQGAN(IdTokenizer):
         return grid_side(image_size, self.shape.downsampling, network="VQGAN") ** 2
 
     @torch.no_grad()
+    @full_float32()
     def features(self, images: Tensor) -> Tensor:
         """Return the encoder's vectors, float32 `[b, n, d]`, of images uint8 `[b, s, s, 3]`."""
         return self._vectors(images).flatten(2).mT
 
     @torch.no_grad()
+    @full_float32()
     def encode(self, images: Tensor) -> Tensor:
         """Return ids int64 `[b, n]` in raster order, of images uint8 `[b, s, s, 3]`."""
         return self.network.quantize(self._vectors(images)).ids.flatten(1)
@@ -63,6 +66,7 @@ class VQGAN(IdTokenizer):
         return self.network.vectors(to_pixels(images, self))
 
     @torch.no_grad()
+    @full_float32()
     def decode(self, ids: Tensor) -> Tensor:
         """Return images uint8 `[b, s, s, 3]` of ids int64 `[b, n]` of a square grid, clipped."""
         side = round(ids.shape[1] ** 0.5)

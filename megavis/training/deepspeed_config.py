@@ -38,6 +38,8 @@ def deepspeed_config(
         "bf16": {"enabled": training.precision == "bf16"},
         "fp16": {"enabled": training.precision == "fp16"},
         "data_types": {"grad_accum_dtype": "fp32"},
+        # Absent: the compute precision.
+        "communication_data_type": "fp32" if training.reduce_precision == "float32" else None,
         "zero_optimization": _zero(config.parallel),
         "pipeline": {"pipe_partitioned": cuts_stages, "grad_partitioned": cuts_stages},
         "zero_allow_untested_optimizer": True,

@@ -26,6 +26,7 @@ from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.deepspeed_view import DeepSpeedView
 from megavis.parallel.random import derive_seed
+from megavis.planning.ends import DTYPES
 from megavis.training.averaging import WeightAverage
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.gradients import GradientNorm
@@ -210,17 +211,39 @@ def build_stack(objective: Trainable, context: ParallelContext) -> Stack:
 
     So no process ever holds more of the model than its share and one layer.
     """
-    config = objective.config
-    partitioned: Any = contextlib.nullcontext()
-    if config.parallel.zero_stage == 3:
-        partitioned = deepspeed.zero.Init(
+    plans = objective.layer_plans()
+    if objective.config.parallel.zero_stage < 3:
+        return Stack(plans, objective.loss)
+    return Stack(plans, objective.loss, built=_Split(objective.config, context))
+
+
+class _Split:
+    """Splits layers over the data-parallel processes, as ZeRO-3 wants them.
+
+    Layers come whole, drawn in float32 on the CPU as in every other layout. Inside of DeepSpeed's
+    `zero.Init` they would be drawn on the device, in the compute precision: other weights.
+    """
+
+    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+        self._settings = deepspeed_config(config, context.data.size)
+        self._dtype = DTYPES[config.training.precision]
+        self._context = context
+        self._swapper: Any = None
+
+    def __call__(self, layer: nn.Module) -> None:
+        layer.to(self._context.device)
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(self._dtype)
+        split = deepspeed.zero.Init(
+            module=layer,
             # The group says where weights are split, the view how batch sizes multiply.
-            data_parallel_group=context.data.group,
-            mpu=DeepSpeedView(context),
-            config_dict_or_path=deepspeed_config(config, context.data.size),
+            data_parallel_group=self._context.data.group,
+            mpu=DeepSpeedView(self._context),
+            config_dict_or_path=self._settings,
+            param_swapper=self._swapper,
         )
-    with partitioned:
-        return Stack(objective.layer_plans(), objective.loss)
+        # One for all layers: it holds buffers on the way to the disk.
+        self._swapper = split.param_swapper
 
 
 class _PlannedLayer(LayerSpec):

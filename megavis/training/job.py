@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from deepspeed.accelerator import get_accelerator
 
 from megavis.config.load import LoadedConfig
 from megavis.parallel.context import ParallelContext, close_context, open_context
+from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
+from megavis.training.watchdog import collective_timeout
 
 
-def _require_device(loaded: LoadedConfig, device: str | None) -> None:
+def _require_precision(loaded: LoadedConfig) -> None:
     """Refuse a precision that the device cannot compute in, before anything is started."""
-    on_gpu = torch.cuda.is_available() and device != "cpu"
-    if loaded.config.training.precision != "fp16" or on_gpu:
+    if loaded.config.training.precision != "fp16":
         return
     # DeepSpeed refuses it too, but later and without naming the key.
     if not get_accelerator().is_fp16_supported():
@@ -39,13 +39,17 @@ def open_job(
         UserError: the config does not fit the number of processes or the device.
     """
     loaded.require_world(launch.world_size)
-    _require_device(loaded, device)
-    parallel = loaded.config.parallel
+    select_device(choose_device(device, local_rank=launch.local_rank))
+    _require_precision(loaded)
+    parallel, training = loaded.config.parallel, loaded.config.training
     context = open_context(
         launch,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         device=device,
+        timeout_seconds=collective_timeout(training.hang_timeout),
+        tf32=training.tf32,
+        deterministic=training.deterministic,
     )
     try:
         yield context

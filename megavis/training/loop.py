@@ -8,7 +8,7 @@ from megavis.data.batch import Batch
 from megavis.training.engine import Engine
 from megavis.training.hooks import Hook, StepState
 from megavis.training.metrics import MetricsWriter
-from megavis.training.watchdog import Watchdog
+from megavis.training.watchdog import LONGEST_WINDOW, Watchdog
 
 
 def train(
@@ -38,10 +38,10 @@ def train(
     if first_step == 0:
         _after_step(StepState(0, last_step, None, engine), hooks, metrics)
     for step in range(first_step, last_step):
-        with watchdog.expect(f"step {step + 1}", times=10 if step == first_step else 1):
+        with watchdog.expect(f"step {step + 1}", times=LONGEST_WINDOW if step == first_step else 1):
             loss = engine.train_step(batches, step)
         state = StepState(step + 1, last_step, loss, engine)
-        with watchdog.expect(f"what follows step {step + 1}", times=10):
+        with watchdog.expect(f"what follows step {step + 1}", times=LONGEST_WINDOW):
             _after_step(state, hooks, metrics)
             save(state)
         if state.stop is not None:

@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.config.yaml_tree import Source
 from megavis.data.loader import BatchLoader
-from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError, WorkerPool
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
+from megavis.training.job import open_job
 from megavis.training.run import TrainingRun
 
 Curve = list[tuple[float, float]]
@@ -62,6 +65,7 @@ def compare_layouts(
     num_processes: int,
     steps: int,
     tolerance: float,
+    device: str | None,
     report: Callable[[Comparison], None],
 ) -> list[Comparison]:
     """Run each layout on real local processes and compare it with one process.
@@ -72,16 +76,18 @@ def compare_layouts(
         num_processes: local processes.
         steps: optimizer steps.
         tolerance: largest relative difference that passes.
+        device: `cpu` or `cuda`, with a GPU for each process; what `device_for` says when None.
         report: called with each comparison as it is done.
     """
+    device = device_for(device, num_processes)
     pool = WorkerPool(num_processes, quiet=True)
     try:
-        reference = pool.run(train_briefly, 1, config, steps)[0]
+        reference = pool.run(train_briefly, 1, config, steps, device)[0]
         comparisons = []
         for parallel in layouts:
             candidate = config.model_copy(update={"parallel": parallel})
             try:
-                curves = pool.run(train_briefly, num_processes, candidate, steps)
+                curves = pool.run(train_briefly, num_processes, candidate, steps, device)
                 result = _compare(layout_name(parallel), curves, reference, tolerance)
             except WorkerError as error:
                 result = Comparison(
@@ -95,16 +101,28 @@ def compare_layouts(
         pool.close()
 
 
-def train_briefly(launch: Launch, config: RunConfig, steps: int) -> Curve:
+def device_for(name: str | None, num_processes: int) -> str:
+    """Return the device of local processes: GPUs where each process has one, else the CPU.
+
+    Raises:
+        UserError: GPUs were asked for, and there are fewer than processes.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and visible < num_processes:
+        raise UserError(
+            f"--device cuda: {num_processes} processes want a GPU each, and {visible} are visible;"
+            " use --device cpu, or fewer --processes"
+        )
+    return name or ("cuda" if visible >= num_processes else "cpu")
+
+
+def train_briefly(
+    launch: Launch, config: RunConfig, steps: int, device: str | None = None
+) -> Curve:
     """Train for some steps on this process's part; returns loss and gradient norm of each."""
-    parallel = config.parallel
-    context = open_context(
-        launch,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-    )
-    try:
-        run = TrainingRun.open(LoadedConfig(config, Source("parity")), context)
+    loaded = LoadedConfig(config, Source("parity"))
+    with open_job(loaded, launch, device=device) as context:
+        run = TrainingRun.open(loaded, context)
         engine = Engine(config, run.objective, context)
         if run.finetuning is not None:
             run.finetuning.start(engine)
@@ -115,6 +133,7 @@ def train_briefly(launch: Launch, config: RunConfig, steps: int) -> Curve:
             data_parallel_rank=context.data.rank,
             data_parallel_size=context.data.size,
             accumulation_steps=engine.accumulation_steps,
+            device=context.device,
         )
         curve = []
         with loader:
@@ -122,8 +141,6 @@ def train_briefly(launch: Launch, config: RunConfig, steps: int) -> Curve:
                 loss = engine.mean_over_data(engine.train_step(loader, step))
                 curve.append((loss, engine.gradient_norm()))
         return curve
-    finally:
-        close_context()
 
 
 def _compare(layout: str, curves: list[Curve], reference: Curve, tolerance: float) -> Comparison:

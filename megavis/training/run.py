@@ -187,6 +187,7 @@ class TrainingRun:
             accumulation_steps=engine.accumulation_steps,
             start_step=first_batch,
             threads=self.config.data.threads,
+            device=self.context.device,
         )
 
     def _validate(self, interruption: StopOnSignal) -> Validate | None:

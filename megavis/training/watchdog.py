@@ -22,14 +22,31 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megavis.parallel.context import ParallelContext
+from megavis.parallel.context import MEETING_SECONDS, ParallelContext, set_timeouts
 
 HUNG_EXIT_CODE = 70
 """Of a process that ended itself since the job hangs; sysexits.h calls it EX_SOFTWARE."""
 
+LONGEST_WINDOW = 10
+"""Times the patience: the first step, and what comes between two steps."""
+
 _BEAT_SECONDS = 1.0
 _SILENT_BEATS = 4
 _TELLING_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
+_A_MONTH = 30 * 24 * 3600.0
+
+
+def collective_timeout(patience: float) -> float:
+    """Return how many seconds a collective may wait: longer than any window that is watched.
+
+    So a process that hangs is named by the watchdog, and none is ended by NCCL before.
+
+    Args:
+        patience: seconds that a step may take; 0: any time, which is a month here.
+    """
+    if not patience:
+        return _A_MONTH
+    return max(MEETING_SECONDS, LONGEST_WINDOW * patience + 60.0)
 
 
 class Watchdog:
@@ -50,6 +67,7 @@ class Watchdog:
         self._thread = _background(self._watch)
 
     def __enter__(self) -> Watchdog:
+        set_timeouts(collective_timeout(self._patience))
         if self._patience:
             self._store = _join_store()
             _background(self._beat).start()

@@ -96,7 +96,9 @@ def test_layouts_give_the_curve_of_one_process(run_job: Any, latent_config: Any,
 def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
     """Take a step; return what the last forward pass dropped and handed on."""
     context = open_context(
-        launch, tensor_model_parallel_size=config.parallel.tensor_model_parallel_size
+        launch,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        device="cpu",
     )
     try:
         run = TrainingRun.open(LoadedConfig(config, Source("test")), context)
@@ -192,7 +194,7 @@ def split_outputs(
     launch: Launch, run_folder: str, inputs: np.ndarray, given: dict[str, torch.Tensor]
 ) -> np.ndarray:
     """Return the outputs of an imported run whose layers all processes share."""
-    open_context(launch, tensor_model_parallel_size=launch.world_size)
+    open_context(launch, tensor_model_parallel_size=launch.world_size, device="cpu")
     try:
         run = Run.open(run_folder, device="cpu")
         return run.outputs(torch.from_numpy(inputs), **given).numpy()

@@ -38,7 +38,8 @@ def start(tmp_path):
     (tmp_path / "launch").symlink_to(LAUNCH)
 
     def run(script, *words, **variables):
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER"))}
+        scheduler = ("SLURM", "MASTER", "CUDA_VISIBLE")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(scheduler)}
         environment = {**inherited, **variables}
         environment["PATH"] = f"{tmp_path}/bin:{os.environ['PATH']}"
         return subprocess.Popen(
@@ -80,6 +81,15 @@ def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp
         f"{LAUNCH}/elastic.py --standalone --max-restarts 0 --nproc-per-node 3"
         " --module megavis.cli train a.yaml training.steps=3"
     )
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes"), [("0,2", 2), ("1", 1), ("GPU-a,MIG-b", 2), ("0,-1,2", 1), ("", 1)]
+)
+def test_torchrun_counts_the_gpus_that_cuda_shows(start, programs, tmp_path, visible, processes):
+    programs("python")
+    assert start("torchrun.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible).wait(20) == 0
+    assert f"--nproc-per-node {processes} " in logged(tmp_path, "python")
 
 
 def test_torchrun_on_several_nodes_meets_at_node_0(start, programs, tmp_path):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
+from megavis.parallel.device import full_float32
 
 Step = str | Callable[[Tensor], Tensor] | tuple[str, ...]
 """Of a branch: a convolution by name, a pool, or convolutions side by side."""
@@ -230,8 +231,7 @@ class Inception(nn.Module):
             `[b, 17 · 17 · 7]`, row by row, as sFID takes them ("Generating Images with Sparse
             Representations", section 4).
         """
-        # TensorFloat-32, torch's default for convolutions, would move the features by 1e-3.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with full_float32():
             x = (resize_as_tensorflow_1(images.movedim(3, 1).float(), IMAGE_SIZE) - 128.0) / 128.0
             x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
             x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(_halve(x)))

@@ -42,6 +42,16 @@ def test_this_machine_can_train_and_says_with_what(capsys):
     for finding in answer["findings"]:
         assert finding["purpose"]
         assert finding["detail"]
+    assert found["process group"]["detail"] == "gloo, an all-reduce on cpu"
+
+
+def test_a_backend_that_adds_up_wrongly_is_found(monkeypatch):
+    from torch import distributed
+
+    monkeypatch.setattr(distributed, "all_reduce", lambda numbers: numbers.zero_())
+    finding = doctor._process_group()
+    assert not finding.found
+    assert finding.detail == "RuntimeError: gloo adds up wrongly on cpu"
 
 
 def test_the_unrelated_apex_of_pypi_is_told_from_nvidia_s(package):

@@ -1,0 +1,205 @@
+"""Which device a process takes, on machines with GPUs that this one has not."""
+
+import os
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.data.loader import BatchLoader
+from megavis.parallel import context as context_module
+from megavis.parallel import device as device_module
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.device import choose_device, full_float32, set_arithmetic
+from megavis.parallel.launch import Launch
+from megavis.tokenizers.vae import VAE
+from megavis.tokenizers.vae_network import VAEShape
+from megavis.tokenizers.vqgan import VQGAN
+from megavis.tokenizers.vqgan_network import VQGANShape
+from megavis.training.parity import device_for
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch see GPUs, on which nothing works; returns the devices that were made current."""
+    chosen = []
+
+    def fail(*_args, **_options):
+        raise AssertionError("asked for a GPU")
+
+    def show(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        monkeypatch.setattr(torch.cuda, "current_device", fail)
+        monkeypatch.setattr(Batch, "pin_memory", fail)
+        return chosen
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "visible", "device"),
+    [
+        (None, 3, 0, "cpu"),
+        (None, 3, 8, "cuda:3"),
+        ("cuda", 0, 8, "cuda:0"),
+        ("cpu", 3, 8, "cpu"),
+        # srun --gpus-per-task=1
+        (None, 3, 1, "cuda:0"),
+        ("cuda", 7, 1, "cuda:0"),
+    ],
+)
+def test_a_process_takes_the_gpu_of_its_place(gpus, name, local_rank, visible, device):
+    gpus(visible)
+    assert choose_device(name, local_rank=local_rank) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("name", "local_rank", "visible", "told"),
+    [
+        ("cuda", 0, 0, "--device cuda: torch finds no GPU here; use --device cpu"),
+        (None, 2, 2, "process 2 of this node, counted from 0, has no GPU: 2 are visible"),
+    ],
+)
+def test_a_process_without_a_gpu_is_told_so(gpus, name, local_rank, visible, told):
+    gpus(visible)
+    with pytest.raises(UserError, match=told):
+        choose_device(name, local_rank=local_rank)
+
+
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
+def test_deepspeed_is_handed_the_index_of_the_gpu(gpus, monkeypatch, visible, index):
+    chosen = gpus(visible)
+    joined = {}
+
+    class Joined(Exception):  # noqa: N818 - ends what a GPU would be needed for
+        pass
+
+    def join(backend, **_options):
+        joined["backend"] = backend
+        raise Joined
+
+    monkeypatch.setattr(context_module.dist, "init_process_group", join)
+    monkeypatch.setattr(device_module, "_select_accelerator", chosen.append)
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "before")
+    with pytest.raises(Joined):
+        open_context(Launch(0, 1, 3, "127.0.0.1", 1))
+    assert joined == {"backend": "nccl"}
+    assert chosen == ["cuda", torch.device("cuda", index)]
+    assert os.environ["LOCAL_RANK"] == str(index)
+    assert os.environ["RANK"] == "0"
+
+
+def test_the_cpu_of_a_machine_with_gpus_computes_without_them(gpus, shards):
+    from deepspeed import accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.runtime.utils import PartitionedTensor
+
+    from megavis.data.dataset import ShardDataset
+
+    chosen = gpus(8)
+    # As DeepSpeed chose when it was imported.
+    accelerator.set_accelerator(CUDA_Accelerator())
+    context = open_context(Launch(0, 1, 0, "127.0.0.1", 1), device="cpu")
+    try:
+        assert context.device == torch.device("cpu")
+        assert accelerator.get_accelerator().device_name() == "cpu"
+        assert PartitionedTensor.from_meta.__defaults__ == ("cpu",)
+        with BatchLoader(
+            ShardDataset(shards / "train"),
+            seed=0,
+            micro_batch_size=2,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            accumulation_steps=1,
+            device=context.device,
+        ) as loader:
+            assert next(loader).inputs.device == torch.device("cpu")
+    finally:
+        close_context()
+    assert not chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "visible", "device"), [(None, 4, "cuda"), (None, 3, "cpu"), ("cpu", 8, "cpu")]
+)
+def test_parity_takes_gpus_where_each_process_has_one(gpus, name, visible, device):
+    gpus(visible)
+    assert device_for(name, 4) == device
+
+
+def test_parity_refuses_more_processes_than_gpus(gpus):
+    gpus(3)
+    with pytest.raises(UserError, match="4 processes want a GPU each, and 3 are visible"):
+        device_for("cuda", 4)
+
+
+def switches():
+    """What decides how exactly a GPU computes."""
+    return {
+        "products": torch.backends.cuda.matmul.allow_tf32,
+        "convolutions": torch.backends.cudnn.allow_tf32,
+        "repeats": torch.are_deterministic_algorithms_enabled(),
+        "repeats convolutions": torch.backends.cudnn.deterministic,
+        "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+
+
+PLAIN = {
+    "products": False,
+    "convolutions": False,
+    "repeats": False,
+    "repeats convolutions": False,
+    "cuDNN's attention": True,
+}
+
+
+def test_arithmetic_is_chosen_by_two_keys(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    try:
+        set_arithmetic(tf32=True, deterministic=False)
+        assert switches() == PLAIN | {"products": True, "convolutions": True}
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        set_arithmetic(tf32=False, deterministic=True)
+        repeats = {"repeats": True, "repeats convolutions": True, "cuDNN's attention": False}
+        assert switches() == PLAIN | repeats
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NCCL_ALGO"] == "^NVLS,NVLSTree"
+    finally:
+        set_arithmetic(tf32=False, deterministic=False)
+    assert switches() == PLAIN
+
+
+TOKENIZERS = [
+    VAE(VAEShape(latent_channels=2, filters=8, multipliers=(1, 1), blocks_per_level=1, groups=4)),
+    VQGAN(VQGANShape(codebook_size=20, code_size=6, filters=32, multipliers=(1, 2))),
+]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)
+def test_tokenizers_encode_exactly_whatever_a_run_chose(tokenizer):
+    seen = []
+    first = next(m for m in tokenizer.modules() if isinstance(m, torch.nn.Conv2d))
+    hook = first.register_forward_hook(lambda *_: seen.append(switches()))
+    set_arithmetic(tf32=True, deterministic=False)
+    try:
+        tokenizer.encode(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
+        assert switches() == PLAIN | {"products": True, "convolutions": True}
+    finally:
+        set_arithmetic(tf32=False, deterministic=False)
+        hook.remove()
+    assert seen == [PLAIN | {"repeats convolutions": True}]
+
+
+def test_full_float32_leaves_a_run_s_choice_behind_it():
+    set_arithmetic(tf32=True, deterministic=False)
+    try:
+        with full_float32():
+            assert switches() == PLAIN | {"repeats convolutions": True}
+        assert switches() == PLAIN | {"products": True, "convolutions": True}
+    finally:
+        set_arithmetic(tf32=False, deterministic=False)
