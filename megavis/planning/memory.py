@@ -77,4 +77,7 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
     gathered = 0.0
     if layout.zero_stage == 3:
         gathered = max(0.0, min(held, MOST_GATHERED) - shape.layers.largest(layout.tensor))
-    return whole + (BUCKET + gathered) * shape.number_size
+    # ZeRO-2 fills its bucket in the compute precision, and averages a copy.
+    averages_a_copy = layout.zero_stage == 2 and shape.gradient_size != shape.number_size
+    bucket = shape.gradient_size + shape.number_size * averages_a_copy
+    return whole + BUCKET * bucket + gathered * shape.number_size

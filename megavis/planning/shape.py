@@ -35,6 +35,7 @@ class ModelShape:
         mlp_dropout: something is dropped inside the MLP.
         residual_dropouts: halves of a block whose result is dropped from, 0 to 2.
         precision: `float32`, `bf16` or `fp16`.
+        gradient_size: bytes of a number in the averages of gradients over processes.
         keeps_average: a moving average of the weights is kept.
         ends: what the first and the last layer keep, in every way in which they may run.
         flops: operations of a training step for one image, recomputation not counted.
@@ -51,6 +52,7 @@ class ModelShape:
     mlp_dropout: bool
     residual_dropouts: int
     precision: str
+    gradient_size: int
     keeps_average: bool
     ends: Mapping[Way, Ends]
     flops: float
@@ -95,6 +97,7 @@ def shape_of(objective: Objective, ends: Mapping[Way, Ends]) -> ModelShape:
         mlp_dropout=bool(model.mlp_dropout),
         residual_dropouts=bool(model.residual_dropout) + bool(model.hidden_dropout),
         precision=config.training.precision,
+        gradient_size=_gradient_size(config),
         keeps_average=bool(config.optimizer.ema_decay),
         ends=ends,
         flops=objective.flops_per_image(),
@@ -104,6 +107,11 @@ def shape_of(objective: Objective, ends: Mapping[Way, Ends]) -> ModelShape:
 def number_size(precision: str) -> int:
     """Return the bytes of a number in a compute precision."""
     return DTYPES[precision].itemsize
+
+
+def _gradient_size(config: RunConfig) -> int:
+    training = config.training
+    return 4 if training.reduce_precision == "float32" else number_size(training.precision)
 
 
 def require_blocks(config: RunConfig) -> None:

@@ -6,8 +6,8 @@ on GPU Clusters Using Megatron-LM", section 3.2). Where a group spans nodes it i
 levels, inside each node and between equal places of the nodes, as NCCL's rings over all network
 ports do: of m processes in a node each carries a share 1/m of what goes between nodes.
 
-What DeepSpeed does was read in its source (0.19): under ZeRO 1 and 2 gradients are all-reduced in
-the compute precision (not reduce-scattered), under ZeRO-2 after every micro-batch.
+What DeepSpeed does was read in its source (0.19): under ZeRO 1 and 2 gradients are all-reduced (not
+reduce-scattered), under ZeRO-2 after every micro-batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from megavis.planning.layouts import Layout
 from megavis.planning.memory import BUCKET, MOST_GATHERED
 from megavis.planning.shape import ModelShape
-from megavis.planning.states import parameters_held
+from megavis.planning.states import FLOAT32, parameters_held
 
 _ALL_REDUCE, _GATHER = 2.0, 1.0
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -163,13 +162,14 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
 def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
     held = max(parameters_held(shape.layers, layout, stage) for stage in (0, layout.pipeline - 1))
     weights, times = shape.number_size * held, layout.accumulation_steps
+    gradients = shape.gradient_size * held
     buckets = held // BUCKET + 1
     if layout.zero_stage == 0:
-        return [_sent(group, "gradients: all-reduce", _FLOAT32 * held, _ALL_REDUCE, buckets)]
+        return [_sent(group, "gradients: all-reduce", FLOAT32 * held, _ALL_REDUCE, buckets)]
     if layout.zero_stage < 3:
         often = times if layout.zero_stage == 2 else 1
         return [
-            _sent(group, "gradients: all-reduce", weights * often, _ALL_REDUCE, buckets * often),
+            _sent(group, "gradients: all-reduce", gradients * often, _ALL_REDUCE, buckets * often),
             _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, buckets),
         ]
     # What fits into what DeepSpeed keeps whole stays from the forward to the backward pass.
@@ -179,7 +179,7 @@ def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Tra
         _sent(
             group, "ZeRO: all-gather of weights", weights * passes, _GATHER, layers * passes, True
         ),
-        _sent(group, "ZeRO: reduce-scatter", weights * times, _GATHER, buckets * times, True),
+        _sent(group, "ZeRO: reduce-scatter", gradients * times, _GATHER, buckets * times, True),
     ]
 
 

@@ -142,7 +142,7 @@ def skipping(kind: Any) -> Any:
     waits for the device.
     """
 
-    class Skipping(kind):  # type: ignore[misc, valid-type]
+    class Skipping(kind):
         @functools.wraps(kind.step)
         def step(self, *args: Any, **options: Any) -> Any:
             if float(getattr(self, "found_inf", 0.0)):

@@ -154,6 +154,19 @@ def test_traffic_of_data_parallelism(shape):
     assert sent(zero_stage=3) == pytest.approx({gather: 16, "ZeRO: reduce-scatter": 16})
 
 
+@pytest.mark.parametrize("gradient_size", [2, 4])
+def test_gradients_of_bf16_travel_as_they_are_averaged(shape, gradient_size):
+    half = replace(shape, precision="bf16", gradient_size=gradient_size)
+    number = 2 * half.layers.total * 7 / 8
+    for zero_stage, kind, factor in (
+        (1, "gradients: all-reduce", 1),
+        (3, "ZeRO: reduce-scatter", 0.5),
+    ):
+        found = transfers(half, layout_of(data=8, zero_stage=zero_stage), 8)
+        (sent,) = (transfer.inside for transfer in found if transfer.kind == kind)
+        assert sent == pytest.approx(number * gradient_size * factor)
+
+
 def test_a_perfect_device_would_reach_its_peak(shape):
     """More of everything that is waited for costs time, and the parts sum up."""
     cluster = Cluster(open_device("h100"), 8, 8)
