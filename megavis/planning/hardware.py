@@ -28,7 +28,7 @@ class Device(Section):
     bf16_tflops: Amount
     """Dense, without sparsity; fp16 is the same."""
     float32_tflops: Amount
-    """Without TF32, which torch does not use unless told to."""
+    """Without TensorFloat-32: `training.tf32` is not planned with."""
     memory_gb_per_s: Amount
     """To and from the device's own memory."""
     node_gb_per_s: Amount
