@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.config.arguments import positive
+from megavis.config.arguments import non_negative_number, positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ def add_parser(subparsers: Any) -> None:
     givt = parser.add_argument_group("givt")
     givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: what the file tells")
     givt.add_argument("--num-classes", type=positive, help="default: what the file tells")
+    givt.add_argument(
+        "--beta",
+        type=non_negative_number,
+        metavar="B",
+        help="givt-vae: what it was trained with; default: 5e-5",
+    )
     givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
     givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
     givt.add_argument(

@@ -75,6 +75,7 @@ def import_vae(args: argparse.Namespace) -> None:
         blocks_per_level=shape.blocks_per_level,
         perceptual_weight=0.0,
         adversarial_weight=0.0,
+        **({} if args.beta is None else {"beta": args.beta}),
     )
     weights = {f"vae.network.{name}": tensor for name, tensor in vae_weights(arrays).items()}
     write_released(args, paper, weights, image_size=args.image_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,3 +75,14 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError: argparse would print the usage, many lines, and leave by itself."""
         raise UserError(f"{message}; `{self.prog} --help` shows what there is")
+
+
+def non_negative_number(text: str) -> float:
+    """Read a finite number of 0 or more; raises argparse.ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 0 or more")
+    return number

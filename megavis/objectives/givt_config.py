@@ -60,6 +60,9 @@ class LatentTokensConfig(ObjectiveConfig):
     has 8 · numbers of a token at 512²."""
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes jpeg shards as they are read and decodes samples."""
+    tokenizer_beta: Annotated[float, Field(ge=0)] | None = None
+    """β that the VAE of `tokenizer` must have been trained with, as its run's config says; another
+    one is refused. None: any."""
 
     @property
     def token_size(self) -> int:
@@ -105,6 +108,8 @@ class LatentTokensConfig(ObjectiveConfig):
         if self.covariance == "full" and self.num_components != 1:
             text = f"{self.num_components} Gaussians cannot have a full covariance; use 1"
             yield "objective.num_components", text
+        if self.tokenizer_beta is not None and self.tokenizer is None:
+            yield "objective.tokenizer_beta", "needs objective.tokenizer, the run of that VAE"
         yield from self._check_adapter()
         yield from self._check_null_label(config)
         places = self.num_places(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +124,7 @@ class LatentSource(Objective):
         from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
 
         assert self.paper.tokenizer is not None
+        self._check_beta(Path(self.paper.tokenizer))
         tokenizer = open_tokenizer(self.paper.tokenizer)
         if not isinstance(tokenizer, LatentTokenizer):
             raise UserError(f"objective.tokenizer: {self.paper.tokenizer} gives ids, not latents")
@@ -134,6 +136,18 @@ class LatentSource(Objective):
                 f" objective.downsampling) is {list(self.latent_shape)}"
             )
         return tokenizer
+
+    def _check_beta(self, run_folder: Path) -> None:
+        """Raise UserError where the VAE's run says another β than the config wants."""
+        from megavis.tokenizers.base import objective_section
+
+        wanted = self.paper.tokenizer_beta
+        found = objective_section(run_folder).get("beta")
+        if wanted is not None and found != wanted:
+            raise UserError(
+                f"objective.tokenizer: {run_folder} is a VAE of beta {found}; this config wants one"
+                f" of beta {wanted} (objective.tokenizer_beta)"
+            )
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images uint8 `[b, H, W, 3]` of latents `[b, c, h, w]`.

@@ -128,7 +128,7 @@ def open_tokenizer(
         UserError: the folder holds no run of a tokenizer, no checkpoint, or a damaged one.
     """
     run_folder = Path(run_folder)
-    section = _objective_section(run_folder)
+    section = objective_section(run_folder)
     tokenizer = _tokenizer_class(run_folder, section).from_objective(section)
     checkpoint = latest_checkpoint(run_folder)
     if checkpoint is None:
@@ -143,7 +143,8 @@ def open_tokenizer(
     return tokenizer.to(device).eval().requires_grad_(False)
 
 
-def _objective_section(run_folder: Path) -> dict[str, Any]:
+def objective_section(run_folder: Path) -> dict[str, Any]:
+    """Return the `objective` section of a run's config; raises UserError where there is none."""
     path = run_folder / "config.yaml"
     try:
         section = yaml.safe_load(path.read_text(encoding="utf-8"))["objective"]

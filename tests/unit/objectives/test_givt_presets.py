@@ -28,3 +28,34 @@ def test_presets_have_the_published_parameters(context, name, words, millions):
     config = load_config(path, words, objectives=objective_configs()).config
     total = sum(by_part(count_parameters(build_objective(config, context))).values())
     assert f"{total / 1e6:.3f}" == millions
+
+
+# Table 5: preset, β of its VAE, the VAE's preset, image size.
+VAES = [
+    ("causal_default", 5e-5, "vae", 256),
+    ("causal_large", 1e-5, "vae_large", 256),
+    ("causal_large_512", 1e-5, "vae_large", 512),
+    ("causal_large_4x8_h100", 1e-5, "vae_large", 256),
+    ("maskgit", 5e-5, "vae", 256),
+    ("maskgit_512", 5e-5, "vae", 512),
+]
+
+
+def read(name):
+    return load_config(FOLDER / f"{name}.yaml", objectives=objective_configs()).config
+
+
+@pytest.mark.parametrize(("name", "beta", "vae", "size"), VAES)
+def test_presets_take_the_vae_of_table_5(name, beta, vae, size):
+    config = read(name)
+    assert config.objective.tokenizer_beta == beta == read(vae).objective.beta
+    assert config.objective.tokenizer == read(vae).folder
+    assert config.data.image_size == size
+
+
+def test_latents_of_another_vae_or_size_lie_in_another_folder():
+    folders = {}
+    for name, _, vae, size in VAES:
+        folders.setdefault(read(name).data.train, set()).add((vae, size))
+    assert len(folders) == 4
+    assert all(len(made_by) == 1 for made_by in folders.values())

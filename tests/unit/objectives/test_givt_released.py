@@ -1,5 +1,7 @@
 """GIVT against golden values of the released code, through imported runs."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,7 @@ from megavis.data.manifest import Manifest
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.base import objective_section, open_tokenizer
 from megavis.training.open_data import open_data
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
@@ -211,6 +213,33 @@ def test_images_are_encoded_on_their_way(encoding):
     assert not torch.equal(away, other)
     assert abs(float(away.std()) - 1.0) < 0.05
     assert objective.decode(mean).shape == images.shape
+
+
+def test_an_imported_vae_has_the_beta_that_is_given(tmp_path, capsys):
+    run = import_file(tmp_path, "givt-vae", GOLDEN / "vae.npz", "--beta", "1e-5")
+    assert objective_section(Path(run))["beta"] == 1e-5
+    words = ["import", "givt-vae", str(GOLDEN / "vae.npz"), str(tmp_path / "other")]
+    assert main([*words, "--beta", "-1"]) == 2
+    assert "'-1' is not a number of 0 or more" in capsys.readouterr().err
+
+
+def test_a_vae_of_another_beta_is_refused(encoding, tmp_path):
+    objective, vae = encoding
+    folder = write_latent_shards(
+        tmp_path / "own", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
+    )
+
+    def complaints(beta):
+        paper = objective.paper.model_copy(update={"tokenizer_beta": beta})
+        config = objective.config.model_copy(update={"objective": paper})
+        made = OBJECTIVES["givt"](config, current_context())
+        return list(made.check_data(Manifest.read(folder)))
+
+    assert complaints(5e-5) == []
+    with pytest.raises(
+        UserError, match="is a VAE of beta 5e-05; this config wants one of beta 1e-05"
+    ):
+        complaints(1e-5)
 
 
 def test_latents_of_another_vae_and_labels_out_of_range_are_refused(encoding, tmp_path):
