@@ -14,6 +14,9 @@ from launched_runs import long_words
 
 from megavis.parallel.workers import WorkerPool
 
+HANGS_AFTER = 1200.0
+"""Seconds: far above what a job takes on a busy machine, below the time limit of a test."""
+
 PRELOADED = ("megavis.training.run",)
 
 # The server imports while this process imports the tests, which is why nothing here is heavy.
@@ -30,7 +33,7 @@ def run_job() -> Iterator[Callable[..., list[Any]]]:
         if not pools:
             pools.append(WorkerPool(4, preload=PRELOADED))
         try:
-            return pools[0].run(job, num_processes, *args, timeout=180)
+            return pools[0].run(job, num_processes, *args, timeout=HANGS_AFTER)
         except BaseException:
             pools.pop().close()
             raise

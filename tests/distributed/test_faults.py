@@ -28,6 +28,9 @@ from megavis.training.watchdog import HUNG_EXIT_CODE
 
 pytestmark = pytest.mark.once
 
+HANGS_AFTER = 600.0
+"""Seconds."""
+
 
 def run_command(launch: Launch, words: list[str], log: Path) -> None:
     """Be one process of `megavis train`, as a launcher would start it."""
@@ -55,7 +58,7 @@ class Job:
     def send(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
 
-    def wait(self, rank: int, seconds: float = 60.0) -> int | None:
+    def wait(self, rank: int, seconds: float = HANGS_AFTER) -> int | None:
         self.processes[rank].join(seconds)
         return self.processes[rank].exitcode
 
@@ -82,7 +85,7 @@ def start(tiny_config: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def wait_for_step(run_folder: Path, step: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANGS_AFTER
     while all(line["step"] < step for line in read_metrics(run_folder)):
         assert time.monotonic() < end, f"the run did not come to step {step}"
         time.sleep(0.01)
@@ -116,7 +119,7 @@ def test_a_process_that_is_killed_is_named(start: Callable[..., Job], tmp_path: 
     wait_for_step(tmp_path / "run", 3)
     time.sleep(1.5)  # the first word of each process
     job.send(1, signal.SIGKILL)
-    assert job.wait(0, seconds=30) == 1
+    assert job.wait(0) == 1
     named = re.findall(r"megavis: (rank \d) on \S+ does not answer.* heard of in (.*)", job.log(0))
     assert [rank for rank, _ in named] == ["rank 1"]
     assert re.fullmatch(r"(what follows )?step \d+", named[0][1])
@@ -132,7 +135,7 @@ def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
     wait_for_step(tmp_path / "run", 3)
     time.sleep(1.5)
     job.send(hung, signal.SIGSTOP)
-    assert job.wait(other, seconds=60) == HUNG_EXIT_CODE
+    assert job.wait(other) == HUNG_EXIT_CODE
     log = job.log(other)
     waited = rf"rank {other} on \S+ has waited for 2 s or more in (what follows )?step \d+"
     assert re.search(waited, log)
@@ -140,7 +143,7 @@ def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
     assert re.search(rf"megavis: rank {hung} on \S+ .*does not answer: it is dead or hangs", log)
     # Once it goes on it finds the others gone and ends by itself.
     job.send(hung, signal.SIGCONT)
-    assert job.wait(hung, seconds=60) not in (None, 0)
+    assert job.wait(hung) not in (None, 0)
 
 
 def train_with_bad_steps(launch: Launch, path: str, words: list[str], bad: tuple) -> None:

@@ -1,5 +1,6 @@
 """`kill -9` at random moments, while training and while saving, loses nothing that was saved."""
 
+import math
 import multiprocessing
 import os
 import random
@@ -16,14 +17,26 @@ from megavis.checkpoint.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.manifest import read_manifest
 from megavis.data.files import sha256_of_file
 from megavis.parallel.launch import read_launch
+from megavis.training.engine import Engine
 
 pytestmark = pytest.mark.once
 
 KILLS = 10
+HANGS_AFTER = 600
+"""Seconds."""
 
 
-def train_alone(path: str, overrides: list[str]) -> None:
+def train_alone(path: str, overrides: list[str], stop_at: float) -> None:
+    """Train; at a step wait to be killed, so that no run ends before it is."""
     torch.set_num_threads(1)
+    step = Engine.train_step
+
+    def train_step(engine: Engine, batches: Any, number: int) -> torch.Tensor:
+        while number >= stop_at:
+            time.sleep(1)
+        return step(engine, batches, number)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
     train_run(read_launch({}), path, overrides)
 
 
@@ -33,8 +46,8 @@ def start() -> Any:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["megavis.training.run"])
 
-    def begin(path: Path, overrides: list[str]) -> Any:
-        process = server.Process(target=train_alone, args=(str(path), overrides))
+    def begin(path: Path, overrides: list[str], stop_at: float = math.inf) -> Any:
+        process = server.Process(target=train_alone, args=(str(path), overrides, stop_at))
         process.start()
         return process
 
@@ -49,8 +62,8 @@ def assert_everything_listed_is_whole(run_folder: Path) -> None:
 
 
 def wait_for_step(process: Any, run_folder: Path, step: int) -> None:
-    """Wait until the run has saved so many steps, or has ended, at most two minutes."""
-    end = time.monotonic() + 120
+    """Wait until the run has saved so many steps, or has ended."""
+    end = time.monotonic() + HANGS_AFTER
     while process.is_alive() and max([0, *saved_steps(run_folder)]) < step:
         assert time.monotonic() < end, f"the run did not come to step {step}"
         time.sleep(0.005)
@@ -63,15 +76,17 @@ def test_ten_kills_leave_the_unbroken_runs_metrics(
     words = [f"output={tmp_path}", "checkpoint.every=1", "checkpoint.keep_last=2"]
     words += ["training.steps=60", "training.validate_every=20", "training.validation_images=16"]
     unbroken = start(tiny_config, [*words, "name=unbroken"])
-    unbroken.join(120)
+    unbroken.join(HANGS_AFTER)
     assert unbroken.exitcode == 0
 
     draw = random.Random(0)
     run_folder = tmp_path / "killed"
     seen = []
     for _ in range(KILLS):
-        process = start(tiny_config, [*words, "name=killed"])
-        wait_for_step(process, run_folder, (seen[-1] if seen else 0) + draw.randint(1, 4))
+        step = (seen[-1] if seen else 0) + draw.randint(1, 4)
+        # Room for the kill to hit a later step or save, however late it comes.
+        process = start(tiny_config, [*words, "name=killed"], step + 2)
+        wait_for_step(process, run_folder, step)
         time.sleep(draw.uniform(0.0, 0.05))
         assert process.is_alive(), "the run ended before it could be killed"
         os.kill(process.pid, signal.SIGKILL)
@@ -81,7 +96,7 @@ def test_ten_kills_leave_the_unbroken_runs_metrics(
         assert_everything_listed_is_whole(run_folder)
     assert seen == sorted(seen), "a kill took away a checkpoint that had been there"
     final = start(tiny_config, [*words, "name=killed"])
-    final.join(120)
+    final.join(HANGS_AFTER)
     assert final.exitcode == 0
     assert deterministic_metrics(run_folder) == deterministic_metrics(tmp_path / "unbroken")
     last = {
