@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,9 +37,9 @@ class BetaNoise:
         """Tabulate; a and b are above 0."""
         from scipy.special import betaincinv, expit
 
-        logits = torch.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS, dtype=torch.float64)
-        table = betaincinv(a, b, expit(logits.numpy()))
-        self._table = torch.as_tensor(table, dtype=torch.float32).to(device)
+        logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
+        table = betaincinv(a, b, expit(logits))
+        self._table = torch.tensor(table, dtype=torch.float32, device=device)
 
     def quantile(self, probability: Tensor) -> Tensor:
         """Return γ float32 with P(Beta ≤ γ) = probability, of which any shape lies in [0, 1]."""
