@@ -104,7 +104,7 @@ class Recorder:
     def result(self, case: str, part: str, error: str) -> records.Record:
         """Return the record of a job that has ended."""
         if error:
-            return {f"{part}/failed": error}
+            return {f"{part}/failed": f"{error}see {self._log.name}"}
         return records.read(self._folder / "records" / f"{case}-{part}")
 
     def close(self) -> None:
@@ -126,9 +126,10 @@ class Comparison:
     def add(self, case: str, part: str, old: records.Record, new: records.Record) -> None:
         """Compare two records and print what differs."""
         found = differences(case, old, new)
-        # Alike in both, and yet no measurement.
-        failed = {f"{part}/failed"} & {*old, *new}
-        found += [Difference(f"{case}/{name}", _last(old, new, name)) for name in failed]
+        failed = f"{part}/failed"
+        if failed in old and failed in new:
+            # Alike or not, no measurement.
+            found = [Difference(f"{case}/{failed}", old[failed].strip())]
         lines, wrong = lines_of(found, self._allowed)
         self.wrong += wrong
         times = ratios(old, new)
@@ -148,10 +149,6 @@ class Comparison:
                 )
         print("equal" if not self.wrong else f"{self.wrong} differences")
         return 1 if self.wrong else 0
-
-
-def _last(old: records.Record, new: records.Record, name: str) -> str:
-    return str(old.get(name) or new.get(name)).strip()
 
 
 def compare(

@@ -49,7 +49,7 @@ BASES = {
     + "objective: {name: givt, latent_channels: 4, downsampling: 4, num_classes: 10,"
     " num_components: 2, tokenizer: ../data/vae}\n",
     "pairs": _COMMON + _shards("pairs", image_size=16) + _BLOCKS,
-    "frames": _COMMON + _shards("speech", frames="[79, 50]") + _BLOCKS,
+    "frames": _COMMON + _shards("speech", frames="[100, 40]") + _BLOCKS,
     "networks": _COMMON + _IMAGES,
 }
 """Configs that cases change by `key=value` words."""
@@ -288,7 +288,7 @@ CASES: tuple[Case, ...] = (
         "gvp_d2d",
         "ids",
         "'objective={name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
-        " segmentation: fixed, tokenizer: ../data/vqgan}'",
+        " segmentation: fixed, tokenizer: ../data/vqgan}' training.sample_every=0",
         samples=_PICTURES,
         commands=("figure groups RUN --num-images 4",),
     ),
@@ -303,7 +303,8 @@ CASES: tuple[Case, ...] = (
         "gvp_condition",
         "images",
         "'objective={name: gvp, patch_size: 4, num_groups: 2, segmentation: given,"
-        " boundaries: [4, 9], condition_size: 4, tokenizer: ../data/vqgan}'",
+        " boundaries: [4, 9], condition_size: 4, tokenizer: ../data/vqgan}'"
+        " training.sample_every=0",
         samples=_PICTURES,
     ),
     Case(

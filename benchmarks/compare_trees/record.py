@@ -307,14 +307,15 @@ PARTS: dict[str, Callable[[str], Record]] = {
 
 
 def work(job: dict[str, Any]) -> str:
-    """Do one job and write its record; return what went wrong, if anything."""
+    """Do one job and write its record; return what went wrong, if anything: the log has it all."""
     try:
         if job["part"] in LAYOUTS:
             record = measure_layout(job["case"], job["part"], job["rank"], job["port"])
         else:
             record = PARTS[job["part"]](job["case"])
-    except BaseException:
-        return traceback.format_exc()
+    except BaseException as error:
+        traceback.print_exc()
+        return "".join(traceback.format_exception_only(error))
     if not job.get("rank"):
         records.write(Path("records", f"{job['case']}-{job['part']}"), record)
     return ""
