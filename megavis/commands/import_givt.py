@@ -48,7 +48,7 @@ def import_transformer(args: argparse.Namespace) -> None:
 def _pixels_of_a_latent(run_folder: Path) -> int:
     from megavis.config.load import load_config
     from megavis.objectives import objective_configs
-    from megavis.objectives.vae import VAEConfig
+    from megavis.objectives.vae_config import VAEConfig
 
     path = run_folder / "config.yaml"
     paper = load_config(path, objectives=objective_configs()).config.objective
@@ -64,7 +64,7 @@ def import_vae(args: argparse.Namespace) -> None:
         UserError: the file is no such checkpoint.
     """
     from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
-    from megavis.objectives.vae import VAEConfig
+    from megavis.objectives.vae_config import VAEConfig
 
     arrays = read_arrays(args.source)
     shape = vae_shape(arrays)

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, SerializeAsAny, Tag
 
+from megavis.config.choices import PositionKind
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import Complaint, Fraction, NonNegative, Positive, Section, Share
 
@@ -69,9 +70,7 @@ class ModelConfig(Section):
     drop_path: Fraction = 0.0
     """Stochastic depth: probability that an image skips a half of the last block in training; it
     grows linearly from 0 in the first."""
-    positions: Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"] | None = (
-        None
-    )
+    positions: PositionKind | None = None
     """How tokens know where they stand; the paper's own way when absent. `relative_2d`: attention
     has a bias for each offset, zero at the start."""
     position_scale: Annotated[float, Field(gt=0)] = 1.0

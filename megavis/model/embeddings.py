@@ -5,9 +5,10 @@ from __future__ import annotations
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor
 
+from megavis.config.choices import PositionKind
 from megavis.model.core import Core
 from megavis.model.init import Fill
-from megavis.model.positions import PositionKind, Positions
+from megavis.model.positions import Positions
 from megavis.model.tokens import own_tokens
 from megavis.model.weight_decay import without_decay
 

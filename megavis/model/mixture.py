@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-ScaleActivation = Literal["squareplus", "softplus"]
+from megavis.config.choices import ScaleActivation
 
 _LOG_2_PI = math.log(2.0 * math.pi)
 # No latent comes near these; they keep squares, and their gradients, inside float32.

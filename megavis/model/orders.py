@@ -9,14 +9,11 @@ Legend: n cells, `height` · `width` of them; k side of a square block in cells.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from megavis.config.choices import OrderKind
 from megavis.parallel.random import uniform
-
-OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
 
 
 def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> Tensor:

@@ -13,17 +13,15 @@ Learning", section 3.4 and appendix D.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.model.init import Fill, filled
 
 LEARNED = "embedding.positions.weight"
 """The name of learned positions in every paper's model."""
-
-PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
 
 _WAVELENGTH = 10_000.0
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.core import Block, Core
 from megavis.model.flops import Workload, training_flops
 from megavis.model.init import Initialization
-from megavis.model.positions import PositionKind
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
 from megavis.objectives.trainable import Sequence, Trainable

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
@@ -22,7 +23,7 @@ from megavis.model.diffusion import corrupt
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
 from megavis.model.orders import take_places
-from megavis.model.positions import PositionKind, carried_names
+from megavis.model.positions import carried_names
 from megavis.model.stream import State
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence

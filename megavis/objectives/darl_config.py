@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megavis.config.choices import OrderKind, PositionKind
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
-from megavis.model.orders import OrderKind
-from megavis.model.positions import PositionKind
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
 DecoderKind = Literal["linear", "mlp", "transformer"]

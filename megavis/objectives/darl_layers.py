@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.init import filled, normal
 from megavis.model.patches import PatchEmbedding
-from megavis.model.positions import PositionKind, cell_coordinates
+from megavis.model.positions import cell_coordinates
 from megavis.model.stream import State, Stream, as_bits
 
 START = -1

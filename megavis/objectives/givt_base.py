@@ -14,12 +14,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.init import Initialization, truncated_normal, xavier_uniform
 from megavis.model.mixture import Distribution, FullGaussian, Mixture
-from megavis.model.positions import PositionKind, carried_names
+from megavis.model.positions import carried_names
 from megavis.objectives.givt_config import NO_NULL_LABEL
 from megavis.objectives.givt_latents import LatentSource
 from megavis.objectives.givt_layers import TOKENS, LatentEmbedding

@@ -13,50 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
-from megavis.config.schema import Complaint, NonNegative, Positive, RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import MEMORY, Core
 from megavis.model.encoder import Encoder, encoder_model
 from megavis.model.flops import Workload, training_flops
-from megavis.model.positions import PositionKind
 from megavis.model.stream import State, Stream
 from megavis.objectives.base import Objective, Sequence
 from megavis.objectives.givt import GIVT
-from megavis.objectives.givt_config import LatentTokensConfig
+from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
 from megavis.objectives.givt_layers import CausalEmbedding
 from megavis.objectives.trainable import Likelihood
-
-
-class EncoderDecoderConfig(LatentTokensConfig):
-    """GIVT-Causal with an encoder; width and heads of both are those of `model`."""
-
-    name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
-    num_classes: NonNegative = 0
-    """Classes whose label stands in front; 0, as in the paper: a learned start vector."""
-    num_components: Positive = 1
-    """k of the mixture; 1 in section 4.2."""
-    encoder_layers: Positive = 24
-    """Blocks of the encoder; 24 in the paper's, ViT-L/16."""
-    encoder_patch_size: Positive = 16
-    """Pixels on the side of its patches."""
-
-    def num_patches(self, config: RunConfig) -> int:
-        """Return the patches that the encoder reads."""
-        return (config.data.image_size // self.encoder_patch_size) ** 2
-
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
-        """Want patches that divide the image."""
-        yield from super().check(config)
-        if config.data.image_size % self.encoder_patch_size:
-            text = f"{self.encoder_patch_size} does not divide data.image_size"
-            yield "objective.encoder_patch_size", f"{text} {config.data.image_size}"
 
 
 class ConditionedEmbedding(CausalEmbedding):

@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.model.adapter import Adapter
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.init import filled, normal, truncated_normal
 from megavis.model.patches import TokenHead, WholeLinear
-from megavis.model.positions import PositionKind, cell_coordinates, grid_coordinates
+from megavis.model.positions import cell_coordinates, grid_coordinates
 from megavis.model.stream import State, Stream
-from megavis.objectives.givt_config import LatentTokensConfig, MaskGITConfig
+from megavis.objectives.givt_config import LatentTokensConfig
+from megavis.objectives.givt_maskgit_config import MaskGITConfig
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
 TOKENS = "tokens"

@@ -19,8 +19,8 @@ from megavis.model.flops import Workload
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
 from megavis.objectives.givt_base import LatentTokens, Predictions
-from megavis.objectives.givt_config import MaskGITConfig
 from megavis.objectives.givt_layers import DensityHead, MaskedEmbedding
+from megavis.objectives.givt_maskgit_config import MaskGITConfig
 from megavis.parallel.random import uniform
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.tokenizers.vae_network import VAEShape
+from megavis.tokenizers.shapes import VAEShape
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, vision_transformer
 from megavis.model.orders import take_places
-from megavis.model.positions import PositionKind, carried_names
+from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
 from megavis.objectives.gvp_condition import PooledFeatures

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from megavis.config.schema import Complaint, NonNegative, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives import gvp_segmentation as segmentation
+from megavis.objectives.gvp_boundaries import fault_of_boundaries, most_groups
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
 
@@ -134,11 +135,11 @@ class GVPConfig(ObjectiveConfig):
                 "belongs to segmentation given, and to it alone: set both or neither",
             )
         elif self.boundaries is not None:
-            fault = segmentation.fault_of_boundaries(self.boundaries, num_patches)
+            fault = fault_of_boundaries(self.boundaries, num_patches)
             if fault:
                 yield "objective.boundaries", fault
         elif self.segmentation != "given":
-            most = segmentation.most_groups(self.segmentation, num_patches)
+            most = most_groups(self.segmentation, num_patches)
             if self.num_groups > most:
                 yield (
                     "objective.num_groups",

@@ -14,6 +14,7 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.model.orders import Constant, random_orders
 from megavis.objectives import gvp_segmentation as segmentation
+from megavis.objectives.gvp_boundaries import fault_of_boundaries
 from megavis.objectives.gvp_config import GVPConfig
 from megavis.objectives.gvp_layers import raster
 
@@ -59,7 +60,7 @@ class Grouping:
             segmentation.check_order(order, self.num_tokens)
         if boundaries is None:
             return order, groups
-        fault = segmentation.fault_of_boundaries(boundaries, self.num_tokens)
+        fault = fault_of_boundaries(boundaries, self.num_tokens)
         if fault:
             raise UserError(f"boundaries {fault}")
         ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)

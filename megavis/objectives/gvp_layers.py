@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.init import filled, normal
 from megavis.model.orders import take_places
 from megavis.model.patches import WholeLinear
-from megavis.model.positions import PositionKind, cell_coordinates
+from megavis.model.positions import cell_coordinates
 from megavis.model.stream import State, Stream
 
 TwoStreams = tuple[Tensor, ...]

@@ -10,16 +10,12 @@ Legend: b images, T tokens, K predicted groups, S condition tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.objectives.gvp_boundaries import Segmentation
 from megavis.parallel.random import uniform
-
-Segmentation = Literal["fixed", "random", "mixed"]
 
 MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
 """p ~ N(0.5, 0.1): the second number is the deviation in the code of appendix B."""
@@ -45,11 +41,6 @@ def draw_boundaries(
         return _smallest(draws, num_groups)
     share = uniform(sample_index, 1, seed=seed, purpose="share")
     return mixed_length(draws, share, num_groups)
-
-
-def most_groups(kind: Segmentation, num_tokens: int) -> int:
-    """Return the largest K: with fixed length G_0 may be empty, so that it is T, else T - 1."""
-    return num_tokens if kind == "fixed" else num_tokens - 1
 
 
 def fixed_length(num_tokens: int, num_groups: int, device: torch.device | None = None) -> Tensor:
@@ -111,18 +102,6 @@ def groups_of(boundaries: Tensor, num_tokens: int) -> Tensor:
     """
     places = torch.arange(num_tokens, device=boundaries.device)
     return (boundaries[:, :, None] <= places).sum(dim=1)
-
-
-def fault_of_boundaries(boundaries: Sequence[int], num_tokens: int) -> str | None:
-    """Say in a sentence what is wrong unless 0 ≤ n_0 < ... < n_{K-1} < T."""
-    numbers = list(boundaries)
-    if not numbers or numbers != sorted(set(numbers)):
-        return f"{numbers} does not increase: name where each group ends, once and in order"
-    if numbers[0] < 0 or numbers[-1] >= num_tokens:
-        return (
-            f"{numbers} leaves 0 to {num_tokens - 1}, where groups of {num_tokens} tokens can end"
-        )
-    return None
 
 
 def check_order(order: Tensor, num_tokens: int) -> None:

@@ -21,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Initialization, normal, zeros
 from megavis.model.orders import SharedOrder
-from megavis.model.positions import PositionKind, carried_names
+from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.igpt_config import IGPTConfig

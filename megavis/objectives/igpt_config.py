@@ -14,8 +14,9 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from megavis.config.choices import OrderKind
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
-from megavis.model.orders import OrderKind, fixed_order
+from megavis.model.orders import fixed_order
 from megavis.objectives.layout_checks import check_tokens, check_vocabulary
 from megavis.parallel.random import derive_seed
 

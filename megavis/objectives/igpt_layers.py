@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions, to_stream, token_embedding
 from megavis.model.init import filled, normal
-from megavis.model.positions import PositionKind, cell_coordinates
+from megavis.model.positions import cell_coordinates
 from megavis.model.stream import State, Stream
 from megavis.objectives.igpt_config import IGPTConfig
 

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.init import filled, normal
 from megavis.model.patches import PatchEmbedding
-from megavis.model.positions import PositionKind, grid_coordinates
+from megavis.model.positions import grid_coordinates
 from megavis.model.relative import OFF_GRID
 from megavis.model.stream import State, Stream
 from megavis.objectives.image_tokens import patches_of

@@ -9,40 +9,16 @@ Legend: b images, H and W pixels, h and w latents, d channels of a latent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megavis.config.schema import Positive
 from megavis.objectives.autoencoder import AutoencoderObjective, State
-from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
+from megavis.objectives.vae_config import VAEConfig
 from megavis.parallel.random import normal
-from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
-
-
-class VAEConfig(AutoencoderConfig):
-    """The keys of the VAE: sizes (table 6) and the weights of its losses."""
-
-    name: Literal["vae"] = "vae"
-    latent_channels: Positive = 16
-    """d, real numbers a latent."""
-    beta: Weight = 5e-5
-    """β, of the divergence from N(0, 1); 1e-5 for the Large models (table 5)."""
-    kl_normalization: Literal["sum", "mean"] = "sum"
-    """`sum`: nats an image, over all its latents (section 3.1 flattens them); `mean`: nats a
-    number. Neither paper nor code publishes what the image VAE used."""
-
-    @property
-    def shape(self) -> VAEShape:
-        """The sizes of the network."""
-        return VAEShape(
-            self.latent_channels,
-            self.filters,
-            self.multipliers,
-            self.blocks_per_level,
-            self.norm_groups,
-        )
+from megavis.tokenizers.shapes import VAEShape
+from megavis.tokenizers.vae_network import Posterior, VAENetwork
 
 
 class VAELayer(nn.Module):

@@ -10,53 +10,18 @@ Legend: b images, H and W pixels, h and w of the grid of ids, d numbers of an en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from megavis.config.schema import Positive
 from megavis.model.weight_decay import without_decay
 from megavis.objectives.autoencoder import AutoencoderObjective, State
-from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
 from megavis.objectives.trainable import GroupOptions
+from megavis.objectives.vqgan_config import VQGANConfig
 from megavis.tokenizers.codebook import Codebook, usage
-from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
-
-
-class VQGANConfig(AutoencoderConfig):
-    """The keys of the VQGAN: sizes and the weights of its own losses."""
-
-    name: Literal["vqgan"] = "vqgan"
-    codebook_size: Annotated[int, Field(gt=1, le=65536)] = 16384
-    """K, entries of the codebook; 1024 and 16384 in the released models."""
-    code_size: Positive = 256
-    """d, numbers of an entry."""
-    latent_channels: Positive = 256
-    """Channels between the networks and the codebook's own."""
-    codebook_weight: Weight = 1.0
-    """Of the squared distance that pulls entries to the vectors that chose them."""
-    commitment_weight: Weight = 0.25
-    """β, of the same distance, pulling vectors to their entries."""
-    revival_weight: Weight = 1.0
-    """Of the squared distance that pulls entries that no vector of a process's micro-batch chose to
-    vectors of it, so that none is dead for good. Neither paper has it."""
-    codebook_learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of the codebook; optimizer.learning_rate when absent."""
-
-    @property
-    def shape(self) -> VQGANShape:
-        """The sizes of the network."""
-        return VQGANShape(
-            codebook_size=self.codebook_size,
-            code_size=self.code_size,
-            filters=self.filters,
-            multipliers=self.multipliers,
-            blocks_per_level=self.blocks_per_level,
-            latent_channels=self.latent_channels,
-            norm_groups=self.norm_groups,
-        )
+from megavis.tokenizers.shapes import VQGANShape
+from megavis.tokenizers.vqgan_network import VQGANNetwork
 
 
 class VQGANLayer(nn.Module):

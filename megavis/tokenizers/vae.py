@@ -12,7 +12,8 @@ from torch import Tensor
 from megavis.parallel.device import full_float32
 from megavis.tokenizers.base import LatentTokenizer
 from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
-from megavis.tokenizers.vae_network import VAENetwork, VAEShape
+from megavis.tokenizers.shapes import VAEShape
+from megavis.tokenizers.vae_network import VAENetwork
 
 _CONFIG_KEYS = {"groups": "norm_groups"}  # where the config has a longer name
 

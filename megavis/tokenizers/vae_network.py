@@ -15,33 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megavis.tokenizers.shapes import VAEShape
+
 _EPSILON = 1e-6
 _LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
-
-
-@dataclass(frozen=True)
-class VAEShape:
-    """Sizes of the network.
-
-    Attributes:
-        latent_channels: d, real numbers a latent.
-        filters: channels of the first level; a multiple of `groups`.
-        multipliers: channels of each level, as multiples of `filters`.
-        blocks_per_level: residual blocks a level, and in the middle.
-        groups: of each norm. A group of one channel forgets its mean, so a narrow network wants
-            fewer groups than the paper's.
-    """
-
-    latent_channels: int = 16
-    filters: int = 128
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
-    blocks_per_level: int = 2
-    groups: int = 32
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels on the side of one latent."""
-        return 2 ** (len(self.multipliers) - 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 from megavis.parallel.device import full_float32
 from megavis.tokenizers.base import IdTokenizer
 from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
-from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
+from megavis.tokenizers.shapes import VQGANShape
+from megavis.tokenizers.vqgan_network import VQGANNetwork
 
 
 class VQGAN(IdTokenizer):

@@ -10,42 +10,13 @@ end, d numbers of a codebook entry, K entries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.tokenizers.codebook import Codebook, Quantized
+from megavis.tokenizers.shapes import VQGANShape
 
 _EPSILON = 1e-6
-
-
-@dataclass(frozen=True)
-class VQGANShape:
-    """Sizes of the network.
-
-    Attributes:
-        codebook_size: K; 1024 and 16384 in the released models.
-        code_size: d.
-        filters: channels of the first level; a multiple of `norm_groups`.
-        multipliers: channels of each level, as multiples of `filters`.
-        blocks_per_level: residual blocks a level of the encoder; the decoder has one more.
-        latent_channels: z.
-        norm_groups: of each group norm.
-    """
-
-    codebook_size: int = 16384
-    code_size: int = 256
-    filters: int = 128
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
-    blocks_per_level: int = 2
-    latent_channels: int = 256
-    norm_groups: int = 32
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels on the side of one id."""
-        return 2 ** (len(self.multipliers) - 1)
 
 
 class VQGANNetwork(nn.Module):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
+from megavis.tokenizers.shapes import VQGANShape
+from megavis.tokenizers.vqgan_network import VQGANNetwork
 from megavis.tokenizers.weight_files import read_weights_file
 
 _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")

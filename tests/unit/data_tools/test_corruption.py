@@ -35,8 +35,8 @@ from megavis.data.manifest import Manifest
 from megavis.data.shards import open_shard, write_index
 from megavis.tokenizers import base
 from megavis.tokenizers.palette import Palette
+from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import VAE
-from megavis.tokenizers.vae_network import VAEShape
 
 CLASS = "n02000000"
 LATIN_1 = b"caf\xe9.JPEG".decode("utf-8", "surrogateescape")

@@ -9,6 +9,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
 from megavis.objectives import gvp_segmentation as segmentation
+from megavis.objectives.gvp_boundaries import fault_of_boundaries
 
 SAMPLES = 20_000
 
@@ -60,7 +61,7 @@ def test_clamped_boundaries_are_still_legal(num_groups):
     for kind in ("random", "mixed"):
         for row in draw(kind, 16, num_groups, count=500).tolist():
             assert len(row) == num_groups
-            assert segmentation.fault_of_boundaries(row, 16) is None
+            assert fault_of_boundaries(row, 16) is None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_draws_belong_to_the_sample():
 def test_typical_boundaries_are_legal(num_groups):
     for kind in ("fixed", "random", "mixed"):
         row = segmentation.typical_boundaries(kind, 16, num_groups).tolist()
-        assert segmentation.fault_of_boundaries(row, 16) is None
+        assert fault_of_boundaries(row, 16) is None
     assert segmentation.typical_boundaries("mixed", 196, 20)[-1] == 98
 
 
@@ -98,7 +99,7 @@ def test_groups_of_the_printed_example():
 
 @pytest.mark.parametrize("boundaries", [[], [3, 2], [2, 2], [-1, 2], [2, 5]])
 def test_boundaries_that_cut_no_groups_are_named(boundaries):
-    assert str(boundaries) in segmentation.fault_of_boundaries(boundaries, 5)
+    assert str(boundaries) in fault_of_boundaries(boundaries, 5)
 
 
 @pytest.mark.parametrize("order", [[[0, 1, 1]], [[0, 1]], [[1, 2, 3]], [0, 1, 2]])

@@ -5,7 +5,8 @@ import torch
 from golden_givt import GOLDEN, golden
 
 from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
-from megavis.tokenizers.vae_network import Posterior, VAENetwork, VAEShape
+from megavis.tokenizers.shapes import VAEShape
+from megavis.tokenizers.vae_network import Posterior, VAENetwork
 
 
 def test_released_weights_give_the_released_values():

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from megavis.tokenizers.codebook import Codebook
-from megavis.tokenizers.vqgan_network import VQGANNetwork, VQGANShape
+from megavis.tokenizers.shapes import VQGANShape
+from megavis.tokenizers.vqgan_network import VQGANNetwork
 
 SHAPE = VQGANShape(
     codebook_size=20,

@@ -1,0 +1,9 @@
+"""Words that a config may say and that layers take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
+PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
+ScaleActivation = Literal["squareplus", "softplus"]

@@ -1,0 +1,28 @@
+"""What boundaries GVP's groups can have: arithmetic that configs need without torch.
+
+Legend: T tokens, K predicted groups, which end at n_0 < n_1 < ... < n_{K-1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Segmentation = Literal["fixed", "random", "mixed"]
+
+
+def most_groups(kind: Segmentation, num_tokens: int) -> int:
+    """Return the largest K: with fixed length G_0 may be empty, so that it is T, else T - 1."""
+    return num_tokens if kind == "fixed" else num_tokens - 1
+
+
+def fault_of_boundaries(boundaries: Sequence[int], num_tokens: int) -> str | None:
+    """Say in a sentence what is wrong unless 0 ≤ n_0 < ... < n_{K-1} < T."""
+    numbers = list(boundaries)
+    if not numbers or numbers != sorted(set(numbers)):
+        return f"{numbers} does not increase: name where each group ends, once and in order"
+    if numbers[0] < 0 or numbers[-1] >= num_tokens:
+        return (
+            f"{numbers} leaves 0 to {num_tokens - 1}, where groups of {num_tokens} tokens can end"
+        )
+    return None
