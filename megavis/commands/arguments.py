@@ -21,14 +21,11 @@ def add_config(parser: argparse.ArgumentParser, *, text: str = "YAML file") -> N
 
 def read_config(args: argparse.Namespace) -> LoadedConfig:
     """Read the config that `add_config` asks for; raises UserError as `load_config`."""
-    from megavis.commands.quiet import quietly
+    from megavis.config.load import load_config
+    from megavis.objectives import objective_configs
 
-    # Here already: the objectives bring torch, which takes seconds.
     if not Path(args.config).exists():
         raise UserError(f"{args.config}: no such config file")
-    with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
 
     return load_config(args.config, args.overrides, objectives=objective_configs())
 

@@ -43,15 +43,15 @@ def run(args: argparse.Namespace) -> int:
     """
     from megavis.commands.quiet import quietly
 
+    loaded = read_config(args)
+    if args.processes is not None:
+        loaded.require_world(args.processes)
     with quietly():
         from megavis.objectives import build_objective
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
         from megavis.planning.parameters import count_parameters
 
-    loaded = read_config(args)
-    if args.processes is not None:
-        loaded.require_world(args.processes)
     config = loaded.config
     with quietly():
         context = open_context(read_launch({}), device="cpu")

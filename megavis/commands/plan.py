@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     """
     from megavis.commands.quiet import quietly
 
+    loaded = read_config(args)
     with quietly():
         from megavis.planning.plan import recommend
         from megavis.planning.shape import require_blocks
 
-    loaded = read_config(args)
     require_blocks(loaded.config)
     cluster = _cluster(args)
     with quietly():

@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
         UserError: a point's config is wrong, or has no validation data.
     """
     from megavis.commands.quiet import quietly
+    from megavis.config.load import load_config
+    from megavis.objectives import objective_configs
+    from megavis.parallel.launch import read_launch
 
     with quietly():
-        from megavis.config.load import load_config
-        from megavis.objectives import objective_configs
-        from megavis.parallel.launch import read_launch
         from megavis.training.sweep import points_of
 
     points = points_of(

@@ -19,7 +19,7 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.init import Initialization, truncated_normal, xavier_uniform
-from megavis.model.mixture import Distribution, FullGaussian, Mixture
+from megavis.model.mixture import Distribution, FullGaussian, Mixture, ScaleForm
 from megavis.model.positions import carried_names
 from megavis.objectives.givt_config import NO_NULL_LABEL
 from megavis.objectives.givt_latents import LatentSource
@@ -169,7 +169,7 @@ class LatentTokens(LatentSource):
 
     def density(self, parameters: Tensor) -> Distribution:
         """Return the densities, float32, whose parameters these are, `[..., num_outputs]`."""
-        form = self.paper.scale_form
+        form = ScaleForm(self.paper.scale_activation, self.paper.scale_floor)
         if self.paper.covariance == "full":
             return FullGaussian.from_outputs(parameters, form)
         return Mixture.from_outputs(parameters, self.paper.num_components, form)

@@ -19,7 +19,6 @@ from megavis.config.schema import (
     Positive,
     RunConfig,
 )
-from megavis.model.mixture import ScaleForm
 from megavis.objectives.layout_checks import check_tokens
 
 NO_NULL_LABEL = (
@@ -76,11 +75,6 @@ class LatentTokensConfig(ObjectiveConfig):
         if self.covariance == "full":
             return self.token_size**2 + self.token_size
         return self.num_components * (1 + 2 * self.token_size)
-
-    @property
-    def scale_form(self) -> ScaleForm:
-        """From outputs to scales."""
-        return ScaleForm(self.scale_activation, self.scale_floor)
 
     @property
     def has_null_label(self) -> bool:

@@ -16,6 +16,15 @@ def most_groups(kind: Segmentation, num_tokens: int) -> int:
     return num_tokens if kind == "fixed" else num_tokens - 1
 
 
+def fixed_boundaries(num_tokens: int, num_groups: int) -> tuple[int, ...]:
+    """Return n_i = ⌊(i + 1) T / (K + 1)⌋ for i in 0 .. K - 1.
+
+    The brackets of the paper are read as the whole part: at K = T (table 4 has K = 196) this gives
+    n_i = i, the factorisation of equation (8); rounding would repeat a boundary.
+    """
+    return tuple(place * num_tokens // (num_groups + 1) for place in range(1, num_groups + 1))
+
+
 def fault_of_boundaries(boundaries: Sequence[int], num_tokens: int) -> str | None:
     """Say in a sentence what is wrong unless 0 ≤ n_0 < ... < n_{K-1} < T."""
     numbers = list(boundaries)

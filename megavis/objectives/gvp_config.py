@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megavis.config.schema import Complaint, NonNegative, ObjectiveConfig, Positive, RunConfig
-from megavis.objectives import gvp_segmentation as segmentation
-from megavis.objectives.gvp_boundaries import fault_of_boundaries, most_groups
+from megavis.objectives.gvp_boundaries import fault_of_boundaries, fixed_boundaries, most_groups
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
 
@@ -63,8 +62,8 @@ class GVPConfig(ObjectiveConfig):
         if self.boundaries is not None:
             return self.boundaries[0], self.boundaries[-1]
         if self.segmentation == "fixed":
-            fixed = segmentation.fixed_length(num_patches, self.num_groups)
-            return int(fixed[0]), int(fixed[-1])
+            fixed = fixed_boundaries(num_patches, self.num_groups)
+            return fixed[0], fixed[-1]
         return 0, num_patches
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:

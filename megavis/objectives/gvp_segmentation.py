@@ -44,11 +44,7 @@ def draw_boundaries(
 
 
 def fixed_length(num_tokens: int, num_groups: int, device: torch.device | None = None) -> Tensor:
-    """Return n_i = ⌊(i + 1) T / (K + 1)⌋ for i in 0 .. K - 1: int64 `[K]`.
-
-    The brackets of the paper are read as the whole part: at K = T (table 4 has K = 196) this gives
-    n_i = i, the factorisation of equation (8); rounding would repeat a boundary.
-    """
+    """Return `fixed_boundaries`, computed on the device: int64 `[K]`."""
     places = torch.arange(1, num_groups + 1, device=device)
     return places * num_tokens // (num_groups + 1)
 

@@ -15,26 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.config.choices import PositionKind
+from megavis.config.choices import OrderKind, PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Initialization, normal, zeros
-from megavis.model.orders import SharedOrder
+from megavis.model.orders import SharedOrder, fixed_order
 from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.igpt_config import IGPTConfig
 from megavis.objectives.igpt_layers import NOTHING, PixelEmbedding
 from megavis.objectives.trainable import Likelihood
-from megavis.parallel.random import uniform
+from megavis.parallel.random import derive_seed, uniform
 
 
 class IGPT(Objective):
@@ -121,7 +121,19 @@ class IGPT(Objective):
     @cached_property
     def order(self) -> SharedOrder:
         """The order π of section 2.1: the pixel at each place."""
-        return SharedOrder(self.paper.permutation(self.config))
+        return SharedOrder(self._permutation())
+
+    def _permutation(self) -> Tensor:
+        """Return the order π: int64 `[n]`."""
+        kind, side = self.paper.order, self.config.data.image_size
+        if not isinstance(kind, str):
+            return torch.tensor(kind)
+        if kind == "random":
+            generator = torch.Generator().manual_seed(derive_seed(self.config.seed, "order") >> 1)
+            return torch.randperm(side**2, generator=generator)
+        # The config has let no other word pass.
+        kind = cast(OrderKind, kind)
+        return fixed_order(kind, height=side, width=side, block=self.paper.order_block)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return ids of the first colour."""

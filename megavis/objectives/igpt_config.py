@@ -1,24 +1,17 @@
-"""What an iGPT config may say (sections 2.1, 3.2 and 4.6 of the paper).
-
-Legend: n pixels of an image.
-"""
+"""What an iGPT config may say (sections 2.1, 3.2 and 4.6 of the paper)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
-import torch
 from pydantic import BeforeValidator, Field
-from torch import Tensor
 
 from megavis.config.choices import OrderKind
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
-from megavis.model.orders import fixed_order
 from megavis.objectives.layout_checks import check_tokens, check_vocabulary
-from megavis.parallel.random import derive_seed
 
 
 def read_order(value: object) -> object:
@@ -67,18 +60,6 @@ class IGPTConfig(ObjectiveConfig):
     raster order, at each place. The run's config holds the numbers of the file."""
     order_block: Positive = 4
     """Side of a block in pixels, for `nested_raster` and `round_robin`."""
-
-    def permutation(self, config: RunConfig) -> Tensor:
-        """Return the order π of section 2.1: int64 `[n]`, the pixel at each place."""
-        side = config.data.image_size
-        if not isinstance(self.order, str):
-            return torch.tensor(self.order)
-        if self.order == "random":
-            generator = torch.Generator().manual_seed(derive_seed(config.seed, "order") >> 1)
-            return torch.randperm(side**2, generator=generator)
-        # `read_order` has let no other word pass.
-        kind = cast(OrderKind, self.order)
-        return fixed_order(kind, height=side, width=side, block=self.order_block)
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want an order of all pixels, and sizes that the tensor group can share."""

@@ -1,6 +1,7 @@
 """The rules of the house that no linter knows: import direction, lazy imports, sizes."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,60 @@ assert not [name for name in {HEAVY} if name in sys.modules]
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("example: ") == len(_COMMANDS)
+
+
+def modules_after(folder, *commands, code=2):
+    """Return the modules that one process has imported after commands of this exit code."""
+    script = f"""
+import sys
+from megavis.cli import main
+assert [main(words) for words in {list(commands)}] == [{code}] * {len(commands)}
+open("modules.txt", "w").write(" ".join(sys.modules))
+"""
+    command, environment = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr
+    return set((folder / "modules.txt").read_text().split())
+
+
+def test_a_mistake_in_a_config_is_told_without_torch(tmp_path):
+    """In the YAML's keys, in what joins them, and in the layout, of every paper."""
+    from megavis.objectives import objective_configs
+
+    papers = list(objective_configs())
+    assert len(papers) >= 9
+    for paper in papers:
+        (tmp_path / f"{paper}.yaml").write_text(
+            f"""\
+name: small
+objective: {{name: {paper}}}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: shards/train, image_size: 32}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""
+        )
+    mistakes = ("objective.mask_ration=1", "data.image_size=0", "parallel.offload_optimizer=nvme")
+    commands = [["train", f"{p}.yaml", mistake] for p in papers for mistake in mistakes]
+    elsewhere = [[verb, "igpt.yaml", "seed=-1"] for verb in ("params", "search-lr", "finetune")]
+    modules = modules_after(tmp_path, *commands, *elsewhere, ["train", "igpt.yaml", "seed=-1"])
+    assert {f"megavis.objectives.{paper}_config" for paper in papers} <= modules
+    assert not modules & {"torch", "deepspeed", "megatron"}
+
+
+def test_the_schema_needs_no_torch(tmp_path):
+    modules = modules_after(tmp_path, ["schema", "--out", "schema.json"], code=0)
+    assert not modules & {"torch", "deepspeed", "megatron"}
+
+
+def test_a_run_imports_no_other_paper(tmp_path, small_config):
+    """An iGPT, trained with a checkpoint and a picture."""
+    words = [f"output={tmp_path}", "training.sample_every=1", "--device", "cpu"]
+    modules = modules_after(tmp_path, ["train", str(small_config), *words], code=0)
+    papers = {name.rpartition(".")[2] for name in modules if name.startswith("megavis.objectives.")}
+    others = ("darl", "givt", "gvp", "mp3", "vae", "vqgan", "autoencoder")
+    assert "igpt" in papers
+    assert not [name for name in papers if name.startswith(others)]
 
 
 def test_a_paper_is_named_by_its_own_files_alone():

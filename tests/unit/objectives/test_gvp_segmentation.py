@@ -9,7 +9,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
 from megavis.objectives import gvp_segmentation as segmentation
-from megavis.objectives.gvp_boundaries import fault_of_boundaries
+from megavis.objectives.gvp_boundaries import fault_of_boundaries, fixed_boundaries
 
 SAMPLES = 20_000
 
@@ -76,6 +76,7 @@ def test_clamped_boundaries_are_still_legal(num_groups):
 def test_fixed_length_is_the_formula(num_tokens, num_groups, expected):
     rows = draw("fixed", num_tokens, num_groups, count=2)
     assert rows.tolist() == [expected, expected]
+    assert fixed_boundaries(num_tokens, num_groups) == tuple(expected)
 
 
 def test_draws_belong_to_the_sample():
