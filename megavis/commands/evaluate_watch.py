@@ -20,6 +20,7 @@ from megavis.commands.checkpoint_measures import MEASURES, CheckpointMeasures
 from megavis.commands.drawn_distance import MEASURE as DISTANCE
 from megavis.commands.drawn_distance import DrawnDistance, add_distance_arguments
 from megavis.commands.opening import job_closed, open_run
+from megavis.commands.options import refuse_options
 from megavis.commands.probing import add_data_arguments
 from megavis.commands.quiet import quietly
 from megavis.config.arguments import positive
@@ -85,6 +86,9 @@ def watch(args: argparse.Namespace) -> int:
     """
     if args.interval <= 0:
         raise UserError(f"--interval {args.interval:g}: must be more than 0 seconds")
+    if DISTANCE not in args.what and not args.until_input_ends:
+        options = ("--reference", "--num-samples", "--inception", "--network")
+        refuse_options(args, options, f"to --what without {DISTANCE}")
     if args.until_input_ends:
         os.nice(10)  # Training comes first, and may not have written its config yet.
     else:

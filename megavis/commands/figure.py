@@ -19,6 +19,7 @@ from megavis.commands.networks import (
     tell_cache,
 )
 from megavis.commands.opening import open_run
+from megavis.commands.options import refuse_options
 from megavis.commands.patch_figures import add_patch_figures
 from megavis.commands.position_figures import add_position_figures
 from megavis.commands.probing import (
@@ -33,6 +34,11 @@ from megavis.config.errors import UserError
 if TYPE_CHECKING:
     from megavis.evaluation.likelihood import CheckpointScore
     from megavis.evaluation.probe_result import ProbeResult
+
+_OF_A_PROBE = (
+    *("--train", "--validation", "--selection", "--train-images", "--validation-images", "--seed"),
+    *("--step", "--masks", "--untrained-networks", "--precision", "--no-cache"),
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -120,6 +126,7 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
         from megavis.evaluation.probe_result import ProbeResult
 
     if args.probe is not None:
+        refuse_options(args, _OF_A_PROBE, "to --probe FILE, which is drawn as it was written")
         return ProbeResult.read(args.probe)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)

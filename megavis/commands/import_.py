@@ -9,13 +9,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megavis.commands.options import refuse_options
 from megavis.config.arguments import non_negative_number, positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.tokenizers.palette import Palette
 
-_FORMS = ("imagegpt", "givt", "givt-vae", "vqgan", "timm")
+_FORMS = {
+    "imagegpt": ("--palette",),
+    "givt": ("--mode", "--num-classes", "--adapter", "--tokenizer"),
+    "givt-vae": ("--beta", "--image-size"),
+    "vqgan": ("--image-size",),
+    "timm": ("--heads",),
+}
+"""Each form, and the options that it has."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
     )
-    parser.add_argument("form", choices=_FORMS, help="what it holds")
+    parser.add_argument("form", choices=tuple(_FORMS), help="what it holds")
     parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
     parser.add_argument(
@@ -68,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.import_timm import import_timm
     from megavis.commands.import_vqgan import import_vqgan
 
+    others = {option for options in _FORMS.values() for option in options} - {*_FORMS[args.form]}
+    refuse_options(args, sorted(others), f"to {args.form}")
     if args.run_folder.exists():
         raise UserError(f"{args.run_folder} exists; choose another name")
     importers = (_import_imagegpt, import_transformer, import_vae, import_vqgan, import_timm)

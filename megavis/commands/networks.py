@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megavis.commands.opening import job_closed
+from megavis.commands.options import refuse_options
 from megavis.commands.probing import probe_data
 from megavis.config.errors import UserError
 
@@ -66,6 +67,9 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
 
     data, cache = probe_data(opened, args), feature_cache(opened, args)
     trained = network_of(opened, cache)
+    if trained.num_views == 1:
+        name = opened.config.objective.name
+        refuse_options(args, ("--masks",), f"to {name}, whose inputs are not masked at random")
     num_views = args.masks or trained.num_views
     networks = itertools.chain([trained], untrained_networks(opened, args, cache))
     pairs: Iterator[Pair] = (data.features(network, num_views=num_views) for network in networks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.arguments import add_device, add_run, add_step
 from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
+from megavis.commands.sample_options import refuse_noise_options
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
@@ -114,6 +115,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     objective = opened.objective
     if not isinstance(objective, PatchByPatch):
         raise UserError(f"{opened.config.objective.name} does not draw images patch by patch")
+    refuse_noise_options(opened.objective, args)
     dataset = held_out_images(opened, args)
     originals = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
     options = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands import sample_latents
 from megavis.commands.probing import add_layout_argument
 from megavis.commands.sample_npz import choice_of_ids, write_samples
+from megavis.commands.sample_options import check_options
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with quietly():
             opened = Run.open(args.run_folder, step=args.step)
+        check_options(opened.objective, args)
         pixels = _picture(opened, args)
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"

@@ -82,16 +82,7 @@ def picture(opened: Run, args: argparse.Namespace) -> Any:
 
 
 def predictions(opened: Run, args: argparse.Namespace, examples: Batch) -> Any:
-    """Draw the grid of what a run that reads images predicts from held-out ones.
-
-    Raises:
-        UserError: the options are those of runs that read none.
-    """
-    if args.classes or args.show_rounds or args.moments:
-        raise UserError(
-            "--classes, --show-rounds and --moments are for runs that draw from nothing; this one"
-            " predicts from images"
-        )
+    """Draw the grid of what a run that reads images predicts from held-out ones."""
     return _pictures(opened, args).predictions(
         examples, num_drawn=args.completions, batch_size=args.batch_size
     )

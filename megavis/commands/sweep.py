@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_config, add_device
 from megavis.commands.kept_figure import keep_figure
+from megavis.commands.options import refuse_options
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.training.axis import Axis
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if points[0].loaded.config.data.validation is None:
         raise UserError("a sweep compares runs on held-out images: set data.validation")
+    if args.measure != "probe":
+        refuse_options(args, ("--train-images", "--no-cache"), f"to --measure {args.measure}")
     launch = read_launch(os.environ)
     if not args.draw:
         for point in _chosen(points, args.index):

@@ -71,6 +71,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
+        # By which a command finds out which of its options were given.
+        self.set_defaults(default_of=self.get_default)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError: argparse would print the usage, many lines, and leave by itself."""

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.names import ObjectiveTypes, SchemaNames
+from megavis.config.names import ObjectiveTypes, SchemaNames, did_you_mean
 from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
 from megavis.config.yaml_tree import Source, apply_override, dump_tree, read_tree
 
@@ -63,7 +63,8 @@ def _validate(tree: dict[str, Any], source: Source, objectives: ObjectiveTypes) 
     if names.objective is None:
         given = f", not {reprlib.repr(names.paper)}" if names.paper is not None else ""
         known = ", ".join(sorted(objectives))
-        raise source.error([("objective.name", f"must say which paper: one of {known}{given}")])
+        text = f"must say which paper: one of {known}{given}{did_you_mean(names.paper, objectives)}"
+        raise source.error([("objective.name", text)])
     complaints: list[Complaint] = []
     # The objective comes first, with its paper's class, so that its errors keep their keys.
     try:

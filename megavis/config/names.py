@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +49,8 @@ class SchemaNames:
         if error["type"] == "model_type":
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
         text = str(error["msg"]).removeprefix("Value error, ")
-        return key, f"{text[0].lower()}{text[1:]}, not {given}"
+        meant = did_you_mean(error.get("input"), _legal_words(error))
+        return key, f"{text[0].lower()}{text[1:]}, not {given}{meant}"
 
     def _unknown(self, location: list[str]) -> str:
         sections = location[:-1]
@@ -80,6 +82,20 @@ class SchemaNames:
                 return []
             model = inner
         return list(model.model_fields)
+
+
+def did_you_mean(given: Any, legal: Iterable[str]) -> str:
+    """Return a question about the legal word that was meant; empty where none is alike."""
+    if not isinstance(given, str):
+        return ""
+    near = difflib.get_close_matches(given.lower(), list(legal), n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _legal_words(error: Mapping[str, Any]) -> list[str]:
+    """Return the words that a key may have; none where it may have others."""
+    is_one_of = error["type"] == "literal_error"
+    return re.findall("'([^']*)'", error["ctx"]["expected"]) if is_one_of else []
 
 
 def _keys_of(location: Iterable[Any]) -> list[str]:

@@ -170,6 +170,13 @@ def test_the_probe_command_writes_its_numbers(trained, capsys):
     [
         (["sample", "RUN", "--top-p", "2"], "top-p must lie in"),
         (["sample", "RUN", "--num-images", "0"], "at least 1"),
+        (
+            ["sample", "RUN", "--guidance", "0.4", "--classes", "1"],
+            "--guidance, --classes do not apply to this run of igpt, which takes --temperature,",
+        ),
+        (["sample", "RUN", "--sampling-steps", "3"], "--sampling-steps does not apply to this run"),
+        (["sample", "RUN", "--completions", "2"], "--completions does not apply without --prefix"),
+        (["probe", "RUN", "--masks", "3"], "--masks does not apply to igpt, whose inputs are not"),
         (["sample", "RUN", "--prefix", "half", "--images", "nowhere"], "nowhere"),
         (["probe", "RUN", "--layers", "9"], "from 0 to 2"),
         (["probe", "RUN", "--validation", "nowhere"], "nowhere"),

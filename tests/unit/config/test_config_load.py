@@ -92,6 +92,30 @@ def test_a_legal_file_is_read_with_its_defaults(read):
             " not 'half'",
         ),
         (
+            "  steps: 10",
+            "  steps: 10\n  precision: fp32",
+            "config.yaml:15: training.precision: input should be 'float32', 'bf16' or 'fp16',"
+            " not 'fp32'; did you mean 'float32'?",
+        ),
+        (
+            "  image_size: 8\n",
+            "  image_size: 8\n  crop: Centre\n",
+            "config.yaml:11: data.crop: input should be 'random_resized', 'window', 'shifted',"
+            " 'center' or 'none', not 'Centre'; did you mean 'center'?",
+        ),
+        (
+            "  name: igpt\n",
+            "  name: igpt\n  mode: autoregresive\n",
+            "config.yaml:4: objective.mode: input should be 'autoregressive' or 'bert',"
+            " not 'autoregresive'; did you mean 'autoregressive'?",
+        ),
+        (
+            "  name: igpt",
+            "  name: i-gpt",
+            f"config.yaml:3: objective.name: must say which paper: one of {PAPERS}, not 'i-gpt';"
+            " did you mean 'igpt'?",
+        ),
+        (
             "name: small\n",
             "name: ../up\n",
             "config.yaml:1: name: string should match pattern",
