@@ -1,16 +1,22 @@
-"""Joining the job that a launcher started, in a config's layout."""
+"""Joining the job that a launcher started, in a config's layout, and holding its run folder."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
+from megavis.training.restarts import is_automatic
+from megavis.training.run_lock import SILENCE_SECONDS, RunLock
 from megavis.training.watchdog import collective_timeout
 
 
@@ -55,3 +61,25 @@ def open_job(
         yield context
     finally:
         close_context()
+
+
+@contextlib.contextmanager
+def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
+    """Be the only job that trains in a run folder; every process of the job calls this.
+
+    Raises:
+        UserError: on every process, where another job holds it.
+    """
+    refusal: list[str | None] = [None]
+    with contextlib.ExitStack() as stack:
+        if context.is_main:
+            # A scheduler's restart may come before the last process of the job has ended.
+            patience = SILENCE_SECONDS if is_automatic(os.environ) else 0.0
+            try:
+                stack.enter_context(RunLock(run_folder, patience=patience))
+            except UserError as error:
+                refusal = [str(error)]
+        dist.broadcast_object_list(refusal, src=0, group=context.world.group, device=context.device)
+        if refusal[0] is not None:
+            raise UserError(refusal[0])
+        yield

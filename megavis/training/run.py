@@ -35,7 +35,7 @@ from megavis.training.finetune import Finetuning
 from megavis.training.going_back import go_back, record_return
 from megavis.training.hooks import Hook, StepState, Validate
 from megavis.training.interruption import Signals, StopOnSignal
-from megavis.training.job import open_job
+from megavis.training.job import hold_run, open_job
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.open_data import open_held_out, open_training_data
@@ -91,7 +91,7 @@ class TrainingRun:
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
     def train(self, signals: Signals, extra_hooks: Sequence[Hook] = ()) -> None:
-        """Train to the last step, from the newest checkpoint if there is one.
+        """Train to the last step, from the newest checkpoint if there is one; inside `hold_run`.
 
         Args:
             signals: what asks this process to stop.
@@ -282,5 +282,6 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     """
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = TrainingRun.open(loaded, context)
-        with evaluation_beside(run.config, is_main=context.is_main):
+        beside = evaluation_beside(run.config, is_main=context.is_main)
+        with hold_run(run.folder, context), beside:
             run.train(signals)

@@ -28,6 +28,7 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.early_stopping import EarlyStopping, looks_of
 from megavis.training.hooks import StepState
 from megavis.training.interruption import Signals
+from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
 from megavis.training.run import TrainingRun
 
@@ -144,7 +145,7 @@ def search_rates(
         outcome = _agree(read_outcome(config), context)
         if outcome.state == "unfinished":
             run = TrainingRun.open(LoadedConfig(config, loaded.source), context)
-            with Signals() as signals:
+            with Signals() as signals, hold_run(run.folder, context):
                 run.train(signals, [SpikeWatch(run.folder, patience)])
             del run
             # An engine lies in cycles of references, and the next one needs its memory.

@@ -21,6 +21,7 @@ from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
 from megavis.training.axis import Axis
 from megavis.training.interruption import Signals
+from megavis.training.job import hold_run
 from megavis.training.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def points_of(axes: Sequence[Axis], load: Load) -> list[Point]:
 def train_point(point: Point, context: ParallelContext) -> None:
     """Train one run to its end, from where it stands."""
     if not point.is_finished:
-        with Signals() as signals:
+        with Signals() as signals, hold_run(point.folder, context):
             TrainingRun.open(point.loaded, context).train(signals)
 
 

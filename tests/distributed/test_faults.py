@@ -91,6 +91,13 @@ def wait_for_step(run_folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+def wait_for_line(path: Path, count: int) -> None:
+    end = time.monotonic() + 60
+    while len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < end, f"{path} has no {count} lines"
+        time.sleep(0.01)
+
+
 LONG = ("training.steps=60", "checkpoint.every=0", "name=run")
 
 
@@ -123,6 +130,27 @@ def test_a_process_that_is_killed_is_named(start: Callable[..., Job], tmp_path: 
     named = re.findall(r"megavis: (rank \d) on \S+ does not answer.* heard of in (.*)", job.log(0))
     assert [rank for rank, _ in named] == ["rank 1"]
     assert re.fullmatch(r"(what follows )?step \d+", named[0][1])
+
+
+def test_a_second_job_in_the_run_folder_is_refused(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    words = (*LONG, "training.steps=100000")
+    first = start(*words)
+    wait_for_step(tmp_path / "run", 3)
+    before = (tmp_path / "run" / "starts.jsonl").read_text()
+    second = start(*words)
+    assert [second.wait(rank) for rank in range(2)] == [2, 2]
+    holder = rf"run: another job trains in this run folder \(process {first.processes[0].pid} on "
+    assert re.search(holder, second.log(0))
+    assert (tmp_path / "run" / "starts.jsonl").read_text() == before
+    wait_for_step(tmp_path / "run", read_metrics(tmp_path / "run")[-1]["step"] + 2)
+
+    for rank in range(2):
+        first.send(rank, signal.SIGKILL)
+        first.wait(rank)
+    start(*words)
+    wait_for_line(tmp_path / "run" / "starts.jsonl", 2)
 
 
 @pytest.mark.parametrize("hung", [0, 1])

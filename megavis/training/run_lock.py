@@ -1,0 +1,273 @@
+"""One job at a time in a run folder.
+
+The first rank keeps a file `.lock-N` there, which names its process and whose modification time it
+renews every few seconds. Taking over is creating the file of the next number, which one process
+alone can do, on network disks too; it needs neither `flock` nor clocks that agree. A holder whose
+process has gone is replaced at once on its own host. From another host a process cannot be looked
+up: there the file is watched, and a holder that does not renew it for `SILENCE_SECONDS` is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megavis.config.errors import UserError
+
+BEAT_SECONDS = 5.0
+"""Between two signs of life."""
+SILENCE_SECONDS = 60.0
+"""After which a holder on another host is dead: attributes of files may be cached for so long."""
+LONG_DEAD_SECONDS = 1800.0
+"""A lock so much older than a new file is not watched; clocks of two hosts differ by less."""
+TAKEN_OVER_EXIT_CODE = 2
+"""Of a holder that finds its lock gone: another job trains, and a requeue must not disturb it."""
+
+_PREFIX = ".lock-"
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that trains in a run folder.
+
+    Attributes:
+        host: its name.
+        machine: boot, process namespace and user; where they agree, the process can be looked up.
+        process: its number.
+        started: clock ticks from boot to its start, by which a reused number is told apart.
+        since: when it took the lock, ISO 8601.
+        token: drawn for this holder alone.
+    """
+
+    host: str
+    machine: str
+    process: int
+    started: int
+    since: str
+    token: str
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        """Return what this process would write."""
+        process = os.getpid()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        started = _start_of(process) or 0
+        return cls(socket.gethostname(), _machine(), process, started, since, secrets.token_hex(8))
+
+    @property
+    def is_here(self) -> bool:
+        """True where its process can be looked up."""
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+    @property
+    def has_ended(self) -> bool:
+        """True where its process is gone; only to be asked where `is_here`."""
+        return _start_of(self.process) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host} since {self.since}"
+
+
+class RunLock:
+    """The lock of a run folder, for one process; a context manager."""
+
+    def __init__(self, run_folder: Path, *, patience: float = 0.0) -> None:
+        """Prepare.
+
+        Args:
+            run_folder: is made where there is none.
+            patience: seconds to wait for a living holder to leave.
+        """
+        self._folder, self._patience = run_folder, patience
+        self._holder = Holder.of_this_process()
+        self._path = run_folder
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+
+    def __enter__(self) -> RunLock:
+        """Take the lock.
+
+        Raises:
+            UserError: another process holds it, or the folder cannot be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._take(time.monotonic() + self._patience)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"{self._folder}: the run folder cannot be written: {reason}") from None
+        self._beats.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the lock back."""
+        self._over.set()
+        self._beats.join()
+        # Left behind by a disk that fails, it is taken over like that of any ended process.
+        with contextlib.suppress(OSError):
+            if self._is_mine():
+                self._path.unlink(missing_ok=True)
+
+    def _take(self, deadline: float) -> None:
+        """Become the holder of the highest number, when all others are dead."""
+        while not self._try(deadline):
+            time.sleep(secrets.SystemRandom().uniform(0.0, _LOOK_SECONDS))
+
+    def _try(self, deadline: float) -> bool:
+        """Look and take once; return False where somebody came or went meanwhile."""
+        dead = _locks(self._folder)
+        for path, holder in dead.items():
+            if _is_dead(path, holder):
+                continue
+            if holder is None or time.monotonic() < deadline:
+                return False
+            raise UserError(
+                f"{self._folder}: another job trains in this run folder ({holder}); wait until it"
+                " has ended, stop it, or give this run another name (name=...)"
+            )
+        self._path = self._folder / f"{_PREFIX}{1 + max(map(_number, dead), default=0)}"
+        if not _create(self._path, self._holder):
+            return False
+        others = {path: h for path, h in _locks(self._folder).items() if path != self._path}
+        if any(path not in dead or dead[path] != holder for path, holder in others.items()):
+            self._path.unlink(missing_ok=True)
+            return False
+        for path in others:
+            path.unlink(missing_ok=True)
+        return True
+
+    def _beat(self) -> None:
+        """Renew the sign of life; end this process where somebody else has taken over."""
+        while not self._over.wait(BEAT_SECONDS):
+            # A disk that does not answer for a moment is no reason to stop.
+            with contextlib.suppress(OSError):
+                if self._is_mine():
+                    os.utime(self._path)
+                elif not self._over.is_set():
+                    self._leave()
+
+    def _is_mine(self) -> bool:
+        return _read(self._path) == self._holder
+
+    def _leave(self) -> None:
+        """End at once: whatever this process would still write, another one writes by now."""
+        holders = ", ".join(str(h) for h in _locks(self._folder).values() if h is not None)
+        sys.stderr.write(
+            f"error: {self._folder}: the lock of this job is gone, taken over by"
+            f" {holders or 'nobody (was it deleted?)'}; this job ends without saving\n"
+        )
+        sys.stderr.flush()
+        os._exit(TAKEN_OVER_EXIT_CODE)
+
+
+def _is_dead(path: Path, holder: Holder | None) -> bool:
+    """Return whether a holder has ended or left; on another host this may take a minute.
+
+    None stands for one whose file says nothing: it is being written, or was never finished.
+    """
+    if holder is not None and holder.is_here:
+        return holder.has_ended
+    first = _modified(path)
+    if first is None or _age(path) > LONG_DEAD_SECONDS:
+        return True
+    begin, has_said = time.monotonic(), False
+    while _modified(path) == first and _read(path) == holder:
+        if time.monotonic() > begin + SILENCE_SECONDS:
+            return True
+        time.sleep(_LOOK_SECONDS)
+        if not has_said:
+            _say_that_it_waits(path, holder)
+            has_said = True
+    return False
+
+
+def _say_that_it_waits(path: Path, holder: Holder | None) -> None:
+    sys.stderr.write(
+        f"{path.parent}: held by {holder or 'an unknown process'}; waiting up to"
+        f" {SILENCE_SECONDS:g} s for a sign of life\n"
+    )
+    sys.stderr.flush()
+
+
+def _modified(path: Path) -> int | None:
+    """Return when a file was modified, in ns; None where it is gone."""
+    try:
+        # Opening asks a network disk; a mere stat may answer from the host's cache.
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _age(path: Path) -> float:
+    """Return by how many seconds a new file in the same folder is newer: by the disk's clock."""
+    probe = path.with_name(f".clock-{secrets.token_hex(8)}")
+    try:
+        probe.touch(exist_ok=False)
+        return probe.stat().st_mtime - (_modified(path) or 0) / 1e9
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _create(path: Path, holder: Holder) -> bool:
+    """Write a file that is not there yet; return whether it was not."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(holder)))
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        return False
+    except OSError:
+        # A full disk has taken the name and not the text.
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _locks(folder: Path) -> Mapping[Path, Holder | None]:
+    """Return the files of all holders with what they say; None where one says nothing."""
+    names = [name for name in os.listdir(folder) if name.startswith(_PREFIX)]
+    paths = [folder / name for name in names if name.removeprefix(_PREFIX).isdecimal()]
+    return {path: _read(path) for path in paths}
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def _read(path: Path) -> Holder | None:
+    """Return what a file says; None where it is gone or says nothing."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError, TypeError):
+        return None
+
+
+def _start_of(process: int) -> int | None:
+    """Return the clock ticks from boot to a process's start; None where it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name stands in brackets and may hold anything: fields are counted from behind it.
+    state, *fields = text.rpartition(")")[2].split()
+    # A zombie and a dead process wait for nothing but their parent.
+    return None if state in "ZX" else int(fields[18])
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    # Of another user's processes `/proc` may show nothing.
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} user {os.getuid()}"

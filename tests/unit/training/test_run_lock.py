@@ -1,0 +1,202 @@
+"""One job at a time in a run folder: real processes, and holders that are gone."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.training import run_lock
+from megavis.training.run_lock import Holder, RunLock
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def hold(folder, is_held):
+    with RunLock(folder):
+        is_held.set()
+        time.sleep(600)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process, which holds the run folder until it is killed."""
+    is_held = SPAWN.Event()
+    process = SPAWN.Process(target=hold, args=(tmp_path / "run", is_held))
+    process.start()
+    assert is_held.wait(120)
+    yield process
+    process.kill()
+    process.join()
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A minute of silence is a second."""
+    monkeypatch.setattr(run_lock, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.05)
+
+
+def write_lock(folder, *, number=1, **changed):
+    """Leave a lock as some other holder would."""
+    folder.mkdir(exist_ok=True)
+    content = {**vars(Holder.of_this_process()), **changed}
+    path = folder / f".lock-{number}"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def locks(folder):
+    return sorted(path.name for path in folder.glob(".*"))
+
+
+def test_a_second_process_is_refused_in_one_sentence(other, tmp_path):
+    words = rf"run: another job trains .* \(process {other.pid} on {socket.gethostname()} since 20"
+    with pytest.raises(UserError, match=words) as refused, RunLock(tmp_path / "run"):
+        pass
+    assert "\n" not in str(refused.value)
+    assert locks(tmp_path / "run") == [".lock-1"], "the holder's lock is touched"
+
+
+def test_a_stopped_process_still_holds(other, tmp_path):
+    os.kill(other.pid, signal.SIGSTOP)
+    with pytest.raises(UserError, match="another job"), RunLock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_a_killed_holder_is_replaced_at_once(other, tmp_path, is_reaped):
+    os.kill(other.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is joined
+    if is_reaped:
+        other.join()
+    begin = time.monotonic()
+    with RunLock(tmp_path / "run"):
+        assert time.monotonic() - begin < 1
+        assert locks(tmp_path / "run") == [".lock-2"]
+    assert locks(tmp_path / "run") == []
+
+
+def test_a_number_that_is_used_again_deceives_nobody(tmp_path):
+    me = Holder.of_this_process()
+    write_lock(tmp_path, process=os.getpid(), started=me.started - 1)
+    with RunLock(tmp_path):
+        assert locks(tmp_path) == [".lock-2"]
+
+
+def test_a_silent_holder_on_another_host_is_replaced(tmp_path, short, capsys):
+    write_lock(tmp_path, host="elsewhere", number=7)
+    begin = time.monotonic()
+    with RunLock(tmp_path):
+        assert time.monotonic() - begin >= 1
+        assert locks(tmp_path) == [".lock-8"]
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}: held by process {os.getpid()} on elsewhere since")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", [{"host": "elsewhere"}, {"machine": "another boot"}])
+def test_a_holder_on_another_host_that_shows_life_stays(tmp_path, short, place):
+    path = write_lock(tmp_path, **place)
+
+    def beat():
+        time.sleep(0.3)
+        # Its clock is an hour behind: only the change counts.
+        os.utime(path, (time.time() - 900, time.time() - 900))
+
+    process = multiprocessing.get_context("fork").Process(target=beat)
+    process.start()
+    with pytest.raises(UserError, match="another job"), RunLock(tmp_path):
+        pass
+    process.join()
+    assert locks(tmp_path) == [".lock-1"]
+
+
+def test_a_holder_that_has_long_been_silent_is_not_watched(tmp_path, capsys):
+    path = write_lock(tmp_path, host="elsewhere")
+    os.utime(path, (0, time.time() - 2 * run_lock.LONG_DEAD_SECONDS))
+    with RunLock(tmp_path):
+        assert locks(tmp_path) == [".lock-2"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_lock_that_was_never_written_to_its_end(tmp_path, short):
+    (tmp_path / ".lock-1").write_text('{"host": "els')
+    with RunLock(tmp_path):
+        assert locks(tmp_path) == [".lock-2"]
+
+
+def test_a_restart_waits_for_the_process_before_it(other, tmp_path):
+    os.kill(other.pid, signal.SIGSTOP)
+    helper = SPAWN.Process(target=kill_later, args=(other.pid,))
+    helper.start()
+    with RunLock(tmp_path / "run", patience=60):
+        assert locks(tmp_path / "run") == [".lock-2"]
+    helper.join()
+
+
+def kill_later(process):
+    time.sleep(1)
+    os.kill(process, signal.SIGKILL)
+
+
+def test_the_holder_renews_its_sign_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.05)
+    with RunLock(tmp_path):
+        first = (tmp_path / ".lock-1").stat().st_mtime_ns
+        time.sleep(0.5)
+        assert (tmp_path / ".lock-1").stat().st_mtime_ns > first
+
+
+def hold_briefly(folder):
+    run_lock.BEAT_SECONDS = 0.05
+    with RunLock(folder):
+        time.sleep(60)
+
+
+def test_a_holder_that_was_taken_for_dead_ends_itself(tmp_path, capfd):
+    process = SPAWN.Process(target=hold_briefly, args=(tmp_path,))
+    process.start()
+    end = time.monotonic() + 120
+    while not (tmp_path / ".lock-1").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    write_lock(tmp_path, number=2, host="elsewhere")
+    (tmp_path / ".lock-1").unlink()
+    process.join(60)
+    assert process.exitcode == run_lock.TAKEN_OVER_EXIT_CODE
+    assert "taken over by process" in capfd.readouterr().err
+    assert locks(tmp_path) == [".lock-2"]
+
+
+def compete(folder, gate, results):
+    gate.wait()
+    try:
+        with RunLock(folder):
+            results.put(True)
+            time.sleep(3)
+    except UserError:
+        results.put(False)
+
+
+def test_of_several_that_find_a_dead_holder_one_takes_over(tmp_path):
+    write_lock(tmp_path, started=1)
+    gate, results = SPAWN.Barrier(4), SPAWN.Queue()
+    processes = [SPAWN.Process(target=compete, args=(tmp_path, gate, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    won = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(won) == [False, False, False, True]
+    assert locks(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/run: the run folder cannot be written: Not a dir"):
+        RunLock(tmp_path / "file" / "run").__enter__()
