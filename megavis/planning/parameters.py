@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megavis.model.core import Block
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.tensors import partition_dimension
 
@@ -58,14 +59,18 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
         objective: of a context with tensor size 1, so that shapes are those of whole tensors.
     """
     found: Counter[tuple[str, tuple[int, ...], bool]] = Counter()
-    for plan in objective.layer_plans():
+    plans = objective.layer_plans()
+    blocks = [plan for plan in plans if plan.kind is Block]
+    for plan in [plan for plan in plans if plan not in blocks[1:]]:
+        # Blocks differ in what they drop alone: one is built for all.
+        copies = len(blocks) if plan in blocks else 1
         # Megatron draws its initial weights on the CPU; on the meta device that does nothing.
         with torch.device("meta"):
             layer = plan.build()
         for name, parameter in layer.named_parameters():
             general = re.sub(r"\.\d+\.", ".*.", f"{plan.name}.{name}", count=1)
             is_split = partition_dimension(parameter) is not None
-            found[general, tuple(parameter.shape), is_split] += 1
+            found[general, tuple(parameter.shape), is_split] += copies
     return [
         Matrix(name, shape, copies, is_split) for (name, shape, is_split), copies in found.items()
     ]
