@@ -42,12 +42,12 @@ def free_port() -> int:
 
 def finish(process: subprocess.Popen[str]) -> None:
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=1200)
     finally:
         if process.poll() is None:
             # A launcher that is asked to stop ends its workers, which are in other groups.
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=600)
     assert process.returncode == 0, output[-3000:]
 
 
@@ -104,6 +104,6 @@ def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
 def test_a_typo_stops_all_processes_with_one_line_each(tiny_config: Path) -> None:
     words = [str(tiny_config), "--device", "cpu", "training.stepps=3"]
     process = start(["bash", str(ROOT / "launch/torchrun.sh"), *words], PROCESSES="2")
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=1200)
     assert process.returncode == 2, "torchrun's own would be 1"
     assert "training.stepps: unknown key; did you mean 'steps'?" in output

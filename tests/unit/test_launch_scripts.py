@@ -88,7 +88,7 @@ def test_torchrun_on_one_node_starts_a_process_for_each_gpu(start, programs, tmp
 )
 def test_torchrun_counts_the_gpus_that_cuda_shows(start, programs, tmp_path, visible, processes):
     programs("python")
-    assert start("torchrun.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible).wait(20) == 0
+    assert start("torchrun.sh", "a.yaml", CUDA_VISIBLE_DEVICES=visible).wait(PATIENCE) == 0
     assert f"--nproc-per-node {processes} " in logged(tmp_path, "python")
 
 
