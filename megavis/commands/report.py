@@ -66,7 +66,7 @@ def summary(run: RunRecord) -> list[str]:
     """Return the lines of one run for a terminal."""
     folder = run.folder
     lines = [f"{folder}, step {run.last_step}"]
-    lines += [*_losses(run), *_probe(folder), *_pictures(run.pictures())]
+    lines += [*_losses(run), *_probe(folder), *_classes(folder), *_pictures(run.pictures())]
     lines.append(_row("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
     return lines
 
@@ -95,16 +95,28 @@ def _losses(run: RunRecord) -> Iterator[str]:
 
 
 def _probe(folder: Path) -> Iterator[str]:
+    """The trained network's best layer, an untrained one's, and raw pixels: a row each."""
     path = folder / "evaluation" / "probe.json"
     if not path.exists():
         return
     result = json.loads(path.read_text(encoding="utf-8"))
-    best, pixels = (result[name]["accuracy"] for name in ("best_layer", "pixels"))
-    yield _row(
-        "linear probe",
-        f"{best:.1%} (layer {result['best_layer']['layer']}), raw pixels {pixels:.1%},"
-        f" untrained network {result['untrained_accuracy']:.1%}",
+    best = result["best_layer"]
+    rows = (
+        ("trained", best["accuracy"], f"  layer {best['layer']}"),
+        ("untrained", result["untrained_accuracy"], ""),
+        ("raw pixels", result["pixels"]["accuracy"], ""),
     )
+    for number, (name, accuracy, note) in enumerate(rows):
+        label = "" if number else "linear probe"
+        yield _row(label, f"{name:12}{accuracy:6.1%}{note}")
+
+
+def _classes(folder: Path) -> Iterator[str]:
+    """What fine-tuning has come to, on the images that chose nothing."""
+    path = folder / "evaluation" / "finetune_test.json"
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8"))
+        yield _row("classes", f"{result['top1']:.1%} of {result['num_images']} test images")
 
 
 def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:

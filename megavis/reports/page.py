@@ -12,9 +12,9 @@ from markupsafe import Markup
 
 from megavis.evaluation.published import published_papers
 from megavis.reports.beside_papers import compare
-from megavis.reports.blocks import Picture, Section, picture, text, words
+from megavis.reports.blocks import Block, Picture, Section, picture, text, words
 from megavis.reports.charts import NUM_COLORS
-from megavis.reports.results import result_sections
+from megavis.reports.results import first_sections, result_sections
 from megavis.reports.run_record import RunRecord
 from megavis.reports.training_sections import (
     events_table,
@@ -25,8 +25,8 @@ from megavis.reports.training_sections import (
 from megavis.training.starts import versions
 
 _PICTURES = {
-    "samples": "Samples",
     "completions": "Completions: the original, what was given, what the run draws",
+    "samples": "Samples",
     "step": "Drawn while training",
     "watch": "Drawn beside training",
 }
@@ -43,8 +43,9 @@ class RunPage:
         color: number of its colour.
         paper: title of the paper, or the objective's name.
         facts: names and texts.
-        pictures: the newest of each kind.
-        sections: its evaluations.
+        glance: the first screen: completions or samples, the probe, what shows the paper's task.
+        pictures: the newest of each other kind.
+        sections: its other evaluations.
         commands: what to type to repeat it, each group with a label.
         config: `config.yaml`, whole.
         environment: names and versions.
@@ -55,6 +56,7 @@ class RunPage:
     color: int
     paper: str
     facts: Sequence[tuple[str, str]]
+    glance: Sequence[Block]
     pictures: Sequence[Picture]
     sections: Sequence[Section]
     commands: Sequence[tuple[str, Sequence[str]]]
@@ -98,13 +100,16 @@ def _run_page(number: int, run: RunRecord) -> RunPage:
     last = run.starts[-1] if run.starts else {}
     known = ("device", "processes", "machine")
     environment: dict[str, str] = {key: text(last[key]) for key in known if key in last}
+    pictures = _pictures(run)
+    found = [block for section in first_sections(run) for block in section.blocks]
     return RunPage(
         name=run.name,
         folder=str(run.folder),
         color=number % NUM_COLORS,
         paper=paper.title if paper else words(run.objective),
         facts=headline(run),
-        pictures=list(_pictures(run)),
+        glance=[*pictures[:1], *found],
+        pictures=pictures[1:],
         sections=list(result_sections(run)),
         commands=list(_commands(run)),
         config=run.config_text,

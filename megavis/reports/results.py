@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,29 @@ _HEADINGS = {
 }
 
 
+_FIRST = ("probe", "completions", "jigsaw", "groups")
+
+
+def first_sections(run: RunRecord) -> Iterator[Section]:
+    """Yield what says most at a glance: the probe, and what the run makes of held-out images."""
+    return _sections(run, lambda stem: stem in _FIRST)
+
+
 def result_sections(run: RunRecord) -> Iterator[Section]:
+    """Yield the other sections, in the order of the page, and the names of other files."""
+    yield from _sections(run, lambda stem: stem not in _FIRST)
+    others = [path for path in run.results() if path.suffix not in _SHOWN]
+    if others:
+        rows = [(path.name, number(path.stat().st_size)) for path in others]
+        yield Section("Other files", [Table("", ("file", "bytes"), rows, str(others[0].parent))])
+
+
+def _sections(run: RunRecord, shows: Callable[[str], bool]) -> Iterator[Section]:
     """Yield a section for each name in `evaluation/`: its JSON, its CSV and its picture."""
     files: dict[str, dict[str, Path]] = {}
     for path in run.results():
-        files.setdefault(path.stem, {})[path.suffix] = path
+        if shows(path.stem):
+            files.setdefault(path.stem, {})[path.suffix] = path
     for stem in sorted(files, key=lambda stem: ([*KNOWN_RESULTS, stem].index(stem), stem)):
         by_suffix = files[stem]
         try:
@@ -66,10 +84,6 @@ def result_sections(run: RunRecord) -> Iterator[Section]:
             blocks = [Table("", ("cannot be read",), [(str(error),)])]
         if blocks:
             yield Section(_heading(stem), blocks)
-    others = [path for path in run.results() if path.suffix not in _SHOWN]
-    if others:
-        rows = [(path.name, number(path.stat().st_size)) for path in others]
-        yield Section("Other files", [Table("", ("file", "bytes"), rows, str(others[0].parent))])
 
 
 def _heading(stem: str) -> str:

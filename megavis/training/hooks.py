@@ -19,6 +19,9 @@ from megavis.model.flops import peak_flops
 from megavis.model.runner import Runner
 from megavis.training.engine import Engine
 
+_VALIDATED = ("validation_loss", "validation_accuracy")
+_OF_TRAINING = ("lr", "grad_norm", "samples_per_s")
+
 
 @dataclass
 class StepState:
@@ -184,30 +187,30 @@ class CollectGarbage:
 
 
 class ShowProgress:
-    """A progress bar on a terminal, plain lines in a log; on the main process alone."""
+    """A progress bar on a terminal, plain lines in a log; on the main process alone.
+
+    On a terminal the numbers of training stand behind the bar, each over the last; what was
+    validated keeps a line of its own.
+    """
 
     def __init__(self, first_step: int, last_step: int) -> None:
+        self._on_terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=last_step,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
+            disable=not self._on_terminal,
         )
 
     def __call__(self, state: StepState) -> None:
-        """Advance the bar; write the step's numbers where there are any."""
+        """Advance the bar; show the step's numbers where there are any."""
         if state.loss is not None:
             self._bar.update(1)
-        shown = (
-            "loss",
-            "validation_loss",
-            "validation_accuracy",
-            "lr",
-            "grad_norm",
-            "samples_per_s",
-        )
-        text = "  ".join(f"{k} {state.record[k]:.4g}" for k in shown if k in state.record)
+        if self._on_terminal and "loss" in state.record:
+            self._bar.set_postfix_str(f"loss {state.record['loss']:.4g}", refresh=False)
+        names = _VALIDATED if self._on_terminal else ("loss", *_VALIDATED, *_OF_TRAINING)
+        text = "  ".join(f"{k} {state.record[k]:.4g}" for k in names if k in state.record)
         if text:
             tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)
         if state.is_last:

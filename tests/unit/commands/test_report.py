@@ -35,6 +35,8 @@ def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
         "pixels": {"layer": 0, "accuracy": 0.25},
     }
     (folder / "evaluation" / "probe.json").write_text(json.dumps(probe))
+    classes = json.dumps({"top1": 0.625, "num_images": 40})
+    (folder / "evaluation" / "finetune_test.json").write_text(classes)
     names = ("samples-00000010", "samples-00000020", "completions-00000020", "step-00000020")
     for name in names:
         (folder / "samples" / f"{name}.png").touch()
@@ -45,7 +47,12 @@ def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
     assert "step 20" in printed
     assert "6.2383 before, 2.0794 after, nats a token" in printed
     assert "3.0000 before, 1.0000 after, bits a dimension" in printed
-    assert "75.0% (layer 3), raw pixels 25.0%, untrained network 50.0%" in printed
+    assert [line.split() for line in printed.splitlines() if "%" in line] == [
+        ["linear", "probe", "trained", "75.0%", "layer", "3"],
+        ["untrained", "50.0%"],
+        ["raw", "pixels", "25.0%"],
+        ["classes", "62.5%", "of", "40", "test", "images"],
+    ]
     assert str(folder / "samples" / "samples-00000020.png") in printed
     assert str(folder / "samples" / "completions-00000020.png") in printed
     assert "samples-00000010" not in printed

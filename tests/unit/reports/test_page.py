@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -92,6 +93,26 @@ def text(run_folder):
 )
 def test_it_says(text, said):
     assert said in text
+
+
+def test_the_first_screen_shows_pictures_and_probe_before_the_curves(run_folder):
+    """Completions before samples, each thing once."""
+    folder = run_folder / "samples"
+    shutil.copy(folder / "samples-00000040.png", folder / "completions-00000040.png")
+    page = render([RunRecord.read(run_folder)])
+    (folder / "completions-00000040.png").unlink()
+    glance = page[page.index('<section id="glance">') : page.index('<section id="runs">')]
+    named = ("completions-00000040.png", "Accuracy by depth", "Best layer", "17.41")
+    assert [name for name in named if name in glance] == list(named)
+    assert glance.index("completions-") < glance.index("Accuracy by depth")
+    assert "samples-00000040.png" not in glance
+    assert [page.count(f"<h4>{name}</h4>") for name in ("Accuracy by depth", "Best layer")] == [
+        1,
+        1,
+    ]
+    rest = page[page.index('<section id="runs">') :]
+    assert "samples-00000040.png" in rest
+    assert rest.index("<h4>Loss</h4>") < rest.index("samples-00000040.png")
 
 
 def test_several_runs_share_their_curves(page_of_two):

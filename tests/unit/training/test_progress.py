@@ -1,0 +1,51 @@
+"""What training shows: lines in a log; on a terminal a bar, and lines of what was validated."""
+
+import io
+
+import pytest
+import torch
+
+from megavis.training.hooks import ShowProgress, StepState
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(stream, monkeypatch):
+    """Return what three steps write."""
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = ShowProgress(0, 3)
+    for step, record in enumerate(
+        [
+            {"validation_loss": 6.0},
+            {"loss": 5.0, "lr": 0.125},
+            {"loss": 4.0, "lr": 0.125, "validation_loss": 4.5},
+            {},
+        ]
+    ):
+        loss = torch.tensor(1.0) if step else None
+        progress(StepState(step, 3, loss, engine=None, record=record))
+    return stream.getvalue()
+
+
+def test_a_log_has_a_line_for_each_step_with_numbers(monkeypatch):
+    assert shown(io.StringIO(), monkeypatch).splitlines() == [
+        "step 0/3  validation_loss 6",
+        "step 1/3  loss 5  lr 0.125",
+        "step 2/3  loss 4  validation_loss 4.5  lr 0.125",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_terminal_has_one_bar_with_the_loss_and_lines_of_validation(monkeypatch):
+    text = shown(Terminal(), monkeypatch)
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    assert [line for line in lines if line.startswith("step ")] == [
+        "step 0/3  validation_loss 6",
+        "step 2/3  validation_loss 4.5",
+    ]
+    assert "3/3" in lines[-1]
+    assert "loss 4" in lines[-1]
+    assert "lr" not in text
