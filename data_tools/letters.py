@@ -282,11 +282,12 @@ def _coverage(recipe: Recipe, letter: str, font: str, random: np.random.Generato
         )
         for length in (height, width)
     )
-    paper = np.zeros((side, side), np.int64)
-    paper[top : top + height, left : left + width] = mask[
-        np.ix_(_nearest(height, mask.shape[0]), _nearest(width, mask.shape[1]))
-    ]
-    return paper.reshape(recipe.size, fine, recipe.size, fine).sum((1, 3))
+    paper = np.zeros((side, side), np.uint8)
+    resized = mask[_nearest(height, mask.shape[0])][:, _nearest(width, mask.shape[1])]
+    paper[top : top + height, left : left + width] = resized
+    # Rows first: their sums are few, and whole rows are added at once.
+    rows = np.add.reduce(paper.reshape(recipe.size, fine, side), axis=1, dtype=np.int32)
+    return rows.reshape(recipe.size, recipe.size, fine).sum(2)
 
 
 def _nearest(target: int, source: int) -> np.ndarray:
