@@ -12,10 +12,12 @@ BIN := $(abspath $(VENV))/bin
 # What is run may look for ninja, torchrun or megavis by name.
 RUN := PATH="$(BIN):$$PATH"
 
-.PHONY: help install lint test test-cluster test-layouts demo clean
+.PHONY: help install lint test test-cluster test-layouts demo demos clean
 
 help:
-	@echo "make demo     train a small iGPT on photographs and show what it completes (CPU)"
+	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
+	@echo "              (PAPER=mp3: another paper's demo)"
+	@echo "make demos    the demos of all papers, and docs/gallery.md"
 	@echo "make test     format, lint, types, import direction, all tests"
 	@echo "              (SELECT='not once': those that may differ between versions of packages)"
 	@echo "make test-cluster  those of them alone that start a SLURM or two hosts (docs/scaling.md)"
@@ -62,8 +64,12 @@ test-cluster: $(STAMP)
 test-layouts: $(STAMP)
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/exhaustive -rP
 
+PAPER ?= igpt
 demo: $(STAMP)
-	$(RUN) bash launch/demo.sh
+	$(RUN) bash launch/demo.sh $(PAPER)
+
+demos: $(STAMP)
+	$(RUN) bash launch/demo.sh all
 
 # pyvenv.cfg tells an environment from a folder that was named by mistake.
 clean:

@@ -1,30 +1,119 @@
 #!/usr/bin/env bash
-# The demo: photographs to palette to shards to a small iGPT, its probe and its pictures, on CPU.
+# The demos: each paper on capital letters in matplotlib's fonts, on CPU.
 #
-#   make demo
+#   make demo              iGPT; the same as bash launch/demo.sh
+#   make demo PAPER=mp3    another paper; the same as bash launch/demo.sh mp3
+#   make demos             all of them, and docs/gallery.md
 #
-# Each command is shown as you would type it. Run again, it goes on where it was; after
-# `rm -r demo runs/igpt_demo` it begins anew.
+# A step is a line on the screen; its command and what it says are in demo/PAPER.log. Run again, a
+# demo resumes; after `rm -r demo runs/*_demo*` it begins anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-show() {
-  printf '\n$ %s\n' "$*"
-  "$@"
+# step WHAT COMMAND ...: announce and do a step, or count it where `counting` is set.
+step() {
+  number=$((number + 1))
+  [ -z "$counting" ] || return 0
+  printf '[%d/%d] %s\n' "$number" "$total" "$1"
+  run_logged "${@:2}"
 }
 
-run=runs/igpt_demo
+# Progress bars are on standard error, and only where that is a terminal.
+run_logged() {
+  local code=0
+  printf '\n$ %s\n' "$*" >>"$log"
+  if [ -t 2 ]; then
+    "$@" >>"$log" || code=$?
+  else
+    "$@" >>"$log" 2>&1 || code=$?
+  fi
+  if [ "$code" -ne 0 ]; then
+    printf '\nThis command ended with exit code %d; the end of %s:\n$ %s\n' "$code" "$log" "$*" >&2
+    tail -n 20 "$log" >&2
+    exit "$code"
+  fi
+}
 
-show python -m data_tools photographs demo/images --size 32 --crops 12000 --validation-crops 1000
-show python -m data_tools palette fit demo/images/train --out demo/palette.npy --size 16
-show python -m data_tools palette shards demo/images/train \
-  --palette demo/palette.npy --out demo/train --size 16
-for split in selection validation; do
-  show python -m data_tools palette shards "demo/images/$split" \
-    --palette demo/palette.npy --out "demo/$split" --size 16 --classes-from demo/train
-done
-show megavis train yaml_configs/igpt/demo.yaml
-show megavis probe "$run" --selection demo/selection --train-images 2000
-show megavis sample "$run" --num-images 32 --top-p 0.95
-show megavis sample "$run" --num-images 10 --top-p 0.95 --prefix half
-show megavis report "$run"
+# finish RUN ...: print what the runs have come to, and write their page.
+finish() {
+  [ -z "$counting" ] || return 0
+  printf '\n'
+  megavis report "$@" | tee -a "$log"
+}
+
+igpt() {
+  local run=runs/igpt_demo split
+  step "draw letters of 12² pixels: 14 fonts to train on, 3 to select by, 5 to validate" \
+    python -m data_tools letters demo/letters
+  step "fit a palette of 128 colours" \
+    python -m data_tools palette fit demo/letters/train --out demo/palette.npy --size 12 \
+    --num-colors 128
+  step "write training images as palette tokens" \
+    python -m data_tools palette shards demo/letters/train --palette demo/palette.npy \
+    --out demo/train --size 12
+  for split in selection validation; do
+    step "write $split images as palette tokens" \
+      python -m data_tools palette shards "demo/letters/$split" --palette demo/palette.npy \
+      --out "demo/$split" --size 12 --classes-from demo/train
+  done
+  step "train iGPT, 4 layers 160 wide, for 2,400 steps of 8 images" \
+    megavis train yaml_configs/igpt/demo.yaml
+  step "probe each layer: does a linear classifier of its features name the letter?" \
+    megavis probe "$run" --selection demo/selection --train-images 5000 --untrained-networks 1
+  step "draw letters from nothing" megavis sample "$run" --num-images 48
+  step "complete the lower halves of eight letters, six times each" \
+    megavis sample "$run" --num-images 8 --completions 6 --top-p 0.9 --prefix half
+  finish "$run"
+}
+
+# letters_32: the data of the papers that see patches.
+letters_32() {
+  local part
+  step "draw letters of 32² pixels: 14 fonts to train on, 3 to select by, 5 to validate" \
+    python -m data_tools letters demo/letters_32 --size 32
+  for part in train selection validation; do
+    step "write $part images as JPEG shards" \
+      python -m data_tools jpeg "demo/letters_32/$part" --out "demo/${part}_32" --size 32
+  done
+}
+
+mp3() {
+  local run=runs/mp3_demo tune=yaml_configs/mp3/finetune_demo.yaml
+  letters_32
+  step "train MP3, 4 layers 128 wide, for 1,200 steps of 64 images" \
+    megavis train yaml_configs/mp3/demo.yaml
+  step "count the patches that are put in their place" megavis figure positions "$run"
+  step "put shuffled letters together" megavis figure jigsaw "$run" --num-images 4
+  step "fine-tune on which letter it is" megavis finetune "$tune"
+  step "the same from scratch" \
+    megavis finetune "$tune" finetune.from_run=null name=mp3_scratch_demo
+  finish "$run" runs/mp3_finetune_demo runs/mp3_scratch_demo
+}
+
+papers=(igpt mp3)
+
+demo() {
+  local began=$SECONDS
+  log=demo/$1.log
+  mkdir -p demo
+  number=0 counting=yes
+  "$1"
+  total=$number number=0 counting=
+  printf '%s: what each step runs and says is in %s\n' "$1" "$log"
+  "$1"
+  printf '  %-18s%d min %02d s\n' "took" $(((SECONDS - began) / 60)) $(((SECONDS - began) % 60))
+}
+
+case " ${papers[*]} all " in
+  *" ${1:-igpt} "*) ;;
+  *)
+    echo "usage: bash launch/demo.sh [PAPER], PAPER one of: ${papers[*]} all" >&2
+    exit 2
+    ;;
+esac
+if [ "${1:-igpt}" = all ]; then
+  for paper in "${papers[@]}"; do demo "$paper"; done
+  python launch/gallery.py
+else
+  demo "${1:-igpt}"
+fi

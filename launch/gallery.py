@@ -1,0 +1,119 @@
+"""Write docs/gallery.md and its pictures from the runs of the demos; `make demos` calls it.
+
+A demo that has not been run here is left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavis.commands.report import summary
+from megavis.reports.run_record import RunRecord
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PICTURES = Path("images/gallery")
+HEAD = """# Gallery
+
+What the demos make of capital letters in fonts that training has never shown: small models, minutes
+on two CPU cores. `make demos` runs all of them and writes this page from their run folders.
+"""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the page shows of one demo.
+
+    Attributes:
+        paper: as `make demo PAPER=` names it.
+        title: of its section.
+        runs: names of run folders whose numbers are printed, the first one's pictures shown.
+        pictures: patterns below a run folder, each with what the newest such picture shows.
+    """
+
+    paper: str
+    title: str
+    runs: tuple[str, ...]
+    pictures: tuple[tuple[str, str], ...]
+
+
+DEMOS = (
+    Demo(
+        paper="igpt",
+        title="iGPT: pixel after pixel",
+        runs=("igpt_demo",),
+        pictures=(
+            (
+                "igpt_demo/samples/completions-*.png",
+                "The original, its upper half, and six completions (top-p 0.9)",
+            ),
+            ("igpt_demo/samples/samples-*.png", "Drawn from nothing"),
+        ),
+    ),
+    Demo(
+        paper="mp3",
+        title="MP3: patches back into their places",
+        runs=("mp3_demo", "mp3_finetune_demo", "mp3_scratch_demo"),
+        pictures=(
+            (
+                "mp3_demo/evaluation/jigsaw.png",
+                "The letter, then its patches shuffled and put together where none, a quarter, half"
+                " and three quarters of them are masked; context patches outlined in green",
+            ),
+            (
+                "mp3_demo/evaluation/positions.png",
+                "Patches put in their place, over the mask ratio",
+            ),
+        ),
+    ),
+)
+
+
+def main(runs: Path, docs: Path) -> int:
+    """Write the page and its pictures below `docs`; return 1 where no demo has been run."""
+    sections = ["\n".join(section(demo, runs, docs)) for demo in DEMOS if is_there(demo, runs)]
+    if not sections:
+        sys.stderr.write(f"{runs} holds no run of a demo: run `make demos`\n")
+        return 1
+    page = docs / "gallery.md"
+    page.write_text("\n".join([HEAD, *sections]), encoding="utf-8")
+    sys.stdout.write(f"{page}: {len(sections)} of {len(DEMOS)} demos\n")
+    return 0
+
+
+def is_there(demo: Demo, runs: Path) -> bool:
+    """Return whether all runs of a demo are there."""
+    return all((runs / name / "metrics.jsonl").exists() for name in demo.runs)
+
+
+def section(demo: Demo, runs: Path, docs: Path) -> Iterator[str]:
+    """Yield the lines of a demo's section; copy its pictures."""
+    yield f"## {demo.title}\n\n```\nmake demo PAPER={demo.paper}\n```\n"
+    for number, (pattern, caption) in enumerate(demo.pictures):
+        found = sorted(runs.glob(pattern))
+        if not found:
+            continue
+        picture = PICTURES / f"{demo.paper}_{number}.png"
+        (docs / PICTURES).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(found[-1], docs / picture)
+        yield f"![{caption}]({picture.as_posix()})\n\n{caption}.\n"
+    yield "```"
+    for name in demo.runs:
+        yield from numbers(RunRecord.read(runs / name))
+    yield "```\n"
+
+
+def numbers(run: RunRecord) -> Iterator[str]:
+    """Yield the lines of a run's summary that hold numbers, not paths."""
+    path = str(run.folder)
+    first, *lines = summary(run)
+    yield first.replace(path, run.name)
+    yield from (line for line in lines if path not in line)
+
+
+if __name__ == "__main__":
+    sys.exit(main(ROOT / "runs", DOCS))

@@ -1,0 +1,113 @@
+"""launch/demo.sh by stand-ins of what it starts, and the gallery by run folders written by hand."""
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from data_tools.__main__ import build_parser
+from megavis.cli import read_arguments
+
+ROOT = Path(__file__).parents[2]
+PAPERS = re.search(r"^papers=\((.*)\)$", (ROOT / "launch/demo.sh").read_text(), re.MULTILINE)[1]
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """A function that runs the script in a folder of its own; stand-ins log what they are."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch/demo.sh", tmp_path / "launch")
+    (tmp_path / "bin").mkdir()
+
+    def run(*words, fails_on="nothing"):
+        for name in ("python", "megavis"):
+            path = tmp_path / "bin" / name
+            fail = f'[[ "$*" != *{fails_on}* ]] || {{ echo "error: no disk"; exit 3; }}'
+            path.write_text(f"#!/bin/bash\necho {name} speaks\n{fail}\n")
+            path.chmod(0o755)
+        command = ["bash", tmp_path / "launch/demo.sh", *words]
+        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        return subprocess.run(command, env=environment, text=True, capture_output=True)
+
+    return run
+
+
+@pytest.mark.parametrize("paper", PAPERS.split())
+def test_each_step_is_one_line_and_its_command_has_the_options_that_it_uses(demo, tmp_path, paper):
+    process = demo(paper)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    steps = [line for line in lines if line.startswith("[")]
+    total = len(steps)
+    assert [line.split()[0] for line in steps] == [f"[{n}/{total}]" for n in range(1, total + 1)]
+    assert lines[0].endswith(f"is in demo/{paper}.log")
+    log = (tmp_path / "demo" / f"{paper}.log").read_text()
+    commands = re.findall(r"^\$ (.*)$", log, re.MULTILINE)
+    assert len(commands) == total
+    for command in commands:
+        words = shlex.split(command)
+        if words[0] == "megavis":
+            assert read_arguments(words[1:]).run
+            configs = [word for word in words if word.endswith(".yaml")]
+            assert all((ROOT / config).exists() for config in configs)
+        else:
+            assert build_parser().parse_args(words[3:]).run
+    # The results come last, from the command itself.
+    assert lines[-2] == "megavis speaks"
+    assert lines[-1].strip().startswith("took")
+
+
+def test_make_demos_is_every_paper_and_the_gallery(demo):
+    process = demo("all")
+    assert process.returncode == 0, process.stderr
+    assert all(f"demo/{paper}.log" in process.stdout for paper in PAPERS.split())
+    assert process.stdout.splitlines()[-1] == "python speaks"
+
+
+def test_a_step_that_fails_ends_the_demo_with_the_end_of_its_log(demo):
+    process = demo(fails_on="train")
+    assert process.returncode == 3
+    assert "ended with exit code 3; the end of demo/igpt.log" in process.stderr
+    assert process.stderr.splitlines()[-1] == "error: no disk"
+    assert "took" not in process.stdout
+
+
+def test_another_paper_is_refused_in_one_line(demo):
+    process = demo("vit")
+    assert process.returncode == 2
+    assert process.stderr == (f"usage: bash launch/demo.sh [PAPER], PAPER one of: {PAPERS} all\n")
+
+
+@pytest.fixture
+def gallery(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    return importlib.import_module("gallery")
+
+
+def test_the_gallery_shows_the_runs_that_are_there(gallery, tmp_path, capsys):
+    runs, docs = tmp_path / "runs", tmp_path / "docs"
+    docs.mkdir()
+    assert gallery.main(runs, docs) == 1
+    for name in gallery.DEMOS[0].runs:
+        (runs / name / "samples").mkdir(parents=True)
+        record = {"step": 7, "loss": 1.25}
+        (runs / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        for step in (3, 7):
+            (runs / name / "samples" / f"completions-{step:08d}.png").write_bytes(bytes([step]))
+    assert gallery.main(runs, docs) == 0
+    assert f"1 of {len(gallery.DEMOS)} demos" in capsys.readouterr().out
+    page = (docs / "gallery.md").read_text()
+    assert "make demo PAPER=igpt" in page
+    assert "training loss     1.2500 before, 1.2500 after" in page
+    assert str(tmp_path) not in page
+    (picture,) = re.findall(r"\]\((.*)\)", page)
+    assert (docs / picture).read_bytes() == bytes([7])
+
+
+def test_every_demo_of_the_gallery_is_one_of_the_script(gallery):
+    assert [entry.paper for entry in gallery.DEMOS] == PAPERS.split()
