@@ -90,7 +90,31 @@ mp3() {
   finish "$run" runs/mp3_finetune_demo runs/mp3_scratch_demo
 }
 
-papers=(igpt mp3)
+givt() {
+  local vae=runs/givt_demo_vae run=runs/givt_demo part
+  step "draw ten letters of 32² pixels" \
+    python -m data_tools letters demo/letters_ten --size 32 --letters 10 --images 20000 \
+    --selection-images 500 --validation-images 1000
+  for part in train validation; do
+    step "write $part images as JPEG shards" \
+      python -m data_tools jpeg "demo/letters_ten/$part" --out "demo/${part}_ten" --size 32
+  done
+  step "train a β-VAE for 1,000 steps of 32 images" megavis train yaml_configs/givt/demo_vae.yaml
+  step "reconstruct validation images" \
+    megavis evaluate reconstruction "$vae" --num-images 1000
+  for part in train validation; do
+    step "write $part images as latents" \
+      python -m data_tools latents "demo/${part}_ten" --tokenizer "$vae" \
+      --out "demo/latents_$part" --size 32
+  done
+  step "train GIVT, 4 layers 192 wide, for 2,000 steps of 32 images" \
+    megavis train yaml_configs/givt/demo.yaml
+  step "draw eight images of each letter, with guidance" \
+    megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --per-class 8 --scale 0.9 --guidance 0.4
+  finish "$run" "$vae"
+}
+
+papers=(igpt mp3 givt)
 
 demo() {
   local began=$SECONDS

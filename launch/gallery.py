@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PICTURES = Path("images/gallery")
 HEAD = """# Gallery
 
-What the demos make of capital letters in fonts that training has never shown: small models, minutes
+What the demos make of capital letters; validation fonts are never seen in training. Small models, minutes
 on two CPU cores. `make demos` runs all of them and writes this page from their run folders.
 """
 
@@ -67,6 +67,17 @@ DEMOS = (
             (
                 "mp3_demo/evaluation/positions.png",
                 "Patches put in their place, over the mask ratio",
+            ),
+        ),
+    ),
+    Demo(
+        paper="givt",
+        title="GIVT: latents of real numbers",
+        runs=("givt_demo", "givt_demo_vae"),
+        pictures=(
+            (
+                "givt_demo/samples/samples-*.png",
+                "The letters A to J as drawn by class, with scale 0.9 and guidance 0.4",
             ),
         ),
     ),
