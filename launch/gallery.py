@@ -19,8 +19,8 @@ DOCS = ROOT / "docs"
 PICTURES = Path("images/gallery")
 HEAD = """# Gallery
 
-What the demos make of capital letters; validation fonts are never seen in training. Small models, minutes
-on two CPU cores. `make demos` runs all of them and writes this page from their run folders.
+What the demos make of capital letters; the fonts of validation are never seen in training. Small
+models, minutes on two CPU cores. `make demos` runs all of them and writes this page from their run folders.
 """
 
 
