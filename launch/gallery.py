@@ -20,7 +20,8 @@ PICTURES = Path("images/gallery")
 HEAD = """# Gallery
 
 What the demos make of capital letters; the fonts of validation are never seen in training. Small
-models, minutes on two CPU cores. `make demos` runs all of them and writes this page from their run folders.
+models, minutes on two CPU cores. `make demos` runs all of them and writes this page from their run
+folders.
 """
 
 
