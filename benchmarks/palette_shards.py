@@ -14,7 +14,7 @@ import io
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,25 +31,28 @@ from megavis.tokenizers.palette import Palette
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 BICUBIC = Image.Resampling.BICUBIC
 _SHIPPED = {"skimage": "data", "sklearn": "datasets/images", "foolbox": "data"}
+PACKAGES = tuple(_SHIPPED)
 
 
-def photographs() -> Iterator[Image.Image]:
-    """Yield what the three packages ship and is at least 500x375."""
-    for package, folder in _SHIPPED.items():
+def photographs(packages: Sequence[str] = PACKAGES) -> Iterator[Image.Image]:
+    """Yield what the packages ship and is at least 500x375."""
+    for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
             sys.exit(f"{package} is missing: pip install 'megavis[test]'")
-        for path in sorted((Path(spec.origin).parent / folder).glob("*.*g")):
+        for path in sorted((Path(spec.origin).parent / _SHIPPED[package]).glob("*.*g")):
             if path.suffix in (".jpg", ".png"):
                 image = Image.open(path)
                 if image.mode == "RGB" and image.width >= WIDTH and image.height >= HEIGHT:
                     yield image
 
 
-def write_crops(folder: Path, *, count: int, quality: int = QUALITY) -> list[Path]:
+def write_crops(
+    folder: Path, *, count: int, quality: int = QUALITY, packages: Sequence[str] = PACKAGES
+) -> list[Path]:
     """Write `count` random crops of 500x375 as JPEG; return the files."""
     random = np.random.default_rng(0)
-    images = list(photographs())
+    images = list(photographs(packages))
     paths = [folder / f"{number:06d}.jpg" for number in range(count)]
     for path, image in zip(paths, itertools.cycle(images)):
         left = int(random.integers(0, image.width - WIDTH, endpoint=True))

@@ -16,20 +16,21 @@ from benchmarks.loader import make_shards
 from benchmarks.timing import Taken, report, summary, take_turns
 from benchmarks.twins import run_config, sized_parser, sizes
 from megavis.config.schema import RunConfig
+from megavis.parallel.context import ParallelContext, open_context
+from megavis.parallel.launch import read_launch
 
 
-def measure(config: RunConfig, shards: Path, *, rounds: int) -> dict[str, list[Taken]]:
+def measure(
+    config: RunConfig, shards: Path, context: ParallelContext, *, rounds: int
+) -> dict[str, list[Taken]]:
     """Return the times of a step, of a look and of the look's two halves, in turns."""
     from megavis.data.dataset import ShardDataset
     from megavis.data.loader import BatchLoader
     from megavis.objectives import OBJECTIVES
-    from megavis.parallel.context import open_context
-    from megavis.parallel.launch import read_launch
     from megavis.training.engine import Engine
     from megavis.training.hooks import StepState
     from megavis.training.replicas import CheckReplicas, weight_fingerprints
 
-    context = open_context(read_launch({}), device="cpu")
     engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
     dataset, last_step = ShardDataset(shards), config.training.steps
     look = CheckReplicas(
@@ -47,7 +48,7 @@ def measure(config: RunConfig, shards: Path, *, rounds: int) -> dict[str, list[T
         loss = engine.train_step(loader, next(steps))
         return take_turns(
             {
-                "step": lambda: engine.train_step(loader, next(steps)),
+                "step": lambda: float(engine.train_step(loader, next(steps))),
                 "look": lambda: look(StepState(1, last_step, loss, engine)),
                 "checksums": lambda: weight_fingerprints(engine),
                 "two losses": lambda: look.losses(engine, 1),
@@ -66,7 +67,8 @@ def main() -> None:
     config = config.model_copy(update={"training": training})
     with tempfile.TemporaryDirectory() as folder:
         shards = make_shards(Path(folder), options.image_size)
-        taken = measure(config, shards, rounds=options.rounds)
+        context = open_context(read_launch({}), device="cpu")
+        taken = measure(config, shards, context, rounds=options.rounds)
     report(summary(taken, against="step"), options.json, **sizes(config))
 
 

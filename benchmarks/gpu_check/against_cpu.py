@@ -1,0 +1,148 @@
+"""Stage 2: losses and gradients of every demo on the CPU and on the GPU; random numbers; dropout.
+
+Without a GPU the second pass runs on the CPU too, and must repeat the first one bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.models import DEMOS, job, plain_model, random_batch, read_demo
+from benchmarks.gpu_check.results import Row, Settings
+from benchmarks.gpu_check.stages import Measure
+from megavis.data.batch import Batch
+from megavis.model.stack import Stack
+from megavis.objectives.trainable import Trainable
+from megavis.parallel.launch import Launch
+from megavis.parallel.random import normal, uniform
+
+FLOAT32, BF16_LOSS, BF16_GRADIENT = 1e-5, 0.02, 0.1
+"""Largest relative differences that pass."""
+_DROPOUT = ("model.hidden_dropout=0.2", "model.attention_dropout=0.2", "model.mlp_dropout=0.2")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A loss and its gradients by parameter, on the CPU in float32."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+def parts(settings: Settings) -> Mapping[str, Measure]:
+    """Return the stage's parts."""
+    demos = {path: functools.partial(_compare_demo, path) for path in DEMOS}
+    return {"random numbers": random_numbers, **demos, "recomputation": recomputation}
+
+
+def random_numbers(launch: Launch, settings: Settings) -> list[Row]:
+    """Compare megavis's draws, which must be the same on every device."""
+    index = torch.arange(64)
+    drawn = [
+        [draw(place, 1024, seed=3, purpose="check").cpu() for draw in (uniform, normal)]
+        for place in (index, index.to(settings.device))
+    ]
+    same = torch.equal(drawn[0][0], drawn[1][0])
+    difference = float((drawn[0][1] - drawn[1][1]).abs().max())
+    note = _note(settings)
+    return [
+        Row("uniform: bit for bit as on the CPU", same, aim="yes", passed=same, note=note),
+        Row("normal: largest difference", difference, aim="≤ 1e-5", passed=difference <= 1e-5),
+    ]
+
+
+def _compare_demo(path: str, launch: Launch, settings: Settings) -> list[Row]:
+    rows = []
+    with job(launch, settings) as context:
+        config = read_demo(path, settings.folder / "scratch" / "tokenizers")
+        config = config.model_copy(update={"model": config.model.without_dropout()})
+        objective, stack = plain_model(config, context)
+        batch = random_batch(objective, 2)
+        reference = one_pass(objective, stack, batch)
+        on_device = batch.to(context.device)
+        stack.to(context.device)
+        found = one_pass(objective, stack, on_device)
+        limits = (FLOAT32, FLOAT32) if settings.on_gpu else (0.0, 0.0)
+        rows += differences(f"{path}, float32", found, reference, limits, _note(settings))
+        found = one_pass(objective, stack.to(torch.bfloat16), on_device)
+        rows += differences(f"{path}, bf16", found, reference, (BF16_LOSS, BF16_GRADIENT))
+    return rows
+
+
+def recomputation(launch: Launch, settings: Settings) -> list[Row]:
+    """Compare gradients with and without recomputation, under dropout."""
+    found = {}
+    for kind in ("none", "selective", "full"):
+        words = (*_DROPOUT, f"parallel.activation_checkpointing={kind}")
+        with job(launch, settings) as context:
+            config = read_demo("igpt/demo.yaml", settings.folder, words)
+            objective, stack = plain_model(config, context)
+            stack.to(context.device)
+            batch = random_batch(objective, 2).to(context.device)
+            torch.manual_seed(7)
+            found[kind] = one_pass(objective, stack, batch)
+    rows = []
+    for kind in ("selective", "full"):
+        name = f"dropout under {kind} recomputation"
+        rows += differences(name, found[kind], found["none"], (FLOAT32, FLOAT32))
+    return rows
+
+
+def one_pass(objective: Trainable, stack: Stack, batch: Batch) -> Pass:
+    """Return loss and gradients of a batch on the stack's device."""
+    stack.zero_grad(set_to_none=True)
+    sequence = objective.training_sequence(batch)
+    loss = stack(sequence.inputs, sequence.targets)
+    loss.backward()
+    gradients = {
+        name: parameter.grad.detach().cpu().float().clone()
+        for name, parameter in stack.named_parameters()
+        if parameter.grad is not None
+    }
+    return Pass(float(loss), gradients)
+
+
+def differences(
+    name: str, found: Pass, wanted: Pass, limits: Sequence[float], note: str = ""
+) -> list[Row]:
+    """Return the relative differences of the loss and of all gradients together.
+
+    Args:
+        name: of what is compared.
+        found: a pass.
+        wanted: the pass that it is compared with.
+        limits: largest differences of loss and gradients that pass.
+        note: for the reader.
+    """
+    assert found.gradients.keys() == wanted.gradients.keys()
+    squares, total, shares = 0.0, 0.0, {}
+    for key, right in wanted.gradients.items():
+        error = float((found.gradients[key].double() - right.double()).square().sum())
+        squares, total = squares + error, total + float(right.double().square().sum())
+        shares[key] = error
+    worst = max(shares, key=lambda key: shares[key])
+    values = {
+        "loss": abs(found.loss - wanted.loss) / max(abs(wanted.loss), 1e-30),
+        "gradients": (squares / max(total, 1e-300)) ** 0.5,
+    }
+    detail = {"loss": found.loss, "reference": wanted.loss, "largest error in": worst}
+    return [
+        Row(
+            f"{name}: {what}",
+            value,
+            aim=f"≤ {limit:g}",
+            passed=value <= limit,
+            note=note,
+            detail=detail,
+        )
+        for (what, value), limit in zip(values.items(), limits, strict=True)
+    ]
+
+
+def _note(settings: Settings) -> str:
+    return "" if settings.on_gpu else "no GPU: the CPU twice"

@@ -1,0 +1,140 @@
+"""Stage 6: how fast ids are generated: batch 1, 16 and 64, float32, bf16, and as a CUDA graph."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.kernels import seconds_of, synchronize
+from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
+from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
+from benchmarks.gpu_check.results import Row, Settings
+from benchmarks.gpu_check.stages import Measure
+from megavis.model.runner import Runner
+from megavis.model.stack import LocalLayers
+from megavis.objectives.igpt import IGPT
+from megavis.parallel.launch import Launch
+from megavis.sampling.autoregressive import generate
+
+PRESET = "igpt/l_32.yaml"
+Way = Callable[[Runner, IGPT, int, Settings], float]
+"""Returns the seconds of an id of so many images."""
+
+_BATCHES = (1, 16, 64)
+_BANDWIDTH = "speed: copy in memory"
+
+
+def parts(settings: Settings) -> Mapping[str, Measure]:
+    """Return the stage's parts."""
+    dtypes = {"float32": torch.float32, "bf16": torch.bfloat16}
+    ways = {"": seconds_a_place, ", CUDA graph": graphed_place}
+    return {
+        f"{name}{way}": functools.partial(_decode, f"{name}{way}", dtype, measure)
+        for way, measure in ways.items()
+        for name, dtype in dtypes.items()
+    }
+
+
+def _decode(
+    name: str, dtype: torch.dtype, measure: Way, launch: Launch, settings: Settings
+) -> list[Row]:
+    tiny = (*TINY, *SMALL_IMAGES[PRESET]) if settings.small else ()
+    with job(launch, settings) as context:
+        bandwidth = next(row for row in speed(launch, settings) if row.what == _BANDWIDTH)
+        objective, stack = plain_model(read_config(PRESET, tiny), context)
+        assert isinstance(objective, IGPT)
+        stack.to(device=context.device, dtype=dtype)
+        num_bytes = sum(p.numel() * p.element_size() for p in stack.parameters())
+        runner = Runner(LocalLayers(objective.layer_plans(), list(stack.layers)), context)
+        rows = []
+        for batch in (1, 2) if settings.small else _BATCHES:
+            seconds = measure(runner, objective, batch, settings)
+            # In GB/s, as the bandwidth: all weights are read once for every place.
+            share = 1e-9 * num_bytes / seconds / float(bandwidth.value or 0.0)
+            note = _note(settings) if measure is graphed_place else ""
+            rows += _rows(f"decoding iGPT-L, {name}, batch {batch}", seconds, batch, share, note)
+    return rows
+
+
+def _note(settings: Settings) -> str:
+    if settings.on_gpu:
+        return "one place again and again, without the choice of an id"
+    return "no GPU: the same pass without a graph"
+
+
+def _rows(title: str, seconds: float, batch: int, share: float, note: str) -> list[Row]:
+    return [
+        Row(f"{title}: a token", 1e3 * seconds, "ms", note=note),
+        Row(f"{title}: rate", batch / seconds, "tokens/s"),
+        Row(
+            f"{title}: weights read, of the measured bandwidth",
+            100 * share,
+            "%",
+            "82 (gpt-fast)" if batch == 1 else "",
+        ),
+    ]
+
+
+def seconds_a_place(runner: Runner, objective: IGPT, batch: int, settings: Settings) -> float:
+    """Return the seconds of an id of all images, without the pass over those that are given."""
+    places = 4 if settings.small else 64
+    device = runner.context.device
+    num_given = objective.num_tokens - places - 1
+    given = torch.zeros(batch, num_given, dtype=torch.int64, device=device)
+    taken = []
+    for _ in range(2 if settings.small else 4):
+        watched = AfterFirstPass(runner.layers, runner.context)
+        generate(watched, objective, batch_size=batch, prefix=given)
+        synchronize(device)
+        taken.append((time.perf_counter() - watched.began) / places)
+    return statistics.median(taken[1:])
+
+
+class AfterFirstPass(Runner):
+    """A runner that notes when its first pass was done: of the ids that are given.
+
+    Attributes:
+        began: seconds of the clock; 0 before.
+    """
+
+    began = 0.0
+
+    def predictions(self, *arguments: Any, **options: Any) -> Any:
+        """Return the head's output."""
+        found = super().predictions(*arguments, **options)
+        if not self.began:
+            synchronize(self.context.device)
+            self.began = time.perf_counter()
+        return found
+
+
+@torch.no_grad()
+def graphed_place(runner: Runner, objective: IGPT, batch: int, settings: Settings) -> float:
+    """Return the seconds of one place as a CUDA graph, which leaves out the host's work."""
+    device, given = runner.context.device, objective.num_tokens // 2
+    ids = torch.zeros(batch, objective.num_tokens, dtype=torch.int64, device=device)
+    cache = runner.cache(objective.num_tokens, num_sequences=batch)
+    runner.predictions(objective.inputs_at(ids, 0, given), cache=cache)
+    inputs = objective.inputs_at(ids, given, given + 1)
+
+    def place() -> object:
+        return runner.predictions(inputs, cache=cache)
+
+    rounds = 2 if settings.small else 20
+    if not settings.on_gpu:
+        return seconds_of(place, device, rounds=rounds)
+    # A graph is captured on a side stream, after its kernels have been chosen there.
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            place()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        place()
+    return seconds_of(graph.replay, device, rounds=rounds)

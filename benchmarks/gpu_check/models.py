@@ -1,0 +1,131 @@
+"""Models, batches and engines of shipped configs, at full and at tiny sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.results import Settings
+from benchmarks.imagenet_hours import write_tokenizer
+from benchmarks.palette_shards import run_verb, write_crops
+from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
+from megavis.data.batch import Batch
+from megavis.model.stack import Stack
+from megavis.objectives import build_objective, objective_configs
+from megavis.objectives.base import Objective, blank_batch
+from megavis.objectives.trainable import Trainable
+from megavis.parallel.context import ParallelContext, close_context, open_context
+from megavis.parallel.launch import Launch
+from megavis.tokenizers.vae import VAE
+from megavis.tokenizers.vqgan import VQGAN
+
+CONFIGS = Path(__file__).parents[2] / "yaml_configs"
+DEMOS = tuple(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.glob("*/demo*.yaml")))
+"""Every demo's config."""
+
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.ffn_hidden_size=64",
+)
+"""Words that make any model small; images need words of their own."""
+
+
+@contextlib.contextmanager
+def job(
+    launch: Launch, settings: Settings, *, deterministic: bool = False
+) -> Iterator[ParallelContext]:
+    """Open a job of one process on the settings' device, and leave it in the end."""
+    context = open_context(launch, device=settings.device, deterministic=deterministic)
+    try:
+        yield context
+    finally:
+        close_context()
+
+
+def read_config(path: str, words: Sequence[str] = ()) -> RunConfig:
+    """Return a shipped config, changed by `key=value` words, that needs no data."""
+    without_data = ("data.train=none", "data.validation=null", *words)
+    return load_config(CONFIGS / path, without_data, objectives=objective_configs()).config
+
+
+def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
+    """Return a demo's config; a tokenizer that it names is made, untrained, in a folder."""
+    config = read_config(path, words)
+    name = getattr(config.objective, "tokenizer", None)
+    if name is None:
+        return config
+    kind, source = (VAE, "givt/demo_vae.yaml") if "vae" in name else (VQGAN, "gvp/demo_vqgan.yaml")
+    tokenizer = folder / Path(source).stem
+    shutil.rmtree(tokenizer, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(tokenizer, kind, source)
+    return read_config(path, [f"objective.tokenizer={tokenizer}", *words])
+
+
+def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
+    """Return `count` samples of random numbers on the CPU, in the form of the config's shards."""
+    side, cpu = objective.config.data.image_size, torch.device("cpu")
+    if isinstance(objective, Objective):
+        blank = objective.blank_batch(count, cpu)
+    else:
+        blank = blank_batch(count, (side, side, 3), torch.uint8, cpu)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = _random_like(blank.inputs, objective, generator)
+    return Batch(inputs, blank.labels, torch.arange(count))
+
+
+def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator) -> Tensor:
+    shape, dtype = tuple(blank.shape), blank.dtype
+    if dtype == torch.uint8:
+        return torch.randint(256, shape, generator=generator, dtype=dtype)
+    if dtype == torch.int64:
+        colors = objective.config.objective.vocabulary_size  # type: ignore[attr-defined]
+        return torch.randint(colors, shape, generator=generator)
+    numbers = torch.randn(shape, generator=generator)
+    if dtype == torch.float16:  # latents: means, then scales
+        numbers[:, 1] = 0.1
+    return numbers.to(dtype)
+
+
+def plain_model(config: RunConfig, context: ParallelContext) -> tuple[Trainable, Stack]:
+    """Return the objective and its layers on the CPU, in float32, without an engine."""
+    objective = build_objective(config, context)
+    return objective, Stack(objective.layer_plans(), objective.loss).train()
+
+
+def write_jpeg_shards(folder: Path, *, count: int) -> Path:
+    """Write JPEG shards of 500x375 crops of scikit-learn's photographs; return their folder."""
+    return _write_shards(folder, count, "jpeg", "jpeg")
+
+
+def write_palette_shards(folder: Path, *, count: int, size: int) -> Path:
+    """Write palette shards of the same, with 512 colours; return their folder."""
+    images = _write_images(folder, count)
+    run_verb("palette", "fit", images, "--out", folder / "palette.npy", "--pixels", 20_000)
+    palette = ("--palette", folder / "palette.npy", "--size", size)
+    return _write_shards(folder, count, "palette", "palette", "shards", options=palette)
+
+
+def _write_shards(
+    folder: Path, count: int, name: str, *verb: str, options: Sequence[object] = ()
+) -> Path:
+    out = folder / name
+    shutil.rmtree(out, ignore_errors=True)
+    run_verb(*verb, _write_images(folder, count), "--out", out, *options)
+    return out
+
+
+def _write_images(folder: Path, count: int) -> Path:
+    images = folder / f"{count}_images"
+    if not images.exists():
+        images.mkdir(parents=True)
+        write_crops(images, count=count, packages=("sklearn",))
+    return images

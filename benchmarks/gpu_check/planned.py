@@ -1,0 +1,28 @@
+"""What `megavis plan` expects of one GPU, to compare with what it does."""
+
+from __future__ import annotations
+
+import torch
+
+from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Trainable
+from megavis.planning.hardware import DEVICES, Cluster, Device
+from megavis.planning.layouts import Layout
+from megavis.planning.shape import shape_of
+from megavis.planning.time import StepTime, step_time
+from megavis.planning.traffic import transfers
+
+
+def planned_device(name: str) -> Device:
+    """Return the planner's device for a GPU by the name that CUDA gives it; an H100 for others."""
+    known = [device for key, device in DEVICES.items() if key.upper() in name]
+    return known[0] if known else DEVICES["h100"]
+
+
+def planned_time(objective: Trainable, device: torch.device) -> StepTime:
+    """Return the time that the planner expects of a step of the objective's run on one GPU."""
+    assert isinstance(objective, Objective), "plans are of models with blocks"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    cluster = Cluster(planned_device(name), num_devices=1, devices_per_node=1)
+    shape, layout = shape_of(objective, {}), Layout.of(objective.config, 1)
+    return step_time(shape, layout, cluster, transfers(shape, layout, 1))

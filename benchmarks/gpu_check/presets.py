@@ -1,0 +1,206 @@
+"""Stage 5: how fast the papers' presets train on one GPU, and where the time goes.
+
+Another preset, or another way to run them all, is one more row of `PRESETS` or `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.gpu_check.kernels import TimeSplit, seconds_of, synchronize, time_split
+from benchmarks.gpu_check.machine import SMALL_IMAGES
+from benchmarks.gpu_check.models import TINY, job, read_config
+from benchmarks.gpu_check.planned import planned_time
+from benchmarks.gpu_check.results import Row, Settings
+from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.training import Trainer, stacks_changed
+from megavis.config.schema import RunConfig
+from megavis.model.core import Block
+from megavis.model.flops import peak_flops
+from megavis.model.stack import Stack
+from megavis.parallel.launch import Launch
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shipped config on one GPU.
+
+    Attributes:
+        path: of the config.
+        images: of a micro-batch, and of a step.
+        words: keys that differ.
+        estimate: of a micro-batch's forward and backward pass in milliseconds, by a roofline.
+        anchor: what others reach with models like it.
+    """
+
+    path: str
+    images: int
+    words: tuple[str, ...] = ()
+    estimate: float | None = None
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run presets.
+
+    Attributes:
+        words: keys that differ.
+        change: what is done to the layers before DeepSpeed sees them.
+        only: the presets that can be run so; all when None.
+    """
+
+    words: tuple[str, ...]
+    change: Callable[[Stack], None] | None = None
+    only: tuple[str, ...] | None = None
+
+
+def gather_whole_blocks(stack: Stack) -> None:
+    """Let ZeRO-3 gather a block at once instead of each of its matrices."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(stack, [Block])
+
+
+def compile_blocks(stack: Stack) -> None:
+    """Let torch compile each block; without a GPU it is traced and runs as it is."""
+    backend = "inductor" if torch.cuda.is_available() else "eager"
+    for layer in stack.layers:
+        if isinstance(layer, Block):
+            layer.attend = torch.compile(layer.attend, backend=backend)  # type: ignore[method-assign]
+
+
+PRESETS: Mapping[str, Preset] = {
+    "iGPT-XL, 6 of 60 blocks": Preset(
+        "igpt/xl_64.yaml",
+        2,
+        ("model.num_layers=6",),
+        722 / 10,
+        "1B at 2,048 tokens on 128 H100: 40.6 % (llm-foundry)",
+    ),
+    "GIVT-L": Preset("givt/causal_large.yaml", 16, (), 99, "d12, d18: 41, 46 % (nanochat)"),
+    "DARL ViT-H": Preset("darl/vit_h14_diff.yaml", 64, (), 194, "ViT-g/14, 8 H100: 29 % (NeMo)"),
+    "GVP-B": Preset("gvp/vit_b_p2p.yaml", 128, (), 70, "ViT-S, one H100: 22.9 %"),
+}
+"""What is measured; the words of a variant come after a preset's."""
+
+_PLAIN = "parallel.activation_checkpointing=none"
+VARIANTS: Mapping[str, Variant] = {
+    "ZeRO-1": Variant(("parallel.zero_stage=1", _PLAIN)),
+    "ZeRO-3": Variant(("parallel.zero_stage=3", _PLAIN)),
+    # Of the others DeepSpeed 0.19 frees weights before the backward pass has used them.
+    "ZeRO-3, leaf modules": Variant(
+        ("parallel.zero_stage=3", _PLAIN),
+        gather_whole_blocks,
+        only=("iGPT-XL, 6 of 60 blocks", "GIVT-L"),
+    ),
+    "ZeRO-1, compiled": Variant(("parallel.zero_stage=1", _PLAIN), compile_blocks),
+    "ZeRO-1, full recomputation": Variant(
+        ("parallel.zero_stage=1", "parallel.activation_checkpointing=full")
+    ),
+}
+"""Ways to run them."""
+
+
+def parts(settings: Settings) -> Mapping[str, Measure]:
+    """Return the stage's parts: all presets in the first way, then in the second, ...
+
+    At tiny sizes the first preset alone is run in more ways than one.
+    """
+    first_preset, first_variant = next(iter(PRESETS)), next(iter(VARIANTS))
+    return {
+        f"{preset}, {name}": functools.partial(_measure, preset, name)
+        for name, variant in VARIANTS.items()
+        for preset in PRESETS
+        if variant.only is None or preset in variant.only
+        if not settings.small or preset == first_preset or name == first_variant
+    }
+
+
+def config_of(preset: Preset, variant: Variant, settings: Settings) -> RunConfig:
+    """Return the run of a preset in a way, of one micro-batch a step."""
+    images = 2 if settings.small else preset.images
+    tiny = (*TINY, *SMALL_IMAGES[preset.path]) if settings.small else ()
+    sizes = (f"training.batch_size={images}", f"training.micro_batch_size={images}")
+    words = (*preset.words, "training.precision=bf16", *sizes)
+    return read_config(preset.path, [*words, *variant.words, *tiny])
+
+
+def _measure(name: str, way: str, launch: Launch, settings: Settings) -> list[Row]:
+    preset, variant = PRESETS[name], VARIANTS[way]
+    config = config_of(preset, variant, settings)
+    changed = contextlib.nullcontext() if variant.change is None else stacks_changed(variant.change)
+    with job(launch, settings) as context, changed:
+        trainer, device = Trainer(config, context), context.device
+        for _ in range(1 if settings.small else 3):
+            trainer.enqueue()
+        synchronize(device)
+        if settings.on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = seconds_of(trainer.enqueue, device, rounds=1 if settings.small else 10)
+        memory = torch.cuda.max_memory_allocated(device) / 1e9 if settings.on_gpu else None
+        split = time_split(trainer.enqueue, device, times=1 if settings.small else 3)
+        planned = planned_time(trainer.objective, device)
+        rate = trainer.engine.config.training.batch_size / seconds
+        flops = trainer.objective.flops_per_image()
+    title = f"{name}, {way}"
+    return [
+        Row(
+            f"{title}: step",
+            1e3 * seconds,
+            "ms",
+            _aim(preset, settings),
+            detail={
+                "planned_s": asdict(planned),
+                "split_ms": asdict(split),
+                "images": config.training.batch_size,
+            },
+        ),
+        Row(f"{title}: rate", rate, "images/s"),
+        _mfu_row(title, flops, rate, preset, settings),
+        Row(f"{title}: peak memory", memory, "GB", note=_unless_gpu(settings)),
+        *_split_rows(title, split, 1e3 * seconds, settings),
+    ]
+
+
+def _aim(preset: Preset, settings: Settings) -> str:
+    if settings.small or preset.estimate is None:
+        return ""
+    return f"{preset.estimate:g} estimated without the optimizer"
+
+
+def _mfu_row(title: str, flops: float, rate: float, preset: Preset, settings: Settings) -> Row:
+    peak = peak_flops(torch.cuda.get_device_name()) if settings.on_gpu else None
+    note = _unless_gpu(settings)
+    if settings.on_gpu and peak is None:
+        note = "this GPU's peak is not in megavis/model/flops.py"
+    value = None if peak is None else 100 * strict_mfu(flops, rate, peak)
+    return Row(f"{title}: MFU", value, "%", preset.anchor, note=note, detail={"flops": flops})
+
+
+def strict_mfu(flops_per_image: float, images_per_s: float, peak: float) -> float:
+    """Return the share of a peak in FLOP/s that the model's own operations use.
+
+    Strict: what is recomputed does not count, and of causal attention the visible half alone.
+    """
+    return flops_per_image * images_per_s / peak
+
+
+def _split_rows(title: str, split: TimeSplit, step: float, settings: Settings) -> list[Row]:
+    # The step was timed without the profiler, under which the host is slower.
+    idle = None if split.busy is None else max(step - split.busy, 0.0)
+    return [
+        Row(f"{title}: products", split.products, "ms"),
+        Row(f"{title}: attention", split.attention, "ms"),
+        Row(f"{title}: the rest", split.rest, "ms"),
+        Row(f"{title}: idle", idle, "ms", "0", note=_unless_gpu(settings)),
+    ]
+
+
+def _unless_gpu(settings: Settings) -> str:
+    return "" if settings.on_gpu else "means something on a GPU alone"

@@ -1,0 +1,119 @@
+"""What stages find, as JSON files that are complete or absent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megavis.config.errors import UserError
+from megavis.data.files import write_atomically
+
+Value = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every part of every stage knows.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        small: tiny sizes, which run every code path and measure nothing of interest.
+        folder: the output folder.
+    """
+
+    device: str
+    small: bool
+    folder: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on a GPU."""
+        return self.device == "cuda"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; the package's docstring says what each field is."""
+
+    what: str
+    value: Value
+    unit: str = ""
+    aim: str = ""
+    passed: bool | None = None
+    note: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a stage that is measured at once."""
+
+    finished: bool
+    seconds: float
+    error: str = ""
+    trace: str = ""
+    rows: tuple[Row, ...] = ()
+
+
+@dataclass
+class StageResult:
+    """A stage so far."""
+
+    stage: int
+    title: str
+    device: str
+    small: bool
+    finished: bool = False
+    stopped: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts."""
+        return sum(part.seconds for part in self.parts.values())
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of all parts."""
+        return [row for part in self.parts.values() for row in part.rows]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the tree of the stage's file."""
+        return {**dataclasses.asdict(self), "seconds": self.seconds}
+
+    def save(self, folder: Path) -> None:
+        """Write the stage's file; readers see the old one or the whole new one."""
+        text = json.dumps(self.as_json(), indent=2) + "\n"
+        write_atomically(stage_path(folder, self.stage), text.encode())
+
+
+def stage_path(folder: Path, stage: int) -> Path:
+    """Return the file of a stage."""
+    return folder / f"stage-{stage}.json"
+
+
+def read_stage(folder: Path, stage: int) -> StageResult | None:
+    """Return what an earlier call left of a stage; None where there is nothing.
+
+    Raises:
+        UserError: the file is not one of a stage.
+    """
+    path = stage_path(folder, stage)
+    if not path.exists():
+        return None
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        del tree["seconds"]
+        tree["parts"] = {name: _part(part) for name, part in tree["parts"].items()}
+        return StageResult(**tree)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a stage's file ({error}); delete it") from None
+
+
+def _part(tree: dict[str, Any]) -> Part:
+    return Part(**{**tree, "rows": tuple(Row(**row) for row in tree["rows"])})

@@ -1,0 +1,85 @@
+"""The eight stages: which module measures what, and how processes are shared among its parts."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.gpu_check.results import Row, Settings
+from megavis.parallel.launch import Launch
+
+Measure = Callable[[Launch, Settings], list[Row]]
+"""A part: measures something in a process of its own and returns rows."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage.
+
+    Attributes:
+        title: what it measures.
+        module: of this package; `parts(settings)` returns its parts by name.
+        fresh: on a GPU every part has a process of its own, so that none inherits memory, kernels
+            or settings.
+    """
+
+    title: str
+    module: str
+    fresh: bool = False
+
+
+STAGES: Mapping[int, Stage] = {
+    1: Stage("the machine", "machine", fresh=True),
+    2: Stage("CPU against GPU", "against_cpu"),
+    3: Stage("ZeRO stages", "zero_stages"),
+    4: Stage("waits for the device", "waits"),
+    5: Stage("presets", "presets", fresh=True),
+    6: Stage("decoding", "decoding", fresh=True),
+    7: Stage("loader and saves", "loader_and_saves", fresh=True),
+    8: Stage("equal runs, refit", "equal_runs"),
+}
+
+
+def has_gpu(launch: Launch) -> bool:
+    """Return whether torch finds a GPU; a job for `WorkerPool`."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def open_stage(
+    launch: Launch, settings: Settings, number: int
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the machine's facts and the names of a stage's parts; a job for `WorkerPool`."""
+    _prepare_process(settings)
+    from benchmarks.gpu_check.machine import facts
+
+    return facts(settings), tuple(_parts(settings, number))
+
+
+def run_part(launch: Launch, settings: Settings, number: int, name: str) -> list[Row]:
+    """Measure one part; a job for `WorkerPool`."""
+    _prepare_process(settings)
+    return _parts(settings, number)[name](launch, settings)
+
+
+def _parts(settings: Settings, number: int) -> Mapping[str, Measure]:
+    module = importlib.import_module(f"benchmarks.gpu_check.{STAGES[number].module}")
+    parts: Mapping[str, Measure] = module.parts(settings)
+    return parts
+
+
+@functools.cache
+def _prepare_process(settings: Settings) -> None:
+    """Send what libraries print to a file, and end with the process that started this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(settings.folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)

@@ -1,0 +1,112 @@
+"""An engine in training on one batch, for stages that time or compare steps."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_check.models import random_batch
+from megavis.checkpoint.folder import chosen_checkpoint
+from megavis.checkpoint.load import load_training_state
+from megavis.checkpoint.save import Progress, Snapshot
+from megavis.config.load import dump_config
+from megavis.config.schema import RunConfig
+from megavis.data.batch import Batch
+from megavis.model.stack import Stack
+from megavis.objectives import build_objective
+from megavis.objectives.trainable import Trainable
+from megavis.parallel.context import ParallelContext
+from megavis.training import engine as engine_module
+from megavis.training.engine import Engine
+
+
+class Trainer:
+    """Takes steps on batches of random numbers, a function of the step.
+
+    Attributes:
+        engine: megavis's.
+        steps_taken: since the run's beginning.
+    """
+
+    def __init__(self, config: RunConfig, context: ParallelContext, *, first_step: int = 0) -> None:
+        """Build the engine, and four batches that take turns, on CUDA in pinned memory."""
+        self.objective = build_objective(config, context)
+        self.engine = Engine(config, self.objective, context)
+        self.steps_taken = first_step
+        count = self.engine.micro_batch_size
+        self._batches = [random_batch(self.objective, count, seed=seed) for seed in range(4)]
+        if context.device.type == "cuda":
+            self._batches = [batch.pin_memory() for batch in self._batches]
+
+    def enqueue(self) -> torch.Tensor:
+        """Take a step; the loss is on the device, which may still be at work."""
+        loss = self.engine.train_step(self._stream(), self.steps_taken)
+        self.steps_taken += 1
+        return loss
+
+    def step(self) -> float:
+        """Take a step and wait for its loss."""
+        return float(self.enqueue())
+
+    def _stream(self) -> Iterator[Batch]:
+        while True:
+            yield self._batches[self.steps_taken % len(self._batches)]
+
+    def snapshot(self, folder: Path) -> Snapshot:
+        """Copy the run as it is to the host's memory."""
+        config, steps = self.engine.config, self.steps_taken
+        progress = Progress(
+            step=steps,
+            samples_seen=steps * config.training.batch_size,
+            seed=config.seed,
+            tokenizer=None,
+        )
+        return Snapshot(
+            folder,
+            progress,
+            layers=self.engine.layers,
+            states=self.engine.states,
+            context=self.engine.context,
+        )
+
+    def save(self, folder: Path) -> Path:
+        """Write a run folder with a checkpoint; return the folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_config(self.engine.config))
+        snapshot = self.snapshot(folder)
+        snapshot.write()
+        snapshot.publish()
+        return folder
+
+    def load(self, folder: Path) -> None:
+        """Continue from the newest checkpoint of a run folder."""
+        engine = self.engine
+        manifest = load_training_state(
+            chosen_checkpoint(folder),
+            layers=engine.layers,
+            states=engine.states,
+            context=engine.context,
+        )
+        self.steps_taken = manifest.step
+
+
+@contextlib.contextmanager
+def stacks_changed(change: Callable[[Stack], None]) -> Iterator[None]:
+    """Let engines that are made inside the block change their layers before DeepSpeed sees them."""
+    build = engine_module.build_stack
+
+    def changed(objective: Trainable, context: ParallelContext) -> Stack:
+        stack = build(objective, context)
+        change(stack)
+        return stack
+
+    engine_module.build_stack = changed
+    try:
+        yield
+    finally:
+        engine_module.build_stack = build

@@ -1,0 +1,113 @@
+"""Stage 4: nothing in forward and backward pass waits for the device.
+
+On a CPU the same passes run and nothing is looked for: torch's sync debug mode is CUDA's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from benchmarks.gpu_check.machine import SMALL_IMAGES
+from benchmarks.gpu_check.models import DEMOS, TINY, job, plain_model, random_batch, read_demo
+from benchmarks.gpu_check.results import Row, Settings
+from benchmarks.gpu_check.stages import Measure
+from benchmarks.gpu_check.training import Trainer
+from megavis.parallel.launch import Launch
+
+_PRESETS = (
+    "igpt/xl_64.yaml",
+    "givt/causal_large.yaml",
+    "darl/vit_h14_diff.yaml",
+    "gvp/vit_b_p2p.yaml",
+    "mp3/vit_b_imagenet.yaml",
+)
+_NO_GPU = "no GPU: the passes ran, and waits are CUDA's"
+
+
+def parts(settings: Settings) -> Mapping[str, Measure]:
+    """Return the stage's parts."""
+    models = {path: functools.partial(_look_at, path) for path in (*DEMOS, *_PRESETS)}
+    return {**models, "DeepSpeed's step": engine_step}
+
+
+def _look_at(path: str, launch: Launch, settings: Settings) -> list[Row]:
+    words = (*TINY, *SMALL_IMAGES[path]) if path in SMALL_IMAGES else ()
+    with job(launch, settings) as context:
+        config = read_demo(path, settings.folder / "scratch" / "waits", words)
+        objective, stack = plain_model(config, context)
+        stack.to(context.device)
+        batch = random_batch(objective, 2)
+        if settings.on_gpu:
+            batch = batch.pin_memory()
+
+        def step() -> None:
+            sent = batch.to(context.device, non_blocking=True)
+            sequence = objective.training_sequence(sent)
+            stack(sequence.inputs, sequence.targets).backward()
+
+        step()  # sends constants, chooses kernels
+        refused = refused_wait(step, settings)
+        places = waits(step, settings) if refused else []
+    name = f"{path}: forward and backward wait for the device"
+    if not settings.on_gpu:
+        return [Row(name, None, aim="no", note=_NO_GPU)]
+    detail = {"places": places}
+    return [Row(name, bool(refused), "", "no", not refused, refused, detail)]
+
+
+def engine_step(launch: Launch, settings: Settings) -> list[Row]:
+    """Count the waits of whole steps of the engine, DeepSpeed's own among them."""
+    rows = []
+    for stage in (1, 3):
+        words = [f"parallel.zero_stage={stage}", "training.batch_size=2"]
+        with job(launch, settings) as context:
+            config = read_demo("igpt/demo.yaml", settings.folder, words)
+            trainer = Trainer(config, context)
+            trainer.step()
+            places = waits(trainer.enqueue, settings)
+        rows.append(
+            Row(
+                f"waits in a whole step, ZeRO-{stage}",
+                len(places) if settings.on_gpu else None,
+                note="DeepSpeed's own among them" if settings.on_gpu else _NO_GPU,
+                detail={"places": places},
+            )
+        )
+    return rows
+
+
+def refused_wait(step: Callable[[], object], settings: Settings) -> str:
+    """Return what torch says of the first wait in a step; empty where there is none."""
+    with _sync_debug_mode("error", settings):
+        try:
+            step()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return str(error).splitlines()[0]
+    return ""
+
+
+def waits(step: Callable[[], object], settings: Settings) -> list[str]:
+    """Return where a step waits, a file and line for each wait."""
+    with warnings.catch_warnings(record=True) as caught, _sync_debug_mode("warn", settings):
+        warnings.simplefilter("always")
+        step()
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+
+
+@contextlib.contextmanager
+def _sync_debug_mode(mode: str, settings: Settings) -> Iterator[None]:
+    if not settings.on_gpu:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,38 @@
+"""`python -m benchmarks.gpu_check --device cpu`: every stage, whole, on tiny sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_stages_run_small_on_a_cpu(tmp_path):
+    words = ["-m", "benchmarks.gpu_check", "--device", "cpu", "--out", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    stages = json.loads((tmp_path / "report.json").read_text())
+    assert [stage["stage"] for stage in stages] == list(range(1, 9))
+    assert all(stage["finished"] and stage["small"] for stage in stages)
+    rows = {
+        row["what"]: row for s in stages for part in s["parts"].values() for row in part["rows"]
+    }
+    assert all(row["passed"] is not False for row in rows.values())
+    # What means something on a GPU alone says so instead of a number.
+    for what in ("GVP-B, ZeRO-1: MFU", "igpt/demo.yaml: forward and backward wait for the device"):
+        assert rows[what]["value"] is None
+        assert "GPU" in rows[what]["note"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| SDPA: causal, bfloat16 | flash_attention_for_cpu |" in report
+    assert report.count("\n## ") == 8
+    # The second call measures nothing.
+    process = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
+    assert process.returncode == 0
+    assert process.stdout.count("finished earlier") == 8
