@@ -32,6 +32,7 @@ save() {
   # To the tasks alone: without --batch or --full a signal does not come here again. They may have
   # ended already.
   scancel --signal=USR1 "$job" || true
+  signalled=1
 }
 trap save USR1 TERM
 
@@ -47,13 +48,12 @@ fi
 # Every task sees all GPUs of its node and takes the one of its SLURM_LOCALID.
 srun --wait=60 ${srun_options[@]+"${srun_options[@]}"} ${inside[@]+"${inside[@]}"} \
   python -m megavis.cli "$@" &
-# In the background, because bash runs a trap only between commands; `wait` returns early when the
-# signal comes, and waits again.
+# In the background, because bash runs a trap only between commands. A signal ends `wait` early, with a
+# code of its own: it is asked again, also where the step has ended meanwhile.
 step=$!
-code=0
-wait "$step" || code=$?
-while kill -0 "$step" 2>/dev/null; do
-  code=0
+signalled=1
+while ((signalled)); do
+  signalled=0 code=0
   wait "$step" || code=$?
 done
 

@@ -189,10 +189,12 @@ def test_slurm_runs_inside_a_container(start, programs, tmp_path):
 
 
 def test_slurm_asks_the_run_to_save_when_time_is_nearly_up(start, programs, tmp_path):
-    # The step ends when it is asked to, as a run that saves does.
-    programs("srun", f"until [ -e {tmp_path}/asked ]; do sleep 0.05; done; exit 75")
+    # The step ends when it is asked to, and before the script waits for it again.
+    until = "until [ -e {0} ]; do sleep 0.05; done".format
+    asked, ended = tmp_path / "asked", tmp_path / "ended"
+    programs("srun", f"{until(asked)}; touch {ended}; exit 75")
     programs("scontrol")
-    programs("scancel", f"touch {tmp_path}/asked")
+    programs("scancel", f"touch {asked}; {until(ended)}; sleep 0.2")
     process = start("slurm.sh", "a.yaml", SLURM_JOB_ID="5")
     log = tmp_path / "log"
     while not (log.exists() and "srun" in log.read_text()):
