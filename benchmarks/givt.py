@@ -24,9 +24,7 @@ from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.objectives.givt import GIVT
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
-from megavis.sampling.continuous import generate_tokens
-from megavis.sampling.densities import TokenChoice
-from megavis.sampling.guidance import Acceptance
+from megavis.sampling.sampler import Sampler
 
 CONFIGS = Path(__file__).parents[1] / "yaml_configs/givt"
 Contestants = dict[str, Callable[[], object]]
@@ -51,24 +49,11 @@ def build(preset: str, layers: int, device: str) -> tuple[GIVT, Runner]:
 
 def sampler(objective: GIVT, runner: Runner, count: int, **options: object) -> Callable[[], Tensor]:
     """Return a function that draws images."""
-    device = runner.context.device
-    labels = objective.label_rows(torch.arange(count), count, device)
     guidance = float(str(options.get("guidance", 0.0)))
-    choice = TokenChoice(scale=0.95, guidance=guidance)
-
-    def draw() -> Tensor:
-        return generate_tokens(
-            runner,
-            objective,
-            labels,
-            torch.arange(count, device=device),
-            choice=choice,
-            seed=0,
-            acceptance=Acceptance(),
-            cached=bool(options.get("cached", True)),
-        ).cpu()
-
-    return draw
+    chosen = {"temperature": 0.95, "guidance": guidance}
+    drawing = Sampler(runner, objective, Path(), chosen)
+    images, cached = torch.arange(count), bool(options.get("cached", True))
+    return lambda: drawing.tokens(images, conditions={"labels": images}, cached=cached).cpu()
 
 
 def training(objective: GIVT, runner: Runner, count: int) -> Contestants:

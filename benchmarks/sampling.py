@@ -12,6 +12,7 @@ with packed weights, and the two of attention with all keys and values so far.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,9 +68,10 @@ def their_images(model: Any, first: Tensor, *, use_cache: bool = True) -> Callab
 
 def our_images(runner: Runner, objective: IGPT, first: Tensor) -> Callable[[], Tensor]:
     """Return a function that completes `first` `[b, 1]` to ids `[b, n]`."""
-    from megavis.sampling.autoregressive import generate
+    from megavis.sampling.sampler import Sampler
 
-    return lambda: generate(runner, objective, batch_size=len(first), prefix=first, temperature=0.0)
+    sampler = Sampler(runner, objective, Path(), {"temperature": 0.0})
+    return lambda: sampler.tokens(torch.arange(len(first)), given=first)
 
 
 def without_cache(

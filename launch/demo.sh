@@ -110,7 +110,7 @@ givt() {
   step "train GIVT, 4 layers 192 wide, for 2,000 steps of 32 images" \
     megavis train yaml_configs/givt/demo.yaml
   step "draw eight images of each letter, with guidance" \
-    megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --per-class 8 --scale 0.9 --guidance 0.4
+    megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --per-class 8 --temperature 0.9 --guidance 0.4
   finish "$run" "$vae"
 }
 

@@ -1,8 +1,8 @@
 """A run in one's hands: what `megavis.load` returns.
 
     run = megavis.load("runs/igpt_demo")
-    ids = run.sample(8, originals=photographs, given=0.5, top_p=0.95)
-    plt.imshow(run.images(ids)[0])
+    images = run.sample(8, originals=photographs, given=0.5, top_p=0.95)
+    plt.imshow(images[0])
 
 Any layout's checkpoint opens on one process; inside a job of several the same calls are made by
 all of them together.
@@ -12,6 +12,7 @@ Legend: b images, n tokens of an image, L blocks, h hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,9 @@ from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.objectives import build_objective, objective_configs
-from megavis.objectives.base import PatchByPatch
-from megavis.objectives.real_tokens import OneByOne, Uncovers
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.sampling.batches import sample_ids
-from megavis.sampling.densities import TokenChoice
-from megavis.sampling.latents import LatentSampler
-from megavis.sampling.patchwise import sample_patches
-from megavis.sampling.pictures import to_pixels
+from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 
 
@@ -200,93 +195,86 @@ class Run:
         predictions = self.runner.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))
 
+    def sampler(
+        self, *, seed: int = 0, spell: Callable[[str], str] = str, **options: Any
+    ) -> Sampler:
+        """Return what draws images of this run, with options for all of them.
+
+        Args:
+            seed: decides every draw.
+            spell: how options are written where the user gave them.
+            **options: of the paper's density, schedule and search: temperature, top_k, top_p,
+                sampling_steps, probability, guidance, beams, fans, rounds, choice_temperature,
+                groups. Those that are None are left to the paper.
+
+        Raises:
+            UserError: runs of this paper draw no images, or an option does not apply.
+        """
+        return Sampler(self.runner, self.objective, self.folder, options, seed=seed, spell=spell)
+
     def sample(
         self,
         num_images: int | None = None,
         *,
         originals: Any = None,
         given: float = 0.0,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        num_steps: int | None = None,
+        labels: Any = None,
+        image: Any = None,
+        tokens: bool = False,
         seed: int = 0,
         batch_size: int = 64,
+        **options: Any,
     ) -> Tensor:
-        """Draw images, or complete the first part of images (iGPT, section 2.1; DARL, appendix F).
+        """Draw images, or complete the first part of images.
 
         Args:
-            num_images: how many; as many as `originals` when absent.
+            num_images: how many; as many as `originals`, `labels` or `image` when absent.
             originals: what to complete, as `outputs` takes it.
-            given: share of the pixels, first in the run's order, that is given, in [0, 1].
-            temperature: divides the logits, at 0 the likeliest id wins, and is 1 when absent;
-                multiplies the noise of patches, and is the config's when absent.
-            top_k: only so many of the likeliest ids can be chosen.
-            top_p: only the fewest likeliest ids whose probabilities add up to this.
-            num_steps: from noise to a patch; the config's when absent.
+            given: share of the tokens, first in the run's order, that is given, in [0, 1].
+            labels: int64 `[b]`, classes, of a run that has any; fewer than images take turns.
+            image: uint8 `[b, H, W, 3]`, what an encoder reads, of a run that has one.
+            tokens: return tokens in place of images.
             seed: decides every draw.
             batch_size: images drawn at once.
+            **options: as `sampler` takes them.
 
         Returns:
-            ids int64 `[b, n]` in raster order, which `images` turns into pixels; of a run that
-            draws patches the images uint8 `[b, h, w, 3]` themselves.
+            Images uint8 `[b, H, W, 3]`. With `tokens`, or where nothing decodes them, tokens in
+            raster order: ids int64 `[b, n]`, patches `[b, n, d]`, latents `[b, c, h, w]`.
 
         Raises:
-            UserError: when the paper cannot be sampled so, or a number is out of range.
+            UserError: the paper cannot be sampled so, or a number is out of range.
         """
         if not 0 <= given <= 1:
             raise UserError(f"the given share must lie in [0, 1], not {given}")
-        if isinstance(self.objective, PatchByPatch):
-            if top_k is not None or top_p is not None:
-                raise UserError("top_k and top_p choose ids, and this run draws patches")
-            options = {"num_steps": num_steps, "temperature": temperature, "seed": seed}
-            return self._draw_patches(num_images, originals, given, batch_size, **options)
-        ids = None if originals is None else self.to_ids(originals)
-        return sample_ids(
-            self.runner,
-            self.objective,
-            num_images=num_images or (1 if ids is None else len(ids)),
-            originals=ids,
-            num_given=round(given * self.objective.num_tokens),
+        sampler = self.sampler(seed=seed, **options)
+        values = {"labels": labels, "image": image}
+        known = {name: torch.as_tensor(v) for name, v in values.items() if v is not None}
+        inputs = None if originals is None else self._own_form(originals)
+        rows = [len(each) for each in (inputs, *known.values()) if each is not None]
+        drawn = sampler.draw(
+            num_images or max(rows, default=1),
+            conditions=known,
+            originals=inputs,
+            num_given=round(given * sampler.paper.num_tokens),
             batch_size=batch_size,
-            temperature=1.0 if temperature is None else temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
         )
+        return drawn if tokens or not self._has_decoder(sampler) else sampler.to_images(drawn)
 
-    def _draw_patches(
-        self, num_images: int | None, originals: Any, given: float, batch_size: int, **options: Any
-    ) -> Tensor:
-        assert isinstance(self.objective, PatchByPatch)
-        images = None if originals is None else torch.as_tensor(originals)
-        return sample_patches(
-            self.runner,
-            self.objective,
-            num_images=num_images or (1 if images is None else len(images)),
-            originals=images,
-            num_given=round(given * self.objective.num_tokens),
-            batch_size=batch_size,
-            **options,
-        )
+    def _has_decoder(self, sampler: Sampler) -> bool:
+        try:
+            sampler.paper.check_images(self.folder)
+        except UserError:
+            return False
+        return True
 
-    def latent_sampler(self, *, seed: int = 0, **choice: Any) -> LatentSampler:
-        """Return what draws latents from a run of GIVT.
-
-        Args:
-            seed: decides every draw.
-            **choice: as `TokenChoice` takes them: scale, probability, guidance, ...
+    def images(self, tokens: Tensor) -> np.ndarray:
+        """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`.
 
         Raises:
-            UserError: the run is of another paper, or a number is out of range.
+            UserError: nothing decodes them.
         """
-        if not isinstance(self.objective, OneByOne | Uncovers):
-            raise UserError(f"{self.config.objective.name} draws no latents")
-        return LatentSampler(self.runner, self.objective, TokenChoice(**choice), seed=seed)
-
-    def images(self, ids: Tensor) -> np.ndarray:
-        """Return the pixels of ids `[b, n]` in raster order: uint8 `[b, h, w, 3]`."""
-        return to_pixels(ids, self.palette)
+        return self.objective.composition().to_images(tokens, self.folder).cpu().numpy()
 
     def _batch(self, inputs: Any, sample_index: Tensor | None) -> Batch:
         own = self._own_form(inputs)

@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers
 from megavis.objectives.igpt import IGPT
 from megavis.parallel.launch import Launch
-from megavis.sampling.autoregressive import generate
+from megavis.sampling.sampler import Sampler
 
 PRESET = "igpt/l_32.yaml"
 Way = Callable[[Runner, IGPT, int, Settings], float]
@@ -89,7 +90,7 @@ def seconds_a_place(runner: Runner, objective: IGPT, batch: int, settings: Setti
     taken = []
     for _ in range(2 if settings.small else 4):
         watched = AfterFirstPass(runner.layers, runner.context)
-        generate(watched, objective, batch_size=batch, prefix=given)
+        Sampler(watched, objective, Path()).tokens(torch.arange(batch), given=given)
         synchronize(device)
         taken.append((time.perf_counter() - watched.began) / places)
     return statistics.median(taken[1:])

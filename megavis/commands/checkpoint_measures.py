@@ -53,9 +53,9 @@ class CheckpointMeasures:
             UserError: the paper's models cannot be drawn so.
         """
         from megavis.commands.opening import read_in_turn
-        from megavis.sampling.gallery import gallery_of
+        from megavis.sampling.pictures import Gallery
 
-        gallery = gallery_of(self.opened.objective, self.opened.folder)
+        gallery = Gallery(self.opened.objective, self.opened.folder)
         examples = read_in_turn(self._validation, _PICTURES).to(self.opened.context.device)
         return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
 

@@ -7,9 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavis.commands import sample
 from megavis.commands.feature_arguments import add_network_arguments, device_of
-from megavis.commands.sample_npz import drawing_of
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from megavis.notebook import Run
 
 MEASURE = "frechet"
+_BATCH_SIZE = 64
 
 
 def add_distance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,13 +72,12 @@ class DrawnDistance:
 
         from megavis.evaluation.images.generation import FeatureCollector, compare
 
-        options = _sample_options(opened, self._seed)
-        draw, _ = drawing_of(opened, options)
+        sampler = opened.sampler(seed=self._seed)
         # Precision and recall would want tens of thousands.
         collector = FeatureCollector(self._network, num_images=self._num_images, num_kept=0)
         digest = hashlib.sha256()
-        for numbers in torch.arange(self._num_images).split(options.batch_size):
-            images = draw(numbers).cpu()
+        for numbers in torch.arange(self._num_images).split(_BATCH_SIZE):
+            images = sampler.from_nothing(numbers).cpu()
             digest.update(images.numpy().tobytes())
             collector.add(images)
         summary = collector.summary(
@@ -87,10 +85,3 @@ class DrawnDistance:
             sha256=digest.hexdigest(),
         )
         return compare(summary, self._reference, device=self._device)
-
-
-def _sample_options(opened: Run, seed: int) -> argparse.Namespace:
-    """Return the options of `megavis sample`, each by its default."""
-    parser = argparse.ArgumentParser()
-    sample.add_parser(parser.add_subparsers())
-    return parser.parse_args(["sample", str(opened.folder), "--seed", str(seed)])

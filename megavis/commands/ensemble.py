@@ -74,10 +74,9 @@ def _ask(folder: Path, args: argparse.Namespace) -> tuple[Answers, str]:
 
     opened = open_run(folder, step=_chosen_step(folder), device=args.device)
     from megavis.evaluation.ensemble import answer
-    from megavis.objectives.classification import Classification
 
-    objective = opened.objective
-    assert isinstance(objective, Classification)
+    objective = opened.objective.classification()
+    assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     dataset = _judges(opened, args.images)
     return answer(opened.runner, objective, dataset), dataset.whole.manifest.source.sha256
 

@@ -48,9 +48,8 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
 
 def _evaluate(opened: Run, args: argparse.Namespace) -> int:
     from megavis.evaluation.images.reconstruction import PairScores, reconstructions
-    from megavis.objectives.trainable import Reconstructs
 
-    if not isinstance(opened.objective, Reconstructs):
+    if not opened.objective.reconstructs:
         raise UserError(f"{opened.config.objective.name} does not reconstruct images")
     dataset = held_out_images(opened, args)
     count = min(args.num_images, len(dataset))

@@ -64,8 +64,7 @@ def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     import torch
 
     from megavis.data.manifest import PALETTE_NAME
-    from megavis.objectives.igpt import IGPT
-    from megavis.objectives.imagegpt import to_imagegpt
+    from megavis.objectives.imagegpt import fits_imagegpt, to_imagegpt
     from megavis.objectives.imagegpt_folder import (
         check_agreement,
         folder_logits,
@@ -74,13 +73,10 @@ def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     )
 
     objective, model = opened.objective, opened.config.model
-    if not isinstance(objective, IGPT) or objective.paper.mode != "autoregressive":
-        raise UserError("--to imagegpt: only an auto-regressive iGPT has this form")
-    if objective.paper.order != "raster":
-        raise UserError("--to imagegpt: its pixels are in raster order; this run's are not")
-    if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
-        raise UserError("--to imagegpt: wants model.normalization rms_norm, activation quick_gelu")
-    colors = objective.paper.vocabulary_size
+    try:
+        colors = fits_imagegpt(opened.config)
+    except UserError as error:
+        raise UserError(f"--to imagegpt: {error}") from None
     settings = folder_settings(model, num_colors=colors, num_pixels=objective.num_tokens)
     tensors = to_imagegpt(weights, num_heads=model.num_attention_heads)
     generator = torch.Generator().manual_seed(0)

@@ -11,15 +11,12 @@ from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.commands.perceptual import add_perceptual_arguments, open_perceptual
 from megavis.config.arguments import positive
-from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megavis.model.perceptual import PerceptualDistance
-    from megavis.model.runner import Runner
     from megavis.notebook import Run
-    from megavis.sampling.groupwise import GroupByGroup
 
 _BATCH_SIZE = 64
 
@@ -72,30 +69,26 @@ def draw_groups(args: argparse.Namespace) -> int:
 
 def _draw(opened: Run, args: argparse.Namespace) -> int:
     from megavis.evaluation.figures import write_table
-    from megavis.sampling.grids import save_png
-    from megavis.sampling.groupwise import GroupByGroup
-    from megavis.sampling.pictures import picture_of_fillings
+    from megavis.sampling.grids import completion_grid, save_png
+    from megavis.sampling.pictures import pixels_of
 
-    objective = opened.objective
-    if not isinstance(objective, GroupByGroup):
-        name = opened.config.objective.name
-        raise UserError(f"{name} does not predict several patches from any others")
     perceptual = open_perceptual(args)
+    opened.sampler(groups=args.groups[0])
     dataset = held_out_images(opened, args)
-    originals = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
-    options = {"share_given": args.share, "num_orders": args.orders, "seed": args.seed}
-    rows = [
-        {
-            "groups": count,
-            **_score(opened.runner, objective, originals, perceptual, num_groups=count, **options),
-        }
-        for count in args.groups
-    ]
-    shown = picture_of_fillings(
-        opened.runner, objective, originals=originals[:8], counts=args.groups, **options
-    )
+    inputs = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
+    paper = opened.objective.generation()
+    originals = paper.to_images(paper.tokens_of(inputs), opened.folder)
+    rows, columns, given = [], [], None
+    for count in args.groups:
+        images, shown = _fill_all(opened, args, inputs, num_groups=count)
+        given = pixels_of(shown, originals.cpu().numpy())
+        scores = _score(originals, images, given, perceptual)
+        rows.append({"groups": count, **scores})
+        columns.append(images[:8].cpu().numpy())
     folder: Path = args.run_folder / "evaluation"
-    save_png(folder / "groups.png", shown)
+    assert given is not None
+    grid = completion_grid(originals[:8].cpu().numpy(), given[:8], columns)
+    save_png(folder / "groups.png", grid)
     table = write_table(folder / "groups.csv", rows)
     for row in rows:
         sys.stdout.write(", ".join(f"{name} {value:.4g}" for name, value in row.items()) + "\n")
@@ -103,29 +96,32 @@ def _draw(opened: Run, args: argparse.Namespace) -> int:
     return 0
 
 
+def _fill_all(
+    opened: Run, args: argparse.Namespace, inputs: Tensor, *, num_groups: int
+) -> tuple[Tensor, Tensor]:
+    """Fill in all images, uint8 `[b, h, w, 3]`; returns also which tokens were given."""
+    import torch
+
+    from megavis.sampling.groupwise import fill
+
+    sampler = opened.sampler(seed=args.seed, groups=num_groups)
+    num_given = round(args.share * sampler.paper.num_tokens)
+    numbers = torch.arange(len(inputs), device=inputs.device)
+    # All at once no order is left to average over.
+    num_orders = args.orders if num_groups > 1 else 1
+    parts = [
+        fill(sampler, inputs[each], each, num_given=num_given, num_orders=num_orders)
+        for each in numbers.split(_BATCH_SIZE)
+    ]
+    return torch.cat([part.images for part in parts]), torch.cat([part.given for part in parts])
+
+
 def _score(
-    runner: Runner,
-    objective: GroupByGroup,
-    originals: Tensor,
-    perceptual: PerceptualDistance | None,
-    **options: Any,
+    originals: Tensor, images: Tensor, given: Any, perceptual: PerceptualDistance | None
 ) -> dict[str, float]:
-    """Fill in all images and score them."""
     import torch
 
     from megavis.evaluation.images.filling import score_filling
-    from megavis.sampling.groupwise import fill, patches_to_pixels
 
-    seed = options.pop("seed")
-    # What is hidden depends on seed and place in the batch; each batch has a seed of its own.
-    parts = [
-        fill(runner, objective, batch, seed=seed + number, **options)
-        for number, batch in enumerate(originals.split(_BATCH_SIZE))
-    ]
-    given = torch.cat([part.given for part in parts])
-    return score_filling(
-        originals,
-        torch.cat([part.images for part in parts]),
-        ~patches_to_pixels(given, originals.shape[1], originals.shape[2]),
-        perceptual=perceptual,
-    )
+    hidden = ~torch.from_numpy(given).to(originals.device)
+    return score_filling(originals, images, hidden, perceptual=perceptual)

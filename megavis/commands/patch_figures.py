@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.arguments import add_device, add_run, add_step
 from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
-from megavis.commands.sample_options import refuse_noise_options
+from megavis.commands.sampling_options import spelled
 from megavis.config.arguments import positive
-from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.data.dataset import ShardDataset
@@ -79,12 +78,9 @@ def draw_patches(args: argparse.Namespace) -> int:
         opened = open_run(args.run_folder, step=args.step, device=args.device)
         from megavis.evaluation import patch_errors as measured
 
-        if not isinstance(opened.objective, measured.ScoresPatches):
-            name = opened.config.objective.name
-            raise UserError(f"{name} does not predict the patches of an order one by one")
         errors = measured.measure_patches(
             opened.runner,
-            opened.objective,
+            opened.objective.composition(),
             held_out_images(opened, args),
             num_images=args.num_images,
         )
@@ -105,44 +101,31 @@ def draw_completions(args: argparse.Namespace) -> int:
 
 
 def _complete(opened: Run, args: argparse.Namespace) -> int:
+    import torch
+
     from megavis.evaluation.figures import write_table
     from megavis.evaluation.images.completions import score_completions
-    from megavis.objectives.base import PatchByPatch
-    from megavis.sampling.grids import save_png
-    from megavis.sampling.patchwise import given_part, sample_patches
-    from megavis.sampling.pictures import picture_of_patches
+    from megavis.sampling.grids import completion_grid, save_png
+    from megavis.sampling.pictures import pixels_of
 
-    objective = opened.objective
-    if not isinstance(objective, PatchByPatch):
-        raise UserError(f"{opened.config.objective.name} does not draw images patch by patch")
-    refuse_noise_options(opened.objective, args)
+    options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
+    sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     dataset = held_out_images(opened, args)
-    originals = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
-    options = {
-        "num_given": objective.num_tokens // 2,
-        "num_steps": args.sampling_steps,
-        "temperature": args.temperature,
-        "seed": args.seed,
-    }
-    given = given_part(objective, originals, options["num_given"])
-    repeated = originals.repeat(args.draws, 1, 1, 1)
-    completed = sample_patches(
-        opened.runner, objective, num_images=len(repeated), originals=repeated, **options
-    )
-    scores = score_completions(originals, completed.unflatten(0, (args.draws, -1)), given)
-    shown = picture_of_patches(
-        opened.runner,
-        objective,
-        originals=originals[:8],
-        num_images=min(8, len(originals)),
-        num_completions=args.completions,
-        **options,
-    )
+    inputs = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
+    count, num_given = len(inputs), sampler.paper.num_tokens // 2
+    draws = max(args.draws, args.completions)
+    tokens = sampler.draw(count * draws, originals=inputs, num_given=num_given)
+    completed = sampler.to_images(tokens).unflatten(0, (draws, count))
+    originals = sampler.to_images(sampler.paper.tokens_of(inputs))
+    shown = [images.cpu().numpy() for images in (originals, *completed[: args.completions])]
+    given = pixels_of(sampler.given_part(count, num_given), shown[0])
+    scores = score_completions(originals, completed[: args.draws], torch.from_numpy(given))
+    first, *columns = (images[:8] for images in shown)
     folder = args.run_folder / "evaluation"
-    save_png(folder / "completions.png", shown)
+    save_png(folder / "completions.png", completion_grid(first, given[:8], columns))
     table = write_table(folder / "completions.csv", scores.rows)
     sys.stdout.write(
-        f"PSNR of the lower halves of {len(originals)} images: completed {scores.completed:.2f} dB,"
+        f"PSNR of the lower halves of {count} images: completed {scores.completed:.2f} dB,"
         f" mean of {args.draws} completions {scores.mean:.2f} dB,"
         f" last row repeated {scores.repeated:.2f} dB\n{folder / 'completions.png'}\n{table}\n"
     )

@@ -90,7 +90,6 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     from dataclasses import replace
 
     from megavis.objectives import build_objective
-    from megavis.objectives.base import Objective
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
     from megavis.planning.ends import ends_of_layouts
@@ -100,9 +99,7 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     config = loaded.config
     context = open_context(read_launch({}), device="cpu")
     try:
-        objective = build_objective(config, context)
-        assert isinstance(objective, Objective), "the config's objective has blocks"
-        shape = shape_of(objective, {})
+        shape = shape_of(build_objective(config, context).composition(), {})
     finally:
         close_context()
     layouts = all_layouts(config, num_processes)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,11 +122,7 @@ def mixture(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> tuple[Run, NamesPlaces]:
     opened = open_run(args.run_folder, step=args.step, device=args.device)
-    from megavis.objectives.base import NamesPlaces
-
-    if not isinstance(opened.objective, NamesPlaces):
-        raise UserError(f"{opened.config.objective.name} does not name the places of patches")
-    return opened, opened.objective
+    return opened, opened.objective.places()
 
 
 def _pictures(opened: Run, args: argparse.Namespace, count: int) -> Tensor:

@@ -22,8 +22,7 @@ from megavis.data.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.core import Block
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective
-from megavis.objectives.classification import Classification
+from megavis.objectives.trainable import Trainable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,15 +47,15 @@ class AttentionMaps:
 
 
 def measure_attention(
-    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int
+    runner: Runner, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
     """Look at held-out images, of which all tokens are seen.
 
     Raises:
         UserError: the paper's tokens do not all see all, or know where they stand by turning keys.
     """
-    paper = objective.paper if isinstance(objective, Classification) else objective
-    if not isinstance(paper, Objective) or paper.core.visibility_kind not in ("full", "context"):
+    paper = objective.composition()
+    if paper.core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps are drawn of models whose tokens can all see all")
     if "coordinates" in paper.carries and paper.relative_grid is None:
         raise UserError("attention maps are not drawn of models with rotary positions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,23 +14,13 @@ from megavis.data.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.orders import to_raster
 from megavis.model.runner import Runner
+from megavis.objectives.base import Objective
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _BATCH_SIZE = 64
-
-
-@runtime_checkable
-class ScoresPatches(Protocol):
-    """What an objective offers, where each patch is predicted at a place of an order."""
-
-    def patch_errors(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the error at each place: float32 `[b, T]`."""
-
-    def orders(self, sample_index: Tensor) -> Tensor:
-        """Return which patch stands at each place: int64 `[b, T]`."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +44,27 @@ class PatchErrors:
 
 
 def measure_patches(
-    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int
+    runner: Runner, objective: Objective, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
     """Score held-out images; noise is that of training, a function of seed and image.
 
     Args:
         runner: the model, on one process.
-        objective: offers `ScoresPatches`.
+        objective: predicts the tokens of an order one by one.
         dataset: the images.
         num_images: at most.
+
+    Raises:
+        UserError: the paper does not predict one token after the other.
     """
     sums: list[Tensor] = []
     count = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=count):
         sequence = objective.sequence(batch.to(runner.context.device))
         predictions = runner.predictions(sequence.inputs)
-        errors = objective.patch_errors(predictions, sequence.targets).double()
-        order = objective.orders(batch.sample_index.to(errors.device))
+        errors = objective.token_losses(predictions, sequence.targets).double()
+        order = objective.schedule.draw(batch.sample_index.to(errors.device)).order
+        order = order.expand(len(errors), -1)
         places = order.argsort(1).double()
         parts = torch.stack([errors.sum(0), to_raster(errors, order).sum(0), places.sum(0)])
         sums = [parts if not sums else sums[0] + parts]

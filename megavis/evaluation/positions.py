@@ -82,13 +82,13 @@ def position_accuracy(
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
         batch = batch.to(runner.context.device)
-        context = objective.choose(batch.sample_index, mask_ratio)
+        context = objective.context_of(batch.sample_index, mask_ratio)
         patches = objective.patches_of(batch.inputs)
         found = predicted_places(runner, objective, patches, context).cpu()
         hits = (found == torch.arange(places)).double()
         seen = torch.zeros(len(hits), places, dtype=torch.float64)
         seen.scatter_(1, context.cpu(), 1.0)
-        counted = torch.ones_like(seen).scatter_(1, context[:, : objective.num_told].cpu(), 0.0)
+        counted = torch.ones_like(seen).scatter_(1, context[:, : objective.num_placed].cpu(), 0.0)
         for part, weights in enumerate((counted * seen, 1.0 - seen)):
             right[part] += (hits * weights).sum()
             count[part] += weights.sum()
@@ -177,7 +177,7 @@ def jigsaw_rows(
     accuracies = []
     order = _shuffled(patches.shape[1], seed)
     for ratio in ratios:
-        context = objective.choose(torch.tensor([seed], device=patches.device), ratio)
+        context = objective.context_of(torch.tensor([seed], device=patches.device), ratio)
         seen = torch.zeros(1, patches.shape[1], dtype=torch.bool).scatter_(1, context.cpu(), True)
         places = predicted_places(runner, objective, patches, context)
         accuracies.append(float((places.cpu() == torch.arange(len(order))).float().mean()))
@@ -209,7 +209,7 @@ def mixture_rows(
     mixed = whole.flatten(0, 1)[_shuffled(2 * count, seed).to(whole.device)].view(2, count, -1)
     rows = []
     for ratio in ratios:
-        context = objective.choose(torch.tensor([seed, seed + 1], device=whole.device), ratio)
+        context = objective.context_of(torch.tensor([seed, seed + 1], device=whole.device), ratio)
         seen = torch.zeros(2, count, dtype=torch.bool).scatter_(1, context.cpu(), True)
         places = predicted_places(runner, objective, mixed, context)
         halves = outline(show(objective, mixed), seen)

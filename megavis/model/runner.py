@@ -150,7 +150,8 @@ class Runner:
         if stage != pipeline.rank:
             sent = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         for tensor in sent:
-            dist.broadcast(tensor, src=source, group=pipeline.group)
+            if tensor.numel():
+                dist.broadcast(tensor, src=source, group=pipeline.group)
         return sent[0] if alone else tuple(sent)
 
     def _norms(self) -> list[torch.nn.Module]:
@@ -174,6 +175,27 @@ class Runner:
         stages = range(self.context.pipeline.size)
         parts = [self._from_stage(stage, pooled) for stage in stages]
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Evaluate, with all tokens on each process of the tensor group: one cannot be divided.
+
+        The layers ask their own flag or their config in every forward pass; both are put back.
+        """
+        flagged: dict[int, Any] = {}
+        for root in self.layers.modules:
+            for module in root.modules():
+                for holder in (module, getattr(module, "config", None)):
+                    if getattr(holder, "sequence_parallel", False):
+                        flagged[id(holder)] = holder
+        for holder in flagged.values():
+            holder.sequence_parallel = False
+        try:
+            with self.evaluating():
+                yield
+        finally:
+            for holder in flagged.values():
+                holder.sequence_parallel = True
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -178,6 +178,11 @@ class AutoencoderObjective(Trainable):
         assert self.paper.perceptual_weights is not None
         return PerceptualDistance.load(self.paper.perceptual_weights)
 
+    @property
+    def reconstructs(self) -> bool:
+        """True: images go in and come out."""
+        return True
+
     def reconstruction(self, predictions: State) -> Tensor:
         """Return the images that came out, uint8 `[b, H, W, 3]`."""
         return to_images(predictions[1].float())

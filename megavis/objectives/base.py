@@ -7,25 +7,30 @@ blocks, and scores what the head gives. What the engine asks of it stands in `tr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, final, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from megavis.config.choices import PositionKind
+from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
+from megavis.densities.base import Density
 from megavis.model.core import Block, Core
 from megavis.model.flops import Workload, training_flops
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
+from megavis.objectives.generates import Condition
 from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
+from megavis.schedules.base import Schedule
 
-__all__ = ["NamesPlaces", "Objective", "PatchByPatch", "Sequence", "TokenByToken"]
+__all__ = ["NamesPlaces", "Objective", "Sequence"]
 
 
 class Objective(Trainable):
@@ -68,8 +73,18 @@ class Objective(Trainable):
 
     @property
     @abstractmethod
+    def schedule(self) -> Schedule:
+        """What is known when."""
+
+    @property
+    @abstractmethod
+    def density(self) -> Density:
+        """How a token is predicted, scored and drawn."""
+
+    @property
     def num_outputs(self) -> int:
         """Numbers that the head gives for each place, over all processes."""
+        return self.density.num_outputs
 
     @property
     def weights_need_their_seed(self) -> bool:
@@ -93,14 +108,73 @@ class Objective(Trainable):
     def build_embedding(self) -> nn.Module:
         """Return the first layer: `Sequence.inputs` to the `State` of `[s, b, h]`."""
 
-    @abstractmethod
     def build_head(self) -> nn.Module:
         """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
+        return self.density.build_head()
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the head's output whole and batch first, as the density has it."""
+        return self.density.outputs(predictions)
+
+    def composition(self) -> Objective:
+        """Return itself."""
+        return self
+
+    def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the loss of each position, float32 `[b, n]`, where each predicts one token.
+
+        Raises:
+            UserError: the tokens are not predicted one by one.
+        """
+        if not self.schedule.is_sequential:
+            name = self.config.objective.name
+            raise UserError(f"{name} does not predict the patches of an order one by one")
+        return self.density.per_token_loss(predictions, targets[0] if targets else None)
+
+    # How images are generated, where they are; see `Generates`.
+
+    num_copies: int = 1
+    usual_share: float = 0.5
 
     @property
-    @abstractmethod
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """One column, with the options that the paper has by default."""
+        return ({},)
+
+    @property
+    def condition(self) -> Condition:
+        """What else is known of an image that is generated."""
+        return Condition()
+
+    @property
+    def keeps_keys(self) -> bool:
+        """True where the keys and values of a token do not change as others follow."""
+        return self.visibility_kind == "causal"
+
+    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the tokens: the model predicts what the tokenizer gives."""
+        return tokens
+
+    def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the tokens: the model predicts what the tokenizer gives."""
+        return tokens
+
+    def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
+        """Assume nothing of tokens before a model has learned them."""
+        return None
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Return images uint8 `[b, H, W, 3]` of tokens in raster order.
+
+        Raises:
+            UserError: nothing decodes them.
+        """
+        raise UserError(f"nothing makes images of the tokens of {self.config.objective.name}")
+
+    @property
     def has_random_sequence(self) -> bool:
         """True where random draws of each sample decide what blocks see in `sequence`."""
+        return self.schedule.is_random
 
     @final
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -152,96 +226,8 @@ class Objective(Trainable):
         return [embedding, *blocks, head]
 
 
-@runtime_checkable
-class TokenByToken(Protocol):
-    """What an objective offers besides, where its sequences can be generated id by id."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Places of the sequence."""
-
-    def check_generation(self) -> None:
-        """Raise UserError when models of this config cannot be sampled."""
-
-    def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the places [start, stop), given the ids before `stop - 1`."""
-
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return logits `[b, places, v]` of the ids at these places."""
-
-    def to_order(self, raster: Tensor) -> Tensor:
-        """Put ids `[b, n]` from raster order into the order of generation."""
-
-    def to_raster(self, ordered: Tensor) -> Tensor:
-        """Put ids `[b, n]` from the order of generation into raster order."""
-
-
-@runtime_checkable
-class PatchByPatch(Protocol):
-    """What an objective offers besides, where images can be generated patch by patch.
-
-    Legend: b images, T patches, d numbers of a patch.
-    """
-
-    @property
-    def num_tokens(self) -> int:
-        """Patches T of an image."""
-
-    @property
-    def num_outputs(self) -> int:
-        """Numbers d of a patch."""
-
-    @property
-    def keeps_keys(self) -> bool:
-        """True where the keys and values of a token do not change as others follow."""
-
-    def check_drawing(self) -> None:
-        """Raise UserError when models of this config cannot draw images."""
-
-    def patches_of(self, images: Tensor) -> Tensor:
-        """Cut images uint8 `[b, h, w, 3]` into patches `[b, T, d]` in raster order."""
-
-    def images_of(self, patches: Tensor) -> Tensor:
-        """Undo `patches_of`."""
-
-    def orders(self, sample_index: Tensor) -> Tensor:
-        """Return which patch stands at each place of samples `[b]`: int64 `[b, T]`."""
-
-    def inputs_between(
-        self, patches: Tensor, order: Tensor, start: int, stop: int
-    ) -> tuple[Tensor, ...]:
-        """Return the inputs of the tokens [start, stop), the last of which predicts a patch.
-
-        Args:
-            patches: `[b, T, d]` in the order; those before `stop - 1` are known.
-            order: int64 `[b, T]`.
-            start: first token; 0 is in front of all patches.
-            stop: one more than the place that is asked for.
-        """
-
-    def draw_patch(
-        self,
-        head: Any,
-        state: Any,
-        noise_of: Callable[[int], Tensor],
-        *,
-        num_steps: int | None,
-        temperature: float | None,
-    ) -> Tensor:
-        """Draw the patch at the last place: `[b, d]`.
-
-        Args:
-            head: the model's head.
-            state: what it would get.
-            noise_of: standard normal `[b, d]`, new ones for each number.
-            num_steps: of the draw; the config's when None.
-            temperature: multiplies noise; the config's when None.
-        """
-
-
-@runtime_checkable
 class NamesPlaces(Protocol):
-    """What an objective offers besides, where the model names the place of every patch.
+    """A model that names the place of every patch.
 
     Legend: b images, n patches of an image and places, c of them seen, d numbers of a patch.
     """
@@ -251,8 +237,8 @@ class NamesPlaces(Protocol):
         """Patches n of an image."""
 
     @property
-    def num_told(self) -> int:
-        """How many, the first of the context, are told where they stand."""
+    def num_placed(self) -> int:
+        """How many, the first of the context, show where they stand."""
 
     @property
     def mask_ratio(self) -> float:
@@ -264,7 +250,7 @@ class NamesPlaces(Protocol):
     def images_of(self, patches: Tensor) -> Tensor:
         """Undo `patches_of`."""
 
-    def choose(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
+    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
         """Draw which patches of samples `[b]` are seen: int64 `[b, c]`."""
 
     def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:

@@ -60,6 +60,14 @@ class Classification(Trainable):
             rate = self.settings.drop_path
             paper.core = dataclasses.replace(paper.core, carries=carries, drop_path=rate)
 
+    def composition(self) -> Objective:
+        """Return the paper whose blocks these are."""
+        return self.paper
+
+    def classification(self) -> Classification:
+        """Return itself."""
+        return self
+
     @property
     def is_joint(self) -> bool:
         """True where the paper's own loss counts too."""

@@ -11,35 +11,40 @@ Legend: b images, T patches, d numbers of a patch, v ids.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
-from megavis.model.diffusion import corrupt
+from megavis.densities.categorical import Categorical
+from megavis.densities.diffusion import Diffusion, Process
+from megavis.densities.squared_error import SquaredError
 from megavis.model.flops import Workload
-from megavis.model.init import Initialization, vision_transformer
+from megavis.model.init import Initialization, normal, vision_transformer
 from megavis.model.orders import take_places
 from megavis.model.positions import carried_names
-from megavis.model.stream import State
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
 from megavis.objectives.darl_config import DARLConfig, position_kind
 from megavis.objectives.darl_decoders import PatchHead, decoder_flops
-from megavis.objectives.darl_drawing import draw_from_noise, with_gamma
 from megavis.objectives.darl_layers import SequenceEmbedding
 from megavis.objectives.darl_sequences import PatchSequences
+from megavis.objectives.generates import Known
 from megavis.objectives.image_tokens import Ids
-from megavis.tokenizers.patches import normalize_patches
+from megavis.schedules.base import Step
+from megavis.tokenizers.patches import pixel_range
 
 
 class DARL(PatchSequences):
     """Patch after patch."""
 
     config_type = DARLConfig
+    num_copies = 3
 
     @property
     def visibility_kind(self) -> Kind:
@@ -58,10 +63,30 @@ class DARL(PatchSequences):
         noisy = ("noisy",) if self.is_diffusion else ()
         return (*groups, *carried_names(self.position_kind), *noisy)
 
-    @property
-    def num_outputs(self) -> int:
-        """Numbers of a patch, or ids."""
-        return self.ids.num_outputs if self.ids else self.patch_width
+    @functools.cached_property
+    def density(self) -> Categorical | Diffusion | SquaredError:
+        """Pixels by squared error or out of noise, or ids."""
+        paper = self.paper
+        if self.ids is not None:
+            return Categorical(self.core, self.ids.vocabulary_size, fill=normal(0.02))
+        if not self.is_diffusion:
+            return SquaredError(
+                self.patch_width,
+                normalize=paper.normalize_targets,
+                build_head=self._build_head,
+            )
+        process = Process(
+            beta=(paper.noise_a, paper.noise_b),
+            predicts=paper.predicts,
+            value_range=pixel_range(),
+            sampling_steps=paper.sampling_steps,
+            temperature=paper.sampling_temperature,
+            seed=self.config.seed,
+        )
+        return Diffusion(self.patch_width, process, build_head=self._build_head)
+
+    def _build_head(self) -> PatchHead:
+        return PatchHead(self.core, self.patch_width, self.paper)
 
     @functools.cached_property
     def ids(self) -> Ids | None:
@@ -120,12 +145,6 @@ class DARL(PatchSequences):
             queries=self.paper.two_streams,
         )
 
-    def build_head(self) -> nn.Module:
-        """Return the last norm and the patch decoder, or the projection to logits."""
-        if self.ids is not None:
-            return self.ids.head(self.core)
-        return PatchHead(self.core, self.patch_width, self.paper)
-
     def sequence(self, batch: Batch) -> Sequence:
         """Put the patches into order; with diffusion, draw γ and ε for each."""
         patches = self.patches_of(batch.inputs)
@@ -134,12 +153,12 @@ class DARL(PatchSequences):
         if self.ids is not None:
             targets = take_places(self.ids.of(batch.inputs), order)
             return Sequence(self.inputs_of(clean, order), (targets,))
-        if not self.is_diffusion:
-            targets = normalize_patches(clean) if self.paper.normalize_targets else clean
-            return Sequence(self.inputs_of(clean, order), (targets,))
-        noise, gamma = self.draw_noise(batch.sample_index)
-        inputs = self.inputs_of(clean, order, with_gamma(corrupt(clean, noise, gamma), gamma))
-        return Sequence(inputs, (noise if self.paper.predicts == "noise" else clean,))
+        density = self.density
+        if not isinstance(density, Diffusion):
+            return Sequence(self.inputs_of(clean, order), (clean,))
+        noise, gamma = density.draw_noise(batch.sample_index, self.num_tokens)
+        inputs = self.inputs_of(clean, order, density.noisy(clean, noise, gamma))
+        return Sequence(inputs, (density.target(clean, noise),))
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the squared error a number: L_MSE, or L_SIMP of sections 3.2 and 3.3; nats of ids.
@@ -148,62 +167,34 @@ class DARL(PatchSequences):
             predictions: as the head gives them.
             targets: patches or noise `[b, T, d]`, or ids `[b, T]`.
         """
-        return self.patch_errors(predictions, targets).mean()
+        return self.token_losses(predictions, targets).mean()
 
-    def patch_errors(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of each place: `[b, T]` (figure 10)."""
-        if self.ids is not None:
-            return self.ids.errors(predictions, targets[0], self.core)
-        return (predictions.float() - targets[0]).square().mean(-1)
+    # What `Generates` asks for.
 
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return patches (or noise) `[b, T, d]`, or logits `[b, T, v]`, in the order."""
-        return predictions if self.ids is None else self.ids.outputs(predictions, self.core)
-
-    # What `PatchByPatch` asks for.
-
-    @property
-    def keeps_keys(self) -> bool:
-        """One stream: in two, a query is asked once and never seen again."""
-        return not self.paper.two_streams
-
-    def check_drawing(self) -> None:
-        """Raise UserError where predictions are not pixels."""
+    def generation(self) -> DARL:
+        """Return itself; raises UserError where predictions are not what is read."""
         if self.ids is not None:
             raise UserError(
                 "with objective.loss ids the model reads patches and names ids, so it cannot go on"
                 " from what it has drawn"
             )
-        if self.paper.normalize_targets:
-            raise UserError(
-                "patches that were predicted with objective.normalize_targets have no brightness"
-                " and contrast, so no image can be drawn"
-            )
+        return self
 
-    def draw_patch(
-        self,
-        head: PatchHead,
-        state: State,
-        noise_of: Callable[[int], Tensor],
-        *,
-        num_steps: int | None,
-        temperature: float | None,
-    ) -> Tensor:
-        """Draw the next patch: `[b, d]`.
+    def blank_tokens(self, images: Tensor) -> Tensor:
+        """Return patches `[b, T, d]` of zeros."""
+        return torch.zeros(len(images), self.num_tokens, self.patch_width, device=images.device)
 
-        With diffusion by ancestral sampling from noise (appendices E and F). With squared error
-        what is predicted is the mean of a Gaussian, and that is returned.
-        """
-        output = head.outputs(state)[:, -1:]
-        if not self.is_diffusion:
-            return head.decode(output, None)[:, 0]
-        paper = self.paper
-        drawn = draw_from_noise(
-            head,
-            output,
-            lambda step: noise_of(step)[:, None],
-            self.beta(output.device).schedule(num_steps or paper.sampling_steps),
-            predicts=paper.predicts,
-            temperature=paper.sampling_temperature if temperature is None else temperature,
-        )
-        return drawn[:, 0]
+    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the patches of images uint8 `[b, h, w, 3]`."""
+        return self.patches_of(inputs)
+
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the tokens that are not cached; the last predicts a patch."""
+        return self.inputs_between(tokens, step.plan.order, since, step.asked.stop)
+
+    def check_images(self, folder: Path) -> None:
+        """Accept any run: patches are pixels."""
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Put patches together."""
+        return self.images_of(tokens)

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.model.diffusion import BetaNoise, corrupt
-from megavis.model.orders import SharedOrder, fixed_order, random_orders, take_places
+from megavis.densities.diffusion import Diffusion
+from megavis.model.orders import fixed_order, take_places
 from megavis.objectives.base import Objective
 from megavis.objectives.darl_config import DARLConfig
-from megavis.objectives.darl_drawing import with_gamma
 from megavis.objectives.darl_layers import START, DARLInputs
 from megavis.objectives.image_tokens import patches_of
-from megavis.parallel.random import normal, uniform
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
 from megavis.tokenizers.patches import to_uint8, unpatchify
 
 
@@ -67,31 +67,17 @@ class PatchSequences(Objective):
 
     def orders(self, sample_index: Tensor) -> Tensor:
         """Return which patch stands at each place: int64 `[b, T]`."""
-        if self.paper.order == "random":
-            return random_orders(sample_index, self.num_tokens, seed=self.config.seed)
-        return self.shared_order.on(sample_index.device).expand(len(sample_index), -1)
+        return self.schedule.draw(sample_index).order.expand(len(sample_index), -1)
 
     @functools.cached_property
-    def shared_order(self) -> SharedOrder:
-        """The config's order; that of rows where each image has one of its own."""
+    def schedule(self) -> OneByOne:
+        """Patch after patch in the config's order; features by rows where each has its own."""
         paper, side = self.paper, self.paper.grid_side(self.config)
-        kind = "raster" if paper.order == "random" else paper.order
-        return SharedOrder(fixed_order(kind, height=side, width=side, block=paper.order_block))
-
-    # Noise.
-
-    @functools.cache  # noqa: B019 - one objective a process; the copy waits for the device
-    def beta(self, device: torch.device) -> BetaNoise:
-        """Return the distribution of γ."""
-        return BetaNoise(self.paper.noise_a, self.paper.noise_b, device)
-
-    def draw_noise(self, sample_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ε `[b, T, d]` and γ `[b, T, 1]`, functions of seed and sample alone."""
-        count, width, seed = self.num_tokens, self.patch_width, self.config.seed
-        noise = normal(sample_index, count * width, seed=seed, purpose="noise")
-        draws = uniform(sample_index, count, seed=seed, purpose="gamma")
-        gamma = self.beta(sample_index.device).from_uniform(draws)
-        return noise.unflatten(1, (count, width)), gamma[..., None]
+        is_random = paper.order == "random"
+        kind = "raster" if is_random else paper.order
+        shared = fixed_order(kind, height=side, width=side, block=paper.order_block)
+        seed = self.config.seed if is_random else None
+        return OneByOne(Orders(shared, seed=seed), name="patch {}")
 
     # What the first layer takes.
 
@@ -106,11 +92,6 @@ class PatchSequences(Objective):
         asked = order if self.paper.two_streams else order[:, :0]
         return *shifted(clean[:, :-1], order[:, :-1]), asked, self._noisy_or_none(noisy, clean)
 
-    @property
-    def has_random_sequence(self) -> bool:
-        """An image may have an order of its own; noise is for the decoder alone."""
-        return self.paper.order == "random"
-
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
@@ -121,7 +102,8 @@ class PatchSequences(Objective):
         figure 6).
         """
         patches = self.patches_of(inputs)
-        order = self.shared_order.on(patches.device).expand(len(patches), -1)
+        order = self.schedule.for_features(len(patches), patches.device).order
+        order = order.expand(len(patches), -1)
         tokens, places = shifted(take_places(patches, order), order)
         return tokens, places, order[:, :0], self._noisy_or_none(None, tokens)
 
@@ -156,12 +138,13 @@ class PatchSequences(Objective):
         index = index.to(patches.device)
         order = self.orders(index) if order is None else order
         clean = take_places(patches, order)
-        if not self.is_diffusion:
+        density = self.density
+        if not isinstance(density, Diffusion):
             return self.inputs_of(clean, order)
-        noise, drawn = self.draw_noise(index)
+        noise, drawn = density.draw_noise(index, self.num_tokens)
         if gamma is not None:
             drawn = torch.as_tensor(gamma, device=drawn.device).expand_as(drawn)
-        return self.inputs_of(clean, order, with_gamma(corrupt(clean, noise, drawn), drawn))
+        return self.inputs_of(clean, order, density.noisy(clean, noise, drawn))
 
     def _noisy_or_none(self, noisy: Tensor | None, like: Tensor) -> Tensor:
         """Return the noisy patches; empty without diffusion, zeros where none are given.

@@ -9,6 +9,7 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.data.batch import Batch
+from megavis.densities.gaussians import Predictions
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
-from megavis.objectives.givt_base import LatentTokens, Predictions
+from megavis.objectives.generates import Known
+from megavis.objectives.givt_base import LatentTokens
 from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig
-from megavis.objectives.givt_layers import CausalEmbedding, DensityHead
+from megavis.objectives.givt_layers import CausalEmbedding
 from megavis.objectives.trainable import Likelihood
+from megavis.schedules.base import Step
+from megavis.schedules.one_by_one import OneByOne
 
 
 class GIVT(LatentTokens):
@@ -40,9 +45,14 @@ class GIVT(LatentTokens):
             self.core, self.paper, self.position_kind, num_rows=self.num_label_rows
         )
 
-    def build_head(self) -> DensityHead:
-        """Return the last norm and the matrix to the density's parameters."""
-        return DensityHead(self.core, self.paper)
+    @cached_property
+    def schedule(self) -> OneByOne:
+        """Token after token in raster order."""
+        return OneByOne(self.orders)
+
+    def generation(self) -> GIVT:
+        """Return itself."""
+        return self
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw latents and drop some labels."""
@@ -70,18 +80,23 @@ class GIVT(LatentTokens):
         latents = self.latents(inputs, sample_index)
         rows = self.label_rows(labels, len(latents), latents.device)
         if latents.ndim == 3:
-            return self.inputs_at(latents, rows, 0, self.num_tokens)
+            return self._places(latents, rows, 0, self.num_tokens)
         return latents, rows
 
-    def inputs_at(self, tokens: Tensor, rows: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the places [start, stop) alone, for generation with a cache.
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places that are not cached, the last of which is asked for.
 
         Args:
-            tokens: `[b, m, d]` as the adapter gives them; those before `stop - 1` are read.
-            rows: int64 `[b]`, see `label_rows`.
-            start: first place.
-            stop: end of the places.
+            tokens: `[b, n, d]` as the adapter gives them; those before the asked one are read.
+            step: the asked place.
+            known: rows of the labels int64 `[b]`, and what an encoder gave.
+            since: first place.
         """
+        rows, *memory = known
+        return *self._places(tokens, rows, since, step.asked.stop), *memory
+
+    def _places(self, tokens: Tensor, rows: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places [start, stop), of which each sees the token before it."""
         before = tokens[:, max(start - 1, 0) : stop - 1]
         if start == 0:
             before = F.pad(before, (0, 0, 1, 0))

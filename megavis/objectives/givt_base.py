@@ -9,7 +9,9 @@ Legend: b images, n tokens, d numbers of a token, k components, c channels and h
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +20,50 @@ from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
+from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians, Predictions
 from megavis.model.init import Initialization, truncated_normal, xavier_uniform
-from megavis.model.mixture import Distribution, FullGaussian, Mixture, ScaleForm
+from megavis.model.mixture import ScaleForm
 from megavis.model.positions import carried_names
+from megavis.objectives.generates import Condition, Known
 from megavis.objectives.givt_config import NO_NULL_LABEL
 from megavis.objectives.givt_latents import LatentSource
-from megavis.objectives.givt_layers import TOKENS, LatentEmbedding
-from megavis.parallel.random import uniform
+from megavis.objectives.givt_layers import TOKENS, DensityHead, LatentEmbedding
+from megavis.parallel.random import normal, uniform
+from megavis.schedules.orders import Orders
 from megavis.tokenizers.latents import stack, to_tokens
 
-Predictions = Tensor | tuple[Tensor, Tensor]
+
+class Labels(Condition):
+    """The class of an image, where the model has classes."""
+
+    names: tuple[str, ...] = ("labels",)
+
+    def __init__(self, paper: LatentTokens) -> None:
+        self.paper = paper
+
+    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
+        """Return the rows of the labels int64 `[b]`; of the null label where none are named."""
+        super().given(values, count, device)
+        return (self.paper.label_rows(values.get("labels"), count, device),)
+
+    def nothing(self, known: Known) -> Known:
+        """Return the null label's row for each image."""
+        if not self.paper.has_null_label:
+            return super().nothing(known)
+        rows, *others = known
+        return torch.full_like(rows, self.paper.null_row), *others
+
+    def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Return classes that take turns."""
+        classes = self.paper.num_classes
+        return {"labels": numbers % classes} if classes else {}
+
+    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+        """Return classes evenly spread, equals together."""
+        classes = self.paper.num_classes
+        if not classes:
+            return {}
+        return {"labels": torch.arange(num_images) * classes // num_images}
 
 
 class LatentTokens(LatentSource):
@@ -35,6 +71,9 @@ class LatentTokens(LatentSource):
 
     num_special_rows = 0
     """Rows of the table of labels between the classes and the null label."""
+    num_skipped = 0
+    """Tokens in front of which nothing is predicted."""
+    usual_share = 0.0
 
     @property
     def position_kind(self) -> PositionKind:
@@ -52,10 +91,33 @@ class LatentTokens(LatentSource):
         """The adapter learns from the loss on the tokens that it gives."""
         return self.paper.adapter_blocks > 0
 
+    @cached_property
+    def density(self) -> Gaussians:
+        """A mixture of Gaussians, or one with a full covariance."""
+        paper = self.paper
+        if paper.covariance == "full":
+            return CorrelatedGaussian(
+                paper.num_outputs, self.scale_form, build_head=self._build_head
+            )
+        return GaussianMixture(
+            paper.num_outputs,
+            self.scale_form,
+            num_components=paper.num_components,
+            build_head=self._build_head,
+        )
+
     @property
-    def num_outputs(self) -> int:
-        """Parameters of the density of a token."""
-        return self.paper.num_outputs
+    def scale_form(self) -> ScaleForm:
+        """From outputs to scales."""
+        return ScaleForm(self.paper.scale_activation, self.paper.scale_floor)
+
+    def _build_head(self) -> DensityHead:
+        return DensityHead(self.core, self.paper, num_skipped=self.num_skipped)
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Raster order."""
+        return Orders(torch.arange(self.num_tokens))
 
     @property
     def num_classes(self) -> int:
@@ -163,29 +225,55 @@ class LatentTokens(LatentSource):
     def build_embedding(self) -> LatentEmbedding:
         """Return the first layer."""
 
-    def parameters(self, predictions: Predictions) -> Tensor:
-        """Return the parameters of the densities `[b, n, ...]`."""
-        return predictions if isinstance(predictions, Tensor) else predictions[0]
-
-    def density(self, parameters: Tensor) -> Distribution:
-        """Return the densities, float32, whose parameters these are, `[..., num_outputs]`."""
-        form = ScaleForm(self.paper.scale_activation, self.paper.scale_floor)
-        if self.paper.covariance == "full":
-            return FullGaussian.from_outputs(parameters, form)
-        return Mixture.from_outputs(parameters, self.paper.num_components, form)
-
     def nats(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return -log p of each token, float32 `[b, n]`."""
-        tokens = targets[0] if isinstance(predictions, Tensor) else predictions[1]
-        return -self.density(self.parameters(predictions)).log_prob(tokens)
+        """Return -log p of each token, float32 `[b, n]`; an adapter's tokens take the targets'."""
+        tokens = targets[0] if isinstance(predictions, Tensor) else None
+        return self.density.per_token_loss(predictions, tokens)
 
-    def outputs(self, predictions: Predictions) -> Tensor:
-        """Return the parameters `[b, n, ...]`; with an adapter followed by its tokens."""
-        if isinstance(predictions, Tensor):
-            return predictions
-        return torch.cat([predictions[0].float(), predictions[1].float()], dim=-1)
+    # What `Generates` asks for.
 
-    def first_layer(self, layer: nn.Module) -> LatentEmbedding:
-        """Return the embedding, which holds the adapter."""
+    @cached_property
+    def condition(self) -> Condition:
+        """The class."""
+        return Labels(self)
+
+    def blank_tokens(self, images: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of zeros."""
+        return torch.zeros(len(images), self.num_tokens, self.token_size, device=images.device)
+
+    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return latents `[b, c, h, w]`, drawn from mean and scale where these are stored."""
+        return self.latents(inputs, index)
+
+    def prior(self, images: Tensor, *, seed: int) -> Tensor:
+        """Draw latents `[b, c, h, w]` from N(0, 1), what the VAE takes the world for."""
+        shape = self.latent_shape
+        count = shape[0] * shape[1] * shape[2]
+        return normal(images, count, seed=seed, purpose="prior").view(-1, *shape)
+
+    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of latents.
+
+        Raises:
+            UserError: an adapter mixes all latents, so that a part of its tokens knows the rest.
+        """
+        if self.paper.adapter_blocks:
+            raise UserError(
+                "with objective.adapter_blocks a token depends on the whole image: no part of an"
+                " image can be given"
+            )
         assert isinstance(layer, LatentEmbedding)
-        return layer
+        return layer.tokens(tokens)
+
+    def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the latents `[b, c, h, w]` of tokens `[b, n, d]`."""
+        assert isinstance(layer, LatentEmbedding)
+        return layer.latents(tokens)
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where the config names no VAE, or one that does not fit."""
+        self.decode(torch.zeros(1, *self.latent_shape))
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Return images of latents; raises UserError where the config names no VAE."""
+        return self.decode(tokens)

@@ -11,8 +11,9 @@ Legend: b images, n tokens, d numbers of a token, H and W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from megavis.model.encoder import Encoder, encoder_model
 from megavis.model.flops import Workload, training_flops
 from megavis.model.stream import State, Stream
 from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.generates import Known, OnFirstStage
 from megavis.objectives.givt import GIVT
+from megavis.objectives.givt_base import Labels
 from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
 from megavis.objectives.givt_layers import CausalEmbedding
 from megavis.objectives.trainable import Likelihood
@@ -65,10 +68,50 @@ class ConditionedEmbedding(CausalEmbedding):
         return Stream(stream.hidden, carried).pack()
 
 
+class LabelsAndImage(Labels):
+    """The class, where there are any, and the image that the encoder reads."""
+
+    names = ("labels", "image")
+    paper: GIVTEncoderDecoder
+
+    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
+        """Return the rows of the labels, and the images as the encoder reads them."""
+        rows = super().given(values, count, device)
+        if "image" not in values:
+            raise UserError("this model predicts from images: give those that its encoder reads")
+        return *rows, self.paper.encoder_input(values["image"].to(device))
+
+    def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
+        """Encode the images, once for all tokens."""
+        *rows, images = known
+
+        def encode(layer: nn.Module) -> Tensor:
+            assert isinstance(layer, ConditionedEmbedding)
+            return layer.memory(images)
+
+        return *rows, on_first_stage(encode)
+
+    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+        """Return the images and classes of examples."""
+        if examples is None:
+            raise UserError("predictions from images need images: give data.validation")
+        images, _ = self.paper.images_and_targets(examples.inputs)
+        return {"image": images, "labels": examples.labels}
+
+    def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Refuse: every image is drawn from another."""
+        raise UserError(f"runs of {self.paper.paper.name} draw no images from nothing")
+
+    def shown(self, examples: Batch) -> list[Tensor]:
+        """Return images and targets."""
+        return list(self.paper.images_and_targets(examples.inputs))
+
+
 class GIVTEncoderDecoder(GIVT):
     """Next-token prediction of latents, given an image."""
 
     config_type = EncoderDecoderConfig
+    num_copies = 3
 
     @property
     def conditioned(self) -> EncoderDecoderConfig:
@@ -117,10 +160,10 @@ class GIVTEncoderDecoder(GIVT):
             self.core, self.conditioned, self.position_kind, num_rows=self.num_label_rows
         )
 
-    def first_layer(self, layer: nn.Module) -> ConditionedEmbedding:
-        """Return the embedding, which holds the encoder."""
-        assert isinstance(layer, ConditionedEmbedding)
-        return layer
+    @cached_property
+    def condition(self) -> LabelsAndImage:
+        """The image that the encoder reads, and the class."""
+        return LabelsAndImage(self)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return black images."""
@@ -135,7 +178,7 @@ class GIVTEncoderDecoder(GIVT):
         """Draw latents of the targets, and show the images to the encoder."""
         images, targets = self.images_and_targets(batch.inputs)
         latents = self.latents(targets, batch.sample_index)
-        inputs = (latents, self.training_rows(batch), self.condition(images))
+        inputs = (latents, self.training_rows(batch), self.encoder_input(images))
         return Sequence(inputs, self.plain_targets(latents))
 
     def inputs_for_features(
@@ -145,7 +188,7 @@ class GIVTEncoderDecoder(GIVT):
         images, targets = self.images_and_targets(inputs)
         return self.inputs_from(targets, image=images, sample_index=sample_index)
 
-    def condition(self, images: Tensor) -> Tensor:
+    def encoder_input(self, images: Tensor) -> Tensor:
         """Return what the encoder reads, float32 `[b, H, W, 3]` from -1 to 1.
 
         Args:
@@ -175,7 +218,7 @@ class GIVTEncoderDecoder(GIVT):
 
         Args:
             inputs: as `latents` takes them. Tokens pass the adapter by.
-            image: what the encoder reads, as `condition` takes it; the inputs when absent.
+            image: what the encoder reads, as `encoder_input` takes it; the inputs when absent.
             labels: int64 `[b]`; -1 or None: no class.
             sample_index: as `latents` takes it.
 
@@ -184,7 +227,7 @@ class GIVTEncoderDecoder(GIVT):
         """
         latents = self.latents(inputs, sample_index)
         rows = self.label_rows(labels, len(latents), latents.device)
-        seen = self.condition(inputs if image is None else image.to(latents.device))
+        seen = self.encoder_input(inputs if image is None else image.to(latents.device))
         return latents, rows, seen
 
     @property

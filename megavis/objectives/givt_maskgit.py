@@ -8,20 +8,23 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
-import math
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megavis.data.batch import Batch
+from megavis.densities.gaussians import Predictions
 from megavis.model.flops import Workload
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Sequence
-from megavis.objectives.givt_base import LatentTokens, Predictions
-from megavis.objectives.givt_layers import DensityHead, MaskedEmbedding
+from megavis.objectives.generates import Known
+from megavis.objectives.givt_base import LatentTokens
+from megavis.objectives.givt_layers import MaskedEmbedding
 from megavis.objectives.givt_maskgit_config import MaskGITConfig
-from megavis.parallel.random import uniform
+from megavis.schedules.base import Step
+from megavis.schedules.masked import Rounds
 
 
 class GIVTMaskGIT(LatentTokens):
@@ -29,6 +32,7 @@ class GIVTMaskGIT(LatentTokens):
 
     config_type = MaskGITConfig
     num_special_rows = 3
+    num_skipped = 1
 
     @property
     def masked(self) -> MaskGITConfig:
@@ -51,26 +55,27 @@ class GIVTMaskGIT(LatentTokens):
             self.core, self.masked, self.position_kind, num_rows=self.num_label_rows
         )
 
-    def build_head(self) -> DensityHead:
-        """Return the last norm and the matrix; nothing is predicted at the label."""
-        return DensityHead(self.core, self.paper, num_skipped=1)
+    @cached_property
+    def schedule(self) -> Rounds:
+        """A share of the tokens is hidden; images are drawn in rounds."""
+        return Rounds(self.orders, least_masking=self.masked.least_masking, seed=self.config.seed)
+
+    def generation(self) -> GIVTMaskGIT:
+        """Return itself."""
+        return self
+
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return all tokens, rows of the labels, and which tokens are hidden."""
+        assert step.hidden is not None
+        (rows,) = known
+        return tokens.masked_fill(step.hidden[..., None], 0.0), rows, step.hidden
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw latents and mask, and drop some labels."""
         latents = self.latents(batch.inputs, batch.sample_index)
-        mask = self.draw_mask(batch.sample_index)
+        mask = self.schedule.draw(batch.sample_index).is_predicted
         inputs = (latents, self.training_rows(batch), mask)
         return Sequence(inputs, (*self.plain_targets(latents), mask))
-
-    def draw_mask(self, sample_index: Tensor) -> Tensor:
-        """Return the mask of each sample: bool `[b, n]`, true where a token is hidden."""
-        seed = self.config.seed
-        draw = uniform(sample_index, 1, seed=seed, purpose="masked-share")
-        share = torch.cos(math.pi / 2 * (1.0 - self.masked.least_masking) * draw)
-        count = (share * self.num_tokens).ceil()
-        order = uniform(sample_index, self.num_tokens, seed=seed, purpose="mask")
-        rank = order.argsort(dim=1, stable=True).argsort(dim=1, stable=True)
-        return rank < count
 
     def inputs_from(
         self,

@@ -14,40 +14,53 @@ d numbers of a patch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megavis.config.choices import PositionKind
+from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
+from megavis.densities.categorical import Categorical
+from megavis.densities.squared_error import SquaredError
 from megavis.model.flops import Workload
-from megavis.model.init import Initialization, vision_transformer
+from megavis.model.init import Initialization, normal, vision_transformer
 from megavis.model.orders import take_places
+from megavis.model.patches import TokenHead
 from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
-from megavis.objectives.base import Sequence
+from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.generates import Known
 from megavis.objectives.gvp_condition import PooledFeatures
 from megavis.objectives.gvp_config import GVPConfig
-from megavis.objectives.gvp_filling import FillsPatches
 from megavis.objectives.gvp_grouping import Grouping
 from megavis.objectives.gvp_layers import (
     TwoStreamEmbedding,
     TwoStreams,
     content_alone,
-    raster,
     two_streams,
 )
 from megavis.objectives.image_tokens import Ids, Patches, Tokens
+from megavis.schedules.base import Arrangement, Step
 
 
-class GVP(FillsPatches):
+class GVP(Objective):
     """Group after group, in any order."""
 
     config_type = GVPConfig
+    usual_share = 0.25
+
+    @property
+    def paper(self) -> GVPConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, GVPConfig)
+        return self.config.objective
 
     @property
     def visibility_kind(self) -> Kind:
@@ -69,10 +82,17 @@ class GVP(FillsPatches):
         """Patches of an image."""
         return self.paper.num_patches(self.config)
 
-    @property
-    def num_outputs(self) -> int:
-        """Numbers of a patch, or ids."""
-        return self.predicted.num_outputs
+    @functools.cached_property
+    def density(self) -> Categorical | SquaredError:
+        """A unit Gaussian of each number of a patch, or a categorical distribution of ids."""
+        if isinstance(self.predicted, Ids):
+            return Categorical(self.core, self.predicted.vocabulary_size, fill=normal(0.02))
+        width = 3 * self.paper.patch_size**2
+        return SquaredError(
+            width,
+            normalize=self.paper.normalize_targets,
+            build_head=functools.partial(TokenHead, self.core, width),
+        )
 
     @functools.cached_property
     def content(self) -> Tokens:
@@ -85,19 +105,21 @@ class GVP(FillsPatches):
         return self._ids() if self.paper.variant == "p2d" else self.content
 
     @functools.cached_property
-    def grouping(self) -> Grouping:
+    def schedule(self) -> Grouping:
         """In which order tokens are predicted, and in which groups."""
-        return Grouping(self.paper, num_tokens=self.num_tokens, seed=self.config.seed)
+        bounds = self.paper.bounds(self.config)
+        return Grouping(
+            self.paper, num_tokens=self.num_tokens, bounds=bounds, seed=self.config.seed
+        )
 
     def _patches(self) -> Patches:
         return Patches(
             image_size=self.config.data.image_size,
             patch_size=self.paper.patch_size,
-            normalize=self.paper.normalize_targets,
         )
 
     @functools.cached_property
-    def condition(self) -> PooledFeatures | None:
+    def extra(self) -> PooledFeatures | None:
         """What y_extra is, where it is no learned vector."""
         paper = self.paper
         if paper.condition_size is None:
@@ -111,7 +133,7 @@ class GVP(FillsPatches):
 
     def _conditions(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return what the first layer takes besides both streams."""
-        return () if self.condition is None else (self.condition.of(images),)
+        return () if self.extra is None else (self.extra.of(images),)
 
     def _ids(self) -> Ids:
         assert self.paper.vocabulary_size is not None
@@ -156,34 +178,24 @@ class GVP(FillsPatches):
             condition_size=self.paper.condition_size,
         )
 
-    def build_head(self) -> nn.Module:
-        """Return the last norm and the map to pixels or to logits."""
-        return self.predicted.head(self.core)
-
     def sequence(self, batch: Batch) -> Sequence:
         """Draw order and groups, and ask for what they predict."""
         content = predicted = self.content.of(batch.inputs)
         if self.predicted is not self.content:
             predicted = self.predicted.of(batch.inputs)
-        order, groups = self.grouping.draw(batch.sample_index)
-        first, _ = self.paper.bounds(self.config)
-        asked, asked_groups = order[:, first:], groups[:, first:]
-        inputs = (*self._streams(content, order, groups), *self._conditions(batch.inputs))
+        plan = self.schedule.draw(batch.sample_index)
+        asked, asked_groups = plan.order[:, plan.first_asked :], plan.groups[:, plan.first_asked :]
+        inputs = (*self._streams(content, plan), *self._conditions(batch.inputs))
         return Sequence(inputs, (take_places(predicted, asked), asked_groups))
 
-    def _streams(self, content: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
+    def _streams(self, tokens: Tensor, plan: Arrangement) -> TwoStreams:
         """Return what the first layer takes, nothing that no loss reads among it."""
-        first, last = self.paper.bounds(self.config)
-        seen, seen_groups = order[:, :last], groups[:, :last]
+        seen, groups = plan.order[:, : plan.num_content], plan.groups[:, : plan.num_content]
+        content = take_places(tokens, seen)
         if self.paper.streams == "one":
-            return content_alone(content, seen, seen_groups)
-        return two_streams(content, seen, seen_groups, order[:, first:], groups[:, first:])
-
-    @property
-    def has_random_sequence(self) -> bool:
-        """Orders are drawn, or boundaries of groups."""
-        paper = self.paper
-        return paper.order == "random" or paper.segmentation in ("random", "mixed")
+            return content_alone(content, seen, groups)
+        first = plan.first_asked
+        return two_streams(content, seen, groups, plan.order[:, first:], plan.groups[:, first:])
 
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
@@ -194,9 +206,9 @@ class GVP(FillsPatches):
         (section 5); the groups are typical ones of training, without a draw.
         """
         content = self.content.of(inputs)
-        order = raster(content, self.num_tokens)
-        streams = content_alone(content, order, self.grouping.typical(order))
-        return (*streams, *self._conditions(inputs))
+        plan = self.schedule.for_features(len(content), content.device)
+        content = take_places(content, plan.order)
+        return (*content_alone(content, plan.order, plan.groups), *self._conditions(inputs))
 
     def inputs_from(
         self,
@@ -223,11 +235,10 @@ class GVP(FillsPatches):
         if isinstance(self.content, Ids):
             self.content.check_ids(content)
         index = torch.arange(len(content)) if sample_index is None else sample_index
-        order, groups = self.grouping.chosen(index.to(content.device), order, boundaries)
-        if self.paper.streams == "one":
-            streams = self._streams(content, order, groups)
-        else:
-            streams = two_streams(content, order, groups, order, groups)
+        plan = self.schedule.chosen(index.to(content.device), order, boundaries)
+        if self.paper.streams == "two":
+            plan = dataclasses.replace(plan, num_content=self.num_tokens, first_asked=0)
+        streams = self._streams(content, plan)
         return (*streams, *self._conditions(inputs))
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
@@ -240,13 +251,13 @@ class GVP(FillsPatches):
             targets: tokens `[b, q, ...]` and their groups `[b, q]`.
         """
         tokens, groups = targets
-        errors = self.predicted.errors(self._asked(predictions), tokens, self.core)
+        errors = self.density.per_token_loss(self._asked(predictions), tokens)
         predicted = (groups > 0).float()
         return ((errors * predicted).sum(1) / predicted.sum(1)).mean()
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return patches `[b, q, d]` or logits `[b, q, v]`, in the order of z."""
-        return self.predicted.outputs(self._asked(predictions), self.core)
+        return self.density.outputs(self._asked(predictions))
 
     def _asked(self, predictions: Tensor) -> Tensor:
         """Leave out what condition tokens before the last would predict in one stream."""
@@ -257,6 +268,59 @@ class GVP(FillsPatches):
         """SHA-256 of the tokenizer of images."""
         if self.paper.tokenizer is None:
             return None
-        source = self.condition or self.predicted
+        source = self.extra or self.predicted
         assert isinstance(source, Ids | PooledFeatures)
         return source.tokenizer.identity()
+
+    # What `Generates` asks for.
+
+    @property
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """Hidden tokens all at once, and in 4 and 12 groups."""
+        hidden = max(1, self.num_tokens * 3 // 4)
+        return tuple({"groups": n} for n in sorted({1, min(4, hidden), min(12, hidden)}))
+
+    def generation(self) -> GVP:
+        """Return itself, of models that read what they predict and can be asked for any token.
+
+        Raises:
+            UserError: this model cannot.
+        """
+        paper = self.paper
+        faults = {
+            "variant p2d reads patches and predicts ids": paper.variant == "p2d",
+            "condition_size is told about the whole image": paper.condition_size is not None,
+            "streams one does not know which token is asked for": paper.streams == "one",
+        }
+        for fault in [text for text, holds in faults.items() if holds]:
+            raise UserError(f"a model with objective.{fault}; pictures need one trained without")
+        return self
+
+    def blank_tokens(self, images: Tensor) -> Tensor:
+        """Return patches or ids of zeros."""
+        return self.content.blank(images)
+
+    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return patches or ids in raster order."""
+        return self.content.of(inputs)
+
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return both streams, with queries for the tokens of a step alone."""
+        order, groups = step.plan.order, step.plan.groups.expand(len(tokens), -1)
+        order = order.expand(len(tokens), -1)
+        return two_streams(
+            tokens[:, : step.known],
+            order[:, : step.known],
+            groups[:, : step.known],
+            order[:, step.asked],
+            groups[:, step.asked],
+        )
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where ids are predicted and nothing decodes them."""
+        if isinstance(self.predicted, Ids):
+            self.to_images(self.blank_tokens(torch.zeros(1, dtype=torch.int64)), folder)
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Put patches together, or decode ids."""
+        return self.content.to_images(tokens)

@@ -6,6 +6,7 @@ Legend: b images, T tokens of an image, K predicted groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -17,32 +18,52 @@ from megavis.objectives import gvp_segmentation as segmentation
 from megavis.objectives.gvp_boundaries import fault_of_boundaries
 from megavis.objectives.gvp_config import GVPConfig
 from megavis.objectives.gvp_layers import raster
+from megavis.schedules.base import Arrangement
+from megavis.schedules.groups import Groups
 
 
-class Grouping:
+class Grouping(Groups):
     """z, and the group of each of its places."""
 
-    def __init__(self, paper: GVPConfig, *, num_tokens: int, seed: int) -> None:
+    def __init__(
+        self, paper: GVPConfig, *, num_tokens: int, bounds: tuple[int, int], seed: int
+    ) -> None:
         """Build.
 
         Args:
             paper: says how orders are drawn and groups are cut.
             num_tokens: T.
+            bounds: the first place that is predicted and the last that is read, in any image.
             seed: decides the draws, together with the sample.
         """
-        self.paper, self.num_tokens, self.seed = paper, num_tokens, seed
+        self.paper, self.num_tokens, self.bounds, self.seed = paper, num_tokens, bounds, seed
 
-    def draw(self, sample_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return orders and groups of samples int64 `[b]`: int64 `[b, T]` both."""
+    @property
+    def num_positions(self) -> int:
+        """Places T of z."""
+        return self.num_tokens
+
+    @property
+    def is_random(self) -> bool:
+        """True where order or groups are drawn."""
+        return self.paper.order == "random" or self.paper.segmentation in ("random", "mixed")
+
+    def draw(self, index: Tensor) -> Arrangement:
+        """Return orders and groups of samples int64 `[b]`."""
         if self.paper.order == "random":
-            order = random_orders(sample_index, self.num_tokens, seed=self.seed)
+            order = random_orders(index, self.num_tokens, seed=self.seed)
         else:
-            order = raster(sample_index, self.num_tokens)
-        return order, segmentation.groups_of(self._boundaries(sample_index), self.num_tokens)
+            order = raster(index, self.num_tokens)
+        return self._arranged(order, self._boundaries(index))
+
+    def _arranged(self, order: Tensor, boundaries: Tensor) -> Arrangement:
+        first, last = self.bounds
+        groups = segmentation.groups_of(boundaries, self.num_tokens)
+        return Arrangement(order, groups, num_content=last, first_asked=first)
 
     def chosen(
         self, sample_index: Tensor, order: Tensor | None, boundaries: Sequence[int] | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Arrangement:
         """Return a user's order `[b, T]` and groups; what is absent is drawn.
 
         Args:
@@ -53,29 +74,30 @@ class Grouping:
         Raises:
             UserError: the order is no permutation, or the boundaries do not increase.
         """
-        drawn, groups = self.draw(sample_index)
+        drawn = self.draw(sample_index)
         if order is None:
-            order = drawn
+            order = drawn.order
         else:
             segmentation.check_order(order, self.num_tokens)
         if boundaries is None:
-            return order, groups
+            return replace(drawn, order=order)
         fault = fault_of_boundaries(boundaries, self.num_tokens)
         if fault:
             raise UserError(f"boundaries {fault}")
         ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)
-        return order, segmentation.groups_of(ends, self.num_tokens)
+        return self._arranged(order, ends)
 
-    def typical(self, order: Tensor) -> Tensor:
-        """Return groups int64 `[b, T]` without a draw, for the features of orders `[b, T]`."""
+    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+        """Return raster order and typical groups of training, without a draw."""
         paper = self.paper
         if paper.segmentation == "given":
-            boundaries = self._given.on(order.device)
+            boundaries = self._given.on(device)
         else:
             boundaries = segmentation.typical_boundaries(
-                paper.segmentation, self.num_tokens, paper.num_groups, device=order.device
+                paper.segmentation, self.num_tokens, paper.num_groups, device=device
             )
-        return segmentation.groups_of(boundaries.expand(len(order), -1), self.num_tokens)
+        order = torch.arange(self.num_tokens, device=device).expand(num_images, -1)
+        return self._arranged(order, boundaries.expand(num_images, -1))
 
     def _boundaries(self, sample_index: Tensor) -> Tensor:
         """Return n_0 .. n_{K-1} of samples `[b]`: int64 `[b, K]`."""

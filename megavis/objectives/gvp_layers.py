@@ -13,7 +13,6 @@ from megavis.config.choices import PositionKind
 from megavis.model.core import Core
 from megavis.model.embeddings import grid_positions, to_stream
 from megavis.model.init import filled, normal
-from megavis.model.orders import take_places
 from megavis.model.patches import WholeLinear
 from megavis.model.positions import cell_coordinates
 from megavis.model.stream import State, Stream
@@ -102,24 +101,24 @@ class TwoStreamEmbedding(nn.Module):
 
 
 def two_streams(
-    tokens: Tensor, seen: Tensor, groups: Tensor, asked: Tensor, asked_groups: Tensor
+    content: Tensor, seen: Tensor, groups: Tensor, asked: Tensor, asked_groups: Tensor
 ) -> TwoStreams:
     """Return what the first layer takes.
 
     Args:
-        tokens: `[b, T, ...]` in raster order.
+        content: tokens `[b, c, ...]`.
         seen: places int64 `[b, c]` of the content.
         groups: of the content, int64 `[b, c]`.
         asked: places int64 `[b, q]` of the queries.
         asked_groups: of the queries, int64 `[b, q]`. Those of G_0 see what G_1 sees, by equation
             (11); nothing is learned from them.
     """
-    return take_places(tokens, seen), seen, groups, asked, asked_groups.clamp(min=1)
+    return content, seen, groups, asked, asked_groups.clamp(min=1)
 
 
-def content_alone(tokens: Tensor, order: Tensor, groups: Tensor) -> TwoStreams:
+def content_alone(content: Tensor, seen: Tensor, groups: Tensor) -> TwoStreams:
     """Return what the first layer takes, without queries."""
-    return two_streams(tokens, order, groups, order[:, :0], groups[:, :0])
+    return two_streams(content, seen, groups, seen[:, :0], groups[:, :0])
 
 
 def raster(images: Tensor, num_tokens: int) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,17 +25,23 @@ from torch import Tensor, nn
 from megavis.config.choices import OrderKind, PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
-from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
+from megavis.data.manifest import PALETTE_NAME, Manifest
+from megavis.densities.categorical import Categorical
 from megavis.model.init import Initialization, normal, zeros
-from megavis.model.orders import SharedOrder, fixed_order
+from megavis.model.orders import fixed_order, take_places
 from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
+from megavis.objectives.generates import Known
 from megavis.objectives.igpt_config import IGPTConfig
 from megavis.objectives.igpt_layers import NOTHING, PixelEmbedding
 from megavis.objectives.trainable import Likelihood
-from megavis.parallel.random import derive_seed, uniform
+from megavis.parallel.random import derive_seed
+from megavis.schedules.base import Arrangement, Step
+from megavis.schedules.masked import MaskedShare
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
+from megavis.tokenizers.palette import Palette
 
 
 class IGPT(Objective):
@@ -68,10 +75,18 @@ class IGPT(Objective):
         """The seed decides a random order of the pixels, which the network has learned."""
         return self.paper.order == "random"
 
-    @property
-    def num_outputs(self) -> int:
-        """One logit a colour."""
-        return self.paper.vocabulary_size
+    @cached_property
+    def density(self) -> Categorical:
+        """One logit a colour; the matrix to them starts at zero."""
+        return Categorical(self.core, self.paper.vocabulary_size, fill=zeros)
+
+    @cached_property
+    def schedule(self) -> OneByOne | MaskedShare:
+        """Pixel after pixel in the order π, or BERT's mask (section 2.1)."""
+        orders = Orders(self._permutation())
+        if self.paper.mode == "autoregressive":
+            return OneByOne(orders, name="sample")
+        return MaskedShare(orders, share=self.paper.mask_ratio, seed=self.config.seed)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want palette shards of the config's size, with no more colours than logits."""
@@ -106,10 +121,6 @@ class IGPT(Objective):
         """Return the pixel embedding."""
         return PixelEmbedding(self.core, self.paper, self.position_kind)
 
-    def build_head(self) -> nn.Module:
-        """Return the last norm and the zero-initialised matrix to logits."""
-        return VocabularyHead(self.core, self.paper.vocabulary_size, zeros)
-
     @property
     def likelihood(self) -> Likelihood | None:
         """Every token is predicted once from those before it; BERT's are masked and guessed."""
@@ -117,11 +128,6 @@ class IGPT(Objective):
             return None
         colours = self.paper.vocabulary_size
         return Likelihood(f"token of the {colours}-colour palette", self.num_tokens)
-
-    @cached_property
-    def order(self) -> SharedOrder:
-        """The order π of section 2.1: the pixel at each place."""
-        return SharedOrder(self._permutation())
 
     def _permutation(self) -> Tensor:
         """Return the order π: int64 `[n]`."""
@@ -141,57 +147,21 @@ class IGPT(Objective):
 
     def sequence(self, batch: Batch) -> Sequence:
         """Order the pixels and draw BERT's mask."""
-        inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
-        return Sequence(inputs, (self.to_order(batch.inputs), *inputs[2:]))
-
-    @property
-    def has_random_sequence(self) -> bool:
-        """BERT's masks are drawn."""
-        return self.paper.mode == "bert"
+        plan = self.schedule.draw(batch.sample_index)
+        ids = take_places(batch.inputs.long(), plan.order)
+        inputs = self._inputs(ids, plan)
+        return Sequence(inputs, (ids, *inputs[2:]))
 
     @property
     def has_random_features(self) -> bool:
         """BERT's inputs are masked for features too, "to keep inputs in-distribution" (4.6)."""
-        return self.has_random_sequence
+        return self.paper.mode == "bert"
 
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return the inputs of training."""
         return self.inputs_from(inputs, sample_index=sample_index)
-
-    def to_order(self, raster: Tensor) -> Tensor:
-        """Put ids `[b, n]` from raster order into the run's order; returns int64."""
-        return raster.long()[:, self.order.on(raster.device)]
-
-    def to_raster(self, ordered: Tensor) -> Tensor:
-        """Put ids `[b, n]` from the run's order into raster order."""
-        return ordered[:, self.order.inverse_on(ordered.device)]
-
-    def check_generation(self) -> None:
-        """Raise UserError in BERT mode, which predicts from both sides."""
-        if self.paper.mode != "autoregressive":
-            raise UserError(
-                "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
-                " objective.mode autoregressive"
-            )
-
-    def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the places [start, stop) alone, for generation with a cache.
-
-        Args:
-            ids: int64 `[b, m]` in the run's order; those before `stop - 1` are read.
-            start: first place.
-            stop: end of the places.
-
-        Raises:
-            UserError: in BERT mode, which predicts from both sides.
-        """
-        self.check_generation()
-        previous = ids[:, max(start - 1, 0) : stop - 1]
-        if start == 0:
-            previous = F.pad(previous, (1, 0), value=NOTHING)
-        return previous, self.order.on(ids.device)[None, start:stop]
 
     def inputs_from(
         self,
@@ -209,17 +179,32 @@ class IGPT(Objective):
                 have that of sample 0.
             mask: bool `[b, n]` in raster order; true where the pixel is hidden.
         """
-        ids = self.to_order(inputs)
+        if mask is not None and isinstance(self.schedule, MaskedShare):
+            plan = self.schedule.hiding(mask.to(inputs.device))
+        else:
+            index = torch.zeros(len(inputs)).long() if sample_index is None else sample_index
+            plan = self.schedule.draw(index.to(inputs.device))
+        return self._inputs(take_places(inputs.long(), plan.order), plan)
+
+    def _inputs(self, ids: Tensor, plan: Arrangement) -> tuple[Tensor, ...]:
+        """Return the inputs of all places, for ids in the order of the plan."""
         if self.paper.mode == "autoregressive":
             return self.inputs_at(ids, 0, self.num_tokens)
-        order = self.order.on(ids.device)
-        if mask is None:
-            if sample_index is None:
-                sample_index = torch.zeros(len(ids), dtype=torch.int64)
-            index, seed = sample_index.to(ids.device), self.config.seed
-            draws = uniform(index, self.num_tokens, seed=seed, purpose="bert-mask")
-            mask = draws < self.paper.mask_ratio
-        return ids, order[None], mask[:, order]
+        return ids, plan.order, plan.groups > 0
+
+    def inputs_at(self, ids: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places [start, stop), of which each sees the id before it.
+
+        Args:
+            ids: int64 `[b, m]` in the run's order; those before `stop - 1` are read.
+            start: first place.
+            stop: end of the places.
+        """
+        order = self.schedule.orders.shared(ids.device)
+        previous = ids[:, max(start - 1, 0) : stop - 1]
+        if start == 0:
+            previous = F.pad(previous, (1, 0), value=NOTHING)
+        return previous, order[:, start:stop]
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """Return nats a token, the mean over all pixels, or over the masked ones of each image.
@@ -231,12 +216,48 @@ class IGPT(Objective):
             targets: ids `[b, n]`; for BERT also the mask `[b, n]`.
         """
         ids, *masks = targets
-        nats = split_cross_entropy(predictions, ids.t().contiguous(), self.core).t()
+        nats = self.density.per_token_loss(predictions, ids)
         if not masks:
             return nats.mean()
         weights = masks[0].float()
         return ((nats * weights).sum(1) / weights.sum(1).clamp(min=1.0)).mean()
 
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return logits `[b, n, v]`, in the run's order of the pixels."""
-        return whole_logits(predictions, self.core)
+    # What `Generates` asks for.
+
+    def generation(self) -> IGPT:
+        """Return itself; raises UserError in BERT mode, which predicts from both sides."""
+        if self.paper.mode != "autoregressive":
+            raise UserError(
+                "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
+                " objective.mode autoregressive"
+            )
+        return self
+
+    def blank_tokens(self, images: Tensor) -> Tensor:
+        """Return ids of the first colour, int64 `[b, n]`."""
+        return images.new_zeros(len(images), self.num_tokens)
+
+    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return ids int64 `[b, n]` as palette shards hold them; raises UserError for others."""
+        if inputs.ndim != 2 or inputs.shape[1] != self.num_tokens or inputs.is_floating_point():
+            raise UserError(
+                f"the images have shape {list(inputs.shape)} and type {inputs.dtype}; this run"
+                f" takes ids [b, {self.num_tokens}]"
+            )
+        return inputs.long()
+
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the places that are not cached, the last of which is asked for."""
+        return self.inputs_at(tokens, since, step.asked.stop)
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where the run folder has no palette."""
+        Palette.load(folder / PALETTE_NAME)
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Return the colours of ids; raises UserError where the run folder has no palette."""
+        palette, side = Palette.load(folder / PALETTE_NAME), self.config.data.image_size
+        # A model may have more outputs than the palette colours; it learns never to use them.
+        known = tokens.clamp(max=palette.num_tokens - 1)
+        colours = palette.decode(known.cpu().numpy()).reshape(-1, side, side, 3)
+        return torch.from_numpy(colours)

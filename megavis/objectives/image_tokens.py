@@ -20,10 +20,9 @@ from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
 from megavis.model.core import Core
 from megavis.model.embeddings import token_embedding
-from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import normal
-from megavis.model.patches import PatchEmbedding, TokenHead
-from megavis.tokenizers.patches import normalize_patches, patchify, standardize
+from megavis.model.patches import PatchEmbedding
+from megavis.tokenizers.patches import patchify, standardize, to_uint8, unpatchify
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer
@@ -32,31 +31,25 @@ if TYPE_CHECKING:
 class Tokens(Protocol):
     """One kind of token."""
 
-    num_outputs: int
-    """Numbers that a head gives for each."""
-
     def of(self, images: Any) -> Tensor:
         """Return the tokens `[b, T, ...]` of images, in raster order."""
 
     def embedding(self, core: Core) -> nn.Module:
         """Return a map of tokens `[b, c, ...]` to `[b, c, h]`."""
 
-    def head(self, core: Core) -> nn.Module:
-        """Return the last layer."""
+    def blank(self, images: Tensor) -> Tensor:
+        """Return tokens `[b, T, ...]` of zeros for images `[b]`, on their device."""
 
-    def errors(self, predictions: Tensor, targets: Tensor, core: Core) -> Tensor:
-        """Return the loss of each predicted token, float32 `[b, q]`."""
-
-    def outputs(self, predictions: Tensor, core: Core) -> Tensor:
-        """Return predictions whole and batch first, `[b, q, d]` or logits `[b, q, v]`."""
+    def to_images(self, tokens: Tensor) -> Tensor:
+        """Undo `of`: uint8 `[b, h, w, 3]`; raises UserError where nothing does."""
 
 
 class Patches:
-    """Patches of standardised pixels; a prediction is scored by its squared error a number."""
+    """Patches of standardised pixels."""
 
-    def __init__(self, *, image_size: int, patch_size: int, normalize: bool) -> None:
-        self.image_size, self.patch_size, self.normalize = image_size, patch_size, normalize
-        self.num_outputs = 3 * patch_size**2
+    def __init__(self, *, image_size: int, patch_size: int) -> None:
+        self.image_size, self.patch_size = image_size, patch_size
+        self.width = 3 * patch_size**2
 
     def of(self, images: Any) -> Tensor:
         """Return patches float32 `[b, T, d]` of images uint8 `[b, h, w, 3]`.
@@ -68,27 +61,16 @@ class Patches:
 
     def embedding(self, core: Core) -> nn.Module:
         """Return a linear map."""
-        return PatchEmbedding(self.num_outputs, core.megatron.hidden_size)
+        return PatchEmbedding(self.width, core.megatron.hidden_size)
 
-    def head(self, core: Core) -> nn.Module:
-        """Return the last norm and a linear map to pixels."""
-        return TokenHead(core, self.num_outputs)
+    def blank(self, images: Tensor) -> Tensor:
+        """Return patches `[b, T, d]` of zeros."""
+        count = (self.image_size // self.patch_size) ** 2
+        return torch.zeros(len(images), count, self.width, device=images.device)
 
-    def errors(self, predictions: Tensor, targets: Tensor, core: Core) -> Tensor:
-        """Return the squared error a number: `[b, q]` (GVP, equation 6, with a unit Gaussian).
-
-        Args:
-            predictions: `[b, q, d]`.
-            targets: patches likewise.
-            core: of no meaning here.
-        """
-        if self.normalize:
-            targets = normalize_patches(targets)
-        return (predictions.float() - targets).square().mean(-1)
-
-    def outputs(self, predictions: Tensor, core: Core) -> Tensor:
-        """Return patches `[b, q, d]`, standardised as `of` gives them."""
-        return predictions
+    def to_images(self, tokens: Tensor) -> Tensor:
+        """Return the nearest images uint8 `[b, h, w, 3]`."""
+        return to_uint8(unpatchify(tokens, self.patch_size))
 
 
 class Ids:
@@ -106,7 +88,7 @@ class Ids:
             tokenizer: run folder of what makes ids of images; None where only ids come.
         """
         self.image_size, self.num_tokens = image_size, num_tokens
-        self.num_outputs, self.run_folder = vocabulary_size, tokenizer
+        self.vocabulary_size, self.run_folder = vocabulary_size, tokenizer
 
     def of(self, images: Any) -> Tensor:
         """Return ids int64 `[b, T]` of images uint8 `[b, h, w, 3]`; ids `[b, T]` stay.
@@ -131,10 +113,10 @@ class Ids:
             UserError: one is negative, or not below the vocabulary size.
         """
         smallest, largest = int(ids.min()), int(ids.max())
-        if smallest < 0 or largest >= self.num_outputs:
+        if smallest < 0 or largest >= self.vocabulary_size:
             raise UserError(
                 f"the ids reach from {smallest} to {largest}; objective.vocabulary_size"
-                f" {self.num_outputs} allows 0 to {self.num_outputs - 1}"
+                f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
             )
 
     @cached_property
@@ -147,10 +129,10 @@ class Ids:
         assert self.run_folder is not None
         opened = open_ids_tokenizer(self.run_folder)
         where = f"objective.tokenizer: {self.run_folder}"
-        if opened.vocabulary_size != self.num_outputs:
+        if opened.vocabulary_size != self.vocabulary_size:
             raise UserError(
                 f"{where} has {opened.vocabulary_size} ids; objective.vocabulary_size is"
-                f" {self.num_outputs}"
+                f" {self.vocabulary_size}"
             )
         given = opened.num_tokens(self.image_size)
         if given != self.num_tokens:
@@ -164,10 +146,10 @@ class Ids:
         """Yield what is wrong with ids shards, a sentence each."""
         if manifest.num_tokens != self.num_tokens:
             yield f"holds {manifest.num_tokens} ids an image; the config has {self.num_tokens}"
-        if manifest.vocabulary_size != self.num_outputs:
+        if manifest.vocabulary_size != self.vocabulary_size:
             yield (
                 f"holds ids below {manifest.vocabulary_size}; objective.vocabulary_size is"
-                f" {self.num_outputs}"
+                f" {self.vocabulary_size}"
             )
         elif self.run_folder is not None:
             made_by = self.tokenizer.identity()
@@ -179,25 +161,17 @@ class Ids:
 
     def embedding(self, core: Core) -> nn.Module:
         """Return a table, split over the tensor group."""
-        return token_embedding(core, self.num_outputs, normal(0.02))
+        return token_embedding(core, self.vocabulary_size, normal(0.02))
 
-    def head(self, core: Core) -> nn.Module:
-        """Return the last norm and a projection to logits, split over the tensor group."""
-        return VocabularyHead(core, self.num_outputs, normal(0.02))
+    def blank(self, images: Tensor) -> Tensor:
+        """Return ids int64 `[b, T]`, all 0."""
+        return images.new_zeros(len(images), self.num_tokens)
 
-    def errors(self, predictions: Tensor, targets: Tensor, core: Core) -> Tensor:
-        """Return nats `[b, q]` (GVP, equation 6, with a categorical distribution a token).
-
-        Args:
-            predictions: this process's logits `[q, b, v / tensor size]`.
-            targets: ids `[b, q]`.
-            core: tells the tensor group.
-        """
-        return split_cross_entropy(predictions, targets.t().contiguous(), core).t()
-
-    def outputs(self, predictions: Tensor, core: Core) -> Tensor:
-        """Return logits `[b, q, v]`."""
-        return whole_logits(predictions, core)
+    def to_images(self, tokens: Tensor) -> Tensor:
+        """Return the tokenizer's images of ids `[b, T]`; raises UserError where there is none."""
+        if self.run_folder is None:
+            raise UserError("pictures of ids want what made them: name it in objective.tokenizer")
+        return self.tokenizer.to(tokens.device).decode(tokens)
 
 
 def patches_of(images: Any, *, image_size: int, patch_size: int) -> Tensor:

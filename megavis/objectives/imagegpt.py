@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
 from megavis.model.attention import join_keys_values, split_keys_values
+from megavis.objectives.igpt_config import IGPTConfig
 
 _PREFIX = "transformer."
 
@@ -33,6 +35,22 @@ _PLAIN = (
     ("mlp.linear_fc2.bias", "mlp.c_proj.bias", False),
 )
 _BIASES = ("attn.c_attn.bias", "attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
+
+
+def fits_imagegpt(config: RunConfig) -> int:
+    """Return the colours of a run that has this form.
+
+    Raises:
+        UserError: it is no auto-regressive iGPT in raster order, or has other layers.
+    """
+    paper, model = config.objective, config.model
+    if not isinstance(paper, IGPTConfig) or paper.mode != "autoregressive":
+        raise UserError("only an auto-regressive iGPT has this form")
+    if paper.order != "raster":
+        raise UserError("its pixels are in raster order; this run's are not")
+    if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
+        raise UserError("wants model.normalization rms_norm, activation quick_gelu")
+    return paper.vocabulary_size
 
 
 def has_biases(released: Mapping[str, Tensor]) -> bool:

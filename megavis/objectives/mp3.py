@@ -18,6 +18,7 @@ patch, h hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
+from megavis.densities.place import PLACED, Place
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal
 from megavis.model.patches import TokenHead
@@ -34,10 +36,8 @@ from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence, blank_batch
 from megavis.objectives.mp3_config import MP3Config
 from megavis.objectives.mp3_layers import Frames, Patches, Pieces, SetEmbedding
-from megavis.parallel.random import uniform
-
-TOLD = -1
-"""In place of its place: the target of a patch that is told where it stands."""
+from megavis.schedules.base import Arrangement
+from megavis.schedules.context import Context
 
 
 class MP3(Objective):
@@ -85,27 +85,35 @@ class MP3(Objective):
         return self.grid[0] * self.grid[1]
 
     @property
-    def num_told(self) -> int:
-        """Patches g that are told where they stand in pre-training."""
-        return round(self.paper.given_ratio * self.num_places)
+    def num_placed(self) -> int:
+        """Patches g that show where they stand in pre-training, the first of the context."""
+        return self.schedule.num_placed
 
     @property
     def num_tokens(self) -> int:
         """Patches and the class token."""
         return self.num_places + self.paper.class_token
 
-    @property
-    def num_outputs(self) -> int:
+    @cached_property
+    def density(self) -> Place:
         """One logit a place."""
-        return self.num_places
+        return Place(
+            self.num_places, num_skipped=int(self.paper.class_token), build_head=self._build_head
+        )
 
-    def num_context(self, mask_ratio: float) -> int:
-        """Return how many patches c are seen: 1 - η of them, and at least one."""
-        return max(1, round((1.0 - mask_ratio) * self.num_places))
+    @cached_property
+    def schedule(self) -> Context:
+        """A random share 1 - η of the patches is seen."""
+        return Context(
+            self.num_places,
+            mask_ratio=self.paper.mask_ratio,
+            placed_ratio=self.paper.given_ratio,
+            seed=self.config.seed,
+        )
 
     def workload(self) -> Workload:
         """Count keys and values of the context alone."""
-        seen = self.num_context(self.paper.mask_ratio) + self.paper.class_token
+        seen = self.schedule.num_context(self.paper.mask_ratio) + self.paper.class_token
         return Workload(self.num_tokens, seen, float(seen), self.num_tokens, self.num_outputs)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
@@ -131,8 +139,7 @@ class MP3(Objective):
             class_token=self.paper.class_token,
         )
 
-    def build_head(self) -> nn.Module:
-        """Return the last norm and the matrix to one logit a place."""
+    def _build_head(self) -> TokenHead:
         return TokenHead(self.core, self.num_places, normal(0.02))
 
     @property
@@ -152,32 +159,26 @@ class MP3(Objective):
         """Undo `patches_of`; raises UserError where patches are frames."""
         return self.pieces.images(patches)
 
-    def choose(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
-        """Draw which patches are context.
-
-        Args:
-            sample_index: int64 `[b]`; the draw is a function of it and the run's seed.
-            mask_ratio: η in [0, 1).
-
-        Returns:
-            int64 `[b, c]`, places among the patches, without repetition.
-        """
-        draws = uniform(sample_index, self.num_places, seed=self.config.seed, purpose="context")
-        # Stable: equal draws, one in 2^24, fall alike on every device.
-        return draws.argsort(dim=1, stable=True)[:, : self.num_context(mask_ratio)]
+    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
+        """Draw which patches of samples `[b]` are context: int64 `[b, c]`, without repetition."""
+        plan = self.schedule.draw(sample_index, mask_ratio)
+        return plan.order[:, : plan.num_content]
 
     def inputs_with(
-        self, patches: Tensor, context: Tensor, told: Tensor | None = None
+        self, patches: Tensor, context: Tensor, num_placed: int | None = None
     ) -> tuple[Tensor, ...]:
         """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen.
 
-        Those in `told` `[b, g]` are told where they stand; when absent, the first of the context,
-        which `choose` gives in a random order.
+        The first `num_placed` of the context show where they stand; as many as in pre-training
+        when absent.
         """
-        told = context[:, : self.num_told] if told is None else told
+        placed = context[:, : self.num_placed if num_placed is None else num_placed]
         if self.paper.class_token:
             context = F.pad(context + 1, (1, 0))
-        return patches, context.contiguous(), told.contiguous()
+        return patches, context.contiguous(), placed.contiguous()
+
+    def _inputs(self, patches: Tensor, plan: Arrangement) -> tuple[Tensor, ...]:
+        return self.inputs_with(patches, plan.order[:, : plan.num_content], plan.num_placed)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return black images, or frames of silence."""
@@ -189,14 +190,9 @@ class MP3(Objective):
     def sequence(self, batch: Batch) -> Sequence:
         """Draw the context; the targets are the patches' places."""
         patches = self.patches_of(batch.inputs)
-        inputs = self.inputs_with(patches, self.choose(batch.sample_index, self.mask_ratio))
+        inputs = self._inputs(patches, self.schedule.draw(batch.sample_index))
         places = torch.arange(self.num_places, device=patches.device).expand(len(batch), -1)
-        return Sequence(inputs, (places.scatter(1, inputs[-1], TOLD),))
-
-    @property
-    def has_random_sequence(self) -> bool:
-        """Some patches are drawn to be seen, or to be told their place."""
-        return self.num_context(self.mask_ratio) < self.num_places or self.num_told > 0
+        return Sequence(inputs, (places.scatter(1, inputs[-1], PLACED),))
 
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
@@ -222,22 +218,21 @@ class MP3(Objective):
         """
         patches = self.patches_of(inputs)
         if sample_index is None:
-            everything = torch.arange(self.num_places, device=patches.device)
-            everything = everything.expand(len(patches), -1)
-            return self.inputs_with(patches, everything, everything)
-        ratio = self.mask_ratio if mask_ratio is None else mask_ratio
-        return self.inputs_with(patches, self.choose(sample_index.to(patches.device), ratio))
+            plan = self.schedule.for_features(len(patches), patches.device)
+            return self._inputs(patches, plan)
+        plan = self.schedule.draw(sample_index.to(patches.device), mask_ratio)
+        return self._inputs(patches, plan)
 
     def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """Return nats a patch, over all patches (algorithm 1) that are not told where they stand.
 
         Args:
             predictions: logits `[b, tokens, n]`.
-            targets: true places int64 `[b, n]`, `TOLD` where told: as many in every image.
+            targets: true places int64 `[b, n]`, `PLACED` where shown: as many in every image.
         """
         (places,) = targets
-        logits = self.outputs(predictions).float().transpose(1, 2)
-        return F.cross_entropy(logits, places, ignore_index=TOLD)
+        nats = self.density.per_token_loss(predictions, places)
+        return nats.sum() / (len(places) * (self.num_places - self.num_placed))
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return `accuracy` and `top5`: shares of patches whose true place is named so.
@@ -247,9 +242,9 @@ class MP3(Objective):
         (places,) = targets
         likeliest = self.outputs(predictions).topk(min(5, self.num_places), dim=-1).indices
         hits = likeliest == places[..., None]
-        count = places.shape[0] * (self.num_places - self.num_told)
+        count = places.shape[0] * (self.num_places - self.num_placed)
         return {"accuracy": hits[..., 0].sum() / count, "top5": hits.sum() / count}
 
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return a logit for each place of each patch: `[b, n, n]`."""
-        return predictions[:, 1:] if self.paper.class_token else predictions
+    def places(self) -> MP3:
+        """Return itself: the model names the place of every patch."""
+        return self

@@ -22,7 +22,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tensor:
+def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first: int = 0) -> Tensor:
     """Draw `count` numbers in [0, 1) for each sample.
 
     Args:
@@ -30,11 +30,12 @@ def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Ten
         count: numbers a sample.
         seed: the run's seed.
         purpose: what the numbers are for; different purposes are independent.
+        first: which of a sample's numbers is the first; those before it are left out.
 
     Returns:
         float32 `[b, count]`, multiples of 2^-24.
     """
-    counter = torch.arange(count, device=sample_index.device, dtype=torch.int64)
+    counter = torch.arange(first, first + count, device=sample_index.device, dtype=torch.int64)
     key = _mix(sample_index.to(torch.int64) * _GAMMA + derive_seed(seed, purpose))
     bits = _mix(key[:, None] + counter * _GAMMA)
     return _shift(bits, 40).to(torch.float32) * 2.0**-24

@@ -66,9 +66,7 @@ def ends_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
 
 
 def _objective(config: RunConfig, context: ParallelContext) -> Objective:
-    objective = build_objective(config, context)
-    assert isinstance(objective, Objective), "the config's objective has blocks"
-    return objective
+    return build_objective(config, context).composition()
 
 
 def ends_of(objective: Objective) -> Ends:

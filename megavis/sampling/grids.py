@@ -1,6 +1,7 @@
 """Pictures of samples: grids of small images, enlarged so that each pixel can be seen.
 
-Legend: b images, h and w their height and width in pixels; all colours uint8 in 0..255.
+Legend: b images, n patches of an image, h and w their height and width in pixels; all colours
+uint8 in 0..255.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from megavis.data.files import write_atomically
 
@@ -82,6 +84,19 @@ def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
     return image_grid(
         [filled[start : start + num_columns] for start in range(0, len(filled), num_columns)]
     )
+
+
+def patches_to_pixels(chosen: Tensor, height: int, width: int) -> Tensor:
+    """Return which pixels lie in chosen patches: bool `[b, n]` to `[b, h, w]`.
+
+    Args:
+        chosen: in raster order, of square patches.
+        height: h.
+        width: w.
+    """
+    side = round((height * width / chosen.shape[1]) ** 0.5)
+    cells = chosen.view(len(chosen), height // side, width // side)
+    return cells.repeat_interleave(side, 1).repeat_interleave(side, 2)
 
 
 def save_png(path: Path, pixels: np.ndarray) -> None:

@@ -1,104 +1,163 @@
-"""From a model to the pictures of a run: samples, completions, reconstructions.
+"""The pictures of a run: samples, completions, predictions from images, reconstructions.
 
-Legend: b images, n pixels of an image.
+`megavis train` draws one every `training.sample_every` steps, `megavis sample` on demand.
+
+Legend: b images, n tokens of an image, h and w pixels; all colours uint8 in 0..255.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
 from megavis.model.runner import Runner
-from megavis.objectives.base import PatchByPatch, TokenByToken
-from megavis.objectives.trainable import Reconstructs, Trainable
-from megavis.sampling.batches import given_pixels, sample_ids
-from megavis.sampling.grids import completion_grid, image_grid, sample_grid
-from megavis.sampling.groupwise import GroupByGroup, fill, patches_to_pixels
-from megavis.sampling.patchwise import given_part, sample_patches
-from megavis.tokenizers.palette import Palette
+from megavis.objectives.trainable import Trainable
+from megavis.sampling.grids import (
+    completion_grid,
+    image_grid,
+    patches_to_pixels,
+    sample_grid,
+)
+from megavis.sampling.options import settings_of
+from megavis.sampling.sampler import Sampler
 
 
-def to_pixels(ids: Tensor, palette: Palette) -> np.ndarray:
-    """Return the colours of square images: ids `[b, n]` in raster order to uint8 `[b, h, w, 3]`.
+class Gallery:
+    """Draws the usual picture of a run; refuses what cannot be drawn before the run starts."""
+
+    def __init__(self, objective: Trainable, folder: Path) -> None:
+        """Set up.
+
+        Args:
+            objective: the paper.
+            folder: of the run.
+
+        Raises:
+            UserError: models of this config cannot be drawn.
+        """
+        self.objective, self.folder = objective, folder
+        if not objective.reconstructs:
+            paper = objective.generation()
+            paper.check_images(folder)
+            for options in paper.columns:
+                settings_of(paper, options)
+
+    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+        """Return a grid uint8 `[H, W, 3]`; every process of the job calls this together.
+
+        Args:
+            runner: the model.
+            examples: held-out images to start from, on the runner's device; None where there are
+                none, and images are drawn from nothing.
+            num_images: how many.
+
+        Raises:
+            UserError: this picture needs held-out images and has none.
+        """
+        objective = self.objective
+        if objective.reconstructs:
+            if examples is None:
+                raise UserError("reconstructions need images: give data.validation")
+            return picture_of_reconstructions(runner, objective, examples.inputs)
+        columns = objective.generation().columns
+        samplers = [Sampler(runner, objective, self.folder, options) for options in columns]
+        paper = samplers[0].paper
+        share = 0.0 if examples is None else paper.usual_share
+        if examples is None and paper.schedule.needs_given:
+            raise UserError("tokens to fill in need images: give data.validation")
+        return picture(samplers, examples, num_images=num_images, share=share)
+
+
+def picture(
+    samplers: Sequence[Sampler],
+    examples: Batch | None,
+    *,
+    num_images: int,
+    share: float = 0.0,
+    num_copies: int | None = None,
+    conditions: Mapping[str, Tensor] | None = None,
+    later: Mapping[str, Tensor] | None = None,
+    num_columns: int = 8,
+    batch_size: int = 64,
+) -> np.ndarray:
+    """Draw images and put them into a grid; every process of the job calls this together.
+
+    Args:
+        samplers: one for each column of options; a single one where images are drawn from nothing.
+        examples: held-out images, whose part is given or from which others are predicted.
+        num_images: how many are drawn from nothing.
+        share: of the tokens of each example, first in the order, that is given.
+        num_copies: draws of each sampler and example; the paper's when absent.
+        conditions: by name; the paper's usual ones when absent.
+        later: see `Sampler.draw`.
+        num_columns: of a grid of images from nothing.
+        batch_size: images that a process draws at once.
+
+    Returns:
+        uint8 `[H, W, 3]`; with examples a row an image: original | what was given | completions,
+        or image | target | predictions.
+    """
+    first = samplers[0]
+    paper = first.paper
+    if conditions is None:
+        conditions = paper.condition.usual(num_images, examples)
+    shown = [] if examples is None else paper.condition.shown(examples)
+    options: dict[str, Any] = {"conditions": conditions, "batch_size": batch_size}
+    if not share and not shown:
+        tokens = first.draw(num_images, later=later, **options)
+        return sample_grid(_pixels(first.to_images(tokens)), num_columns=num_columns)
+    assert examples is not None
+    count = len(examples)
+    if share:
+        options |= {"originals": examples.inputs, "num_given": round(share * paper.num_tokens)}
+    copies = paper.num_copies if num_copies is None else num_copies
+    columns = []
+    for sampler in samplers:
+        drawn = sampler.to_images(sampler.draw(count * copies, **options))
+        columns += [_pixels(part) for part in drawn.split(count)]
+    if shown:
+        columns = [*map(_pixels, shown), *columns]
+        return image_grid([list(row) for row in zip(*columns, strict=True)])
+    originals = _pixels(first.to_images(paper.tokens_of(examples.inputs)))
+    given = first.given_part(count, options["num_given"])
+    return completion_grid(originals, pixels_of(given, originals), columns)
+
+
+def pixels_of(tokens: Tensor, images: np.ndarray) -> np.ndarray:
+    """Return the pixels bool `[b, h, w]` of tokens bool `[b, n]` of images `[b, h, w, 3]`."""
+    return patches_to_pixels(tokens, *images.shape[1:3]).cpu().numpy()
+
+
+def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count: int) -> np.ndarray:
+    """Return a grid with a row an image: a draw from the prior, then all tokens of each step.
+
+    "GIVT: Generative Infinite-Vocabulary Transformers", figure 15.
 
     Raises:
-        ValueError: n is not a square.
+        UserError: the paper draws one token after the other.
     """
-    side = round(ids.shape[1] ** 0.5)
-    if side * side != ids.shape[1]:
-        raise ValueError(f"{ids.shape[1]} pixels do not make a square")
-    # A model may have more outputs than the palette colours; it learns never to use them.
-    known = ids.clamp(max=palette.num_tokens - 1)
-    return palette.decode(known.cpu().numpy()).reshape(-1, side, side, 3)
+    import torch
 
-
-def picture_of_samples(
-    runner: Runner, objective: Trainable, palette: Palette, *, num_images: int, **options: Any
-) -> np.ndarray:
-    """Draw images and put them into a grid; every process calls this together.
-
-    Args:
-        runner: the model.
-        objective: the paper.
-        palette: colours of the ids.
-        num_images: how many.
-        **options: as `sample_ids` takes them: temperature, top_k, top_p, seed, batch_size.
-
-    Returns:
-        uint8 `[H, W, 3]`.
-    """
-    ids = sample_ids(runner, objective, num_images=num_images, **options)
-    return sample_grid(to_pixels(ids, palette))
-
-
-def picture_of_completions(
-    runner: Runner,
-    objective: Trainable,
-    palette: Palette,
-    *,
-    originals: Tensor,
-    num_given: int,
-    num_completions: int = 1,
-    seed: int = 0,
-    **options: Any,
-) -> np.ndarray:
-    """Complete the first part of each image; every process calls this together.
-
-    Args:
-        runner: the model.
-        objective: the paper.
-        palette: colours of the ids.
-        originals: ids int64 `[b, n]` in raster order.
-        num_given: how many pixels, first in the run's order, the model sees.
-        num_completions: completions of each image, each with draws of its own.
-        seed: decides every draw.
-        **options: as `sample_ids` takes them.
-
-    Returns:
-        uint8 `[H, W, 3]`, a row an image: original | what was given | completions.
-    """
-    assert isinstance(objective, TokenByToken)
-    repeated = originals.repeat(num_completions, 1)
-    completed = sample_ids(
-        runner,
-        objective,
-        num_images=len(repeated),
-        originals=repeated,
-        num_given=num_given,
-        seed=seed,
-        **options,
-    )
-    pixels = to_pixels(originals, palette)
-    given = given_pixels(objective, num_given).numpy().reshape(pixels.shape[1:3])
-    columns = [to_pixels(ids, palette) for ids in completed.split(len(originals))]
-    return completion_grid(pixels, given, columns)
+    if sampler.paper.schedule.is_sequential:
+        raise UserError("rounds are shown of runs that draw many tokens at once")
+    images = torch.arange(count, device=sampler.device)
+    order = sampler.order_of(images)
+    prior = sampler.paper.prior(images, seed=sampler.seed)
+    columns = [] if prior is None else [sampler.to_images(prior)]
+    for tokens in sampler.rounds(images, conditions=conditions):
+        columns.append(sampler.to_images(sampler.from_order(tokens, order)))
+    rows = np.stack([_pixels(column) for column in columns], 1)
+    return sample_grid(rows.reshape(-1, *rows.shape[2:]), num_columns=len(columns))
 
 
 def picture_of_reconstructions(
-    runner: Runner, objective: Reconstructs, originals: Tensor
+    runner: Runner, objective: Trainable, originals: Tensor
 ) -> np.ndarray:
     """Show images above what a tokenizer makes of them; every process calls this together.
 
@@ -120,73 +179,5 @@ def picture_of_reconstructions(
     return image_grid(rows)
 
 
-def picture_of_patches(
-    runner: Runner,
-    objective: PatchByPatch,
-    *,
-    originals: Tensor | None,
-    num_images: int,
-    num_given: int = 0,
-    num_completions: int = 1,
-    **options: Any,
-) -> np.ndarray:
-    """Draw images patch by patch, or complete some; every process calls this together.
-
-    Args:
-        runner: the model.
-        objective: the paper.
-        originals: uint8 `[b, H, W, 3]` to complete; None draws from nothing.
-        num_images: how many, from nothing.
-        num_given: how many patches, first in the run's order, the model sees.
-        num_completions: completions of each original, each with draws of its own.
-        **options: as `sample_patches` takes them: num_steps, temperature, seed, batch_size.
-
-    Returns:
-        uint8 `[H, W, 3]`; with originals a row an image: original | what was given | completions.
-    """
-    if originals is None:
-        drawn = sample_patches(runner, objective, num_images=num_images, **options)
-        return sample_grid(drawn.cpu().numpy())
-    seed = options.pop("seed", 0)
-    columns = [
-        sample_patches(
-            runner,
-            objective,
-            num_images=len(originals),
-            originals=originals,
-            num_given=num_given,
-            seed=seed + number,
-            **options,
-        )
-        for number in range(num_completions)
-    ]
-    given = given_part(objective, originals, num_given).cpu().numpy()
-    return completion_grid(
-        originals.cpu().numpy(), given, [column.cpu().numpy() for column in columns]
-    )
-
-
-def picture_of_fillings(
-    runner: Runner,
-    objective: GroupByGroup,
-    *,
-    originals: Tensor,
-    counts: Sequence[int],
-    **options: Any,
-) -> np.ndarray:
-    """Show how hidden patches are filled in, a column for each number of groups.
-
-    Args:
-        runner: the model.
-        objective: the paper.
-        originals: uint8 `[b, H, W, 3]`.
-        counts: numbers of groups.
-        **options: as `fill` takes them: share_given, seed.
-
-    Returns:
-        uint8 `[H, W, 3]`, a row an image: original | what was given | filled in.
-    """
-    fillings = [fill(runner, objective, originals, num_groups=n, **options) for n in counts]
-    images = originals.cpu().numpy()
-    given = patches_to_pixels(fillings[0].given, *images.shape[1:3]).cpu().numpy()
-    return completion_grid(images, given, [filled.images.cpu().numpy() for filled in fillings])
+def _pixels(images: Tensor) -> np.ndarray:
+    return images.cpu().numpy()

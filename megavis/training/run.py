@@ -24,7 +24,6 @@ from megavis.data.manifest import PALETTE_NAME
 from megavis.data.mixture import Samples
 from megavis.data.transforms import training_transform
 from megavis.objectives import build_objective
-from megavis.objectives.classification import Classification
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
@@ -84,10 +83,11 @@ class TrainingRun:
             held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
         # A tokenizer that does not fit is refused here, not by the first batch.
         tokenizer = train_data.manifest.identity or objective.tokenizer_identity
-        if not isinstance(objective, Classification):
+        network = objective.classification()
+        if network is None:
             return cls(config, context, objective, train_data, held_out, tokenizer)
         assert held_out is not None, "the config's checks want one"
-        tuning = Finetuning.open(loaded, objective, train_data, held_out)
+        tuning = Finetuning.open(loaded, network, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
     def train(self, signals: Signals, extra_hooks: Sequence[Hook] = ()) -> None:

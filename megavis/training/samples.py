@@ -10,8 +10,8 @@ from megavis.config.errors import UserError
 from megavis.data.loader import Readable, read_batch
 from megavis.model.runner import Runner
 from megavis.objectives.trainable import Trainable
-from megavis.sampling.gallery import gallery_of
 from megavis.sampling.grids import save_png
+from megavis.sampling.pictures import Gallery
 from megavis.training.hooks import StepState
 
 
@@ -40,7 +40,7 @@ class SampleImages:
             UserError: when this paper's models cannot be sampled so, before any work is done.
         """
         try:
-            self.gallery = gallery_of(objective, run_folder)
+            self.gallery = Gallery(objective, run_folder)
         except UserError as error:
             raise UserError(f"training.sample_every: {error}; set it to 0") from None
         self.folder, self.every, self.num_images = run_folder, every, num_images

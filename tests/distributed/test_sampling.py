@@ -1,6 +1,6 @@
 """Samples are the same in every layout, from an engine in training and from a saved run."""
 
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megavis.model.runner import Runner
 from megavis.notebook import Run
 from megavis.objectives import OBJECTIVES, objective_configs
 from megavis.parallel.context import close_context, open_context
-from megavis.sampling.batches import sample_ids
+from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
 
 # What a second version of Megatron-Core may change, the tests of training tell.
@@ -57,10 +57,9 @@ def sample_after_training(launch, path, overrides):
         )
         with loader:
             losses = [engine.train_step(loader, step) for step in range(STEPS)]
-            draw = partial(
-                sample_ids, Runner(engine.layers, context), objective, num_images=5, seed=3
-            )
-            ids = torch.cat([draw(batch_size=3), draw(originals=originals, num_given=32)])
+            sampler = Sampler(Runner(engine.layers, context), objective, Path(), seed=3)
+            completed = sampler.draw(5, originals=originals, num_given=32)
+            ids = torch.cat([sampler.draw(5, batch_size=3), completed])
             losses.append(engine.train_step(loader, STEPS))
         return ids.tolist(), [engine.mean_over_data(loss) for loss in losses]
     finally:
@@ -71,7 +70,7 @@ def sample_saved(launch, run_folder, tensor_size):
     """Open a run inside a job and draw 5 images."""
     open_context(launch, tensor_model_parallel_size=tensor_size, device="cpu")
     try:
-        return Run.open(run_folder).sample(5, seed=3, top_p=0.9).tolist()
+        return Run.open(run_folder).sample(5, seed=3, top_p=0.9, tokens=True).tolist()
     finally:
         close_context()
 

@@ -72,9 +72,13 @@ def test_random_masks_follow_from_the_images_numbers(run, validation):
     assert bert.loss(validation) != bert.loss(validation, sample_index=numbers + 32)
 
 
+def order_of(run):
+    return run.objective.schedule.orders.shared(run.context.device)[0]
+
+
 def test_outputs_give_the_loss(run, validation):
     logits = run.outputs(validation)
-    order = run.objective.order.on(validation.device)
+    order = order_of(run)
     nats = []
     for image, rows in zip(validation.tolist(), logits.tolist(), strict=True):
         for place, row in enumerate(rows):
@@ -104,13 +108,17 @@ def test_photographs_go_in_and_come_out(run, validation):
 
 
 def test_samples_keep_what_was_given(run, validation):
-    completed = run.sample(originals=validation, given=0.5, seed=1)
+    options = {"originals": validation, "given": 0.5, "seed": 1}
+    completed = run.sample(tokens=True, **options)
     assert completed.shape == validation.shape
-    same = (completed == validation)[:, run.objective.order.on(validation.device)]
+    same = (completed == validation)[:, order_of(run)]
     assert same[:, :8].all()
     assert not same[:, 8:].all()
-    assert torch.equal(run.sample(originals=validation, given=0.5, seed=1), completed)
-    assert run.sample(5, temperature=0.0).unique(dim=0).shape == (1, 16)
+    assert torch.equal(run.sample(tokens=True, **options), completed)
+    images = run.sample(**options)
+    assert images.dtype == torch.uint8
+    assert np.array_equal(images.numpy(), run.images(completed))
+    assert run.sample(5, temperature=0.0).unique(dim=0).shape == (1, 4, 4, 3)
     with pytest.raises(UserError, match="given share"):
         run.sample(originals=validation, given=1.5)
 
@@ -171,9 +179,10 @@ def test_the_probe_command_writes_its_numbers(trained, capsys):
         (["sample", "RUN", "--top-p", "2"], "top-p must lie in"),
         (["sample", "RUN", "--num-images", "0"], "at least 1"),
         (
-            ["sample", "RUN", "--guidance", "0.4", "--classes", "1"],
-            "--guidance, --classes do not apply to this run of igpt, which takes --temperature,",
+            ["sample", "RUN", "--guidance", "0.4", "--rounds", "1"],
+            "--guidance, --rounds do not apply to this run of igpt, which takes --temperature,",
         ),
+        (["sample", "RUN", "--classes", "1"], "--classes does not apply to this run"),
         (["sample", "RUN", "--sampling-steps", "3"], "--sampling-steps does not apply to this run"),
         (["sample", "RUN", "--completions", "2"], "--completions does not apply without --prefix"),
         (["probe", "RUN", "--masks", "3"], "--masks does not apply to igpt, whose inputs are not"),

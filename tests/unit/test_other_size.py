@@ -122,7 +122,7 @@ def test_a_run_takes_images_of_another_size(image_shards, tmp_path, positions):
         three, two = (larger.sample(count, seed=1).int() for count in (3, 2))
         # Another batch may be another kernel, whose last bit may round to the next level.
         torch.testing.assert_close(three[:2], two, rtol=0, atol=1)
-        with pytest.raises(UserError, match="top_k and top_p choose ids"):
+        with pytest.raises(UserError, match="top_k does not apply to this run of darl"):
             larger.sample(2, top_k=3)
         with pytest.raises(UserError, match=r"18.*do not fit: objective.patch_size"):
             at_image_size(trained.config, 18)

@@ -23,13 +23,13 @@ from megavis.evaluation.images.generation import Comparison, FeatureCollector, c
 from megavis.evaluation.images.similarity import structural_similarity
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Reconstructs
+from megavis.objectives.trainable import Trainable
 
 _BATCH_SIZE = 64
 
 
 def reconstructions(
-    runner: Runner, objective: Reconstructs, dataset: ShardDataset, *, num_images: int
+    runner: Runner, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the first images and what comes out of them, uint8 `[b, H, W, 3]` each.
 

@@ -77,7 +77,8 @@ def test_palette_of_the_folder_comes_along(tmp_path):
     assert main(["import", "imagegpt", *folders, *words]) == 0
     run = megavis.load(tmp_path / "run", device="cpu")
     assert np.array_equal(run.palette.centers, centers)
-    assert run.sample(2, temperature=1.0).shape == (2, 16)
+    assert run.sample(2, temperature=1.0).shape == (2, 4, 4, 3)
+    assert run.sample(2, tokens=True).shape == (2, 16)
 
 
 @pytest.mark.usefixtures("leave_job")

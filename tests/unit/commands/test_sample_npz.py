@@ -1,17 +1,17 @@
 """`megavis sample --npz` of runs that draw ids or patches: the images that they draw anyway."""
 
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from megavis.commands.sample_npz import write_samples
+from megavis.commands.sampling_options import spelled
 from megavis.config.errors import UserError
-from megavis.sampling.batches import sample_ids
-from megavis.sampling.patchwise import sample_patches
-from megavis.sampling.pictures import to_pixels
+from megavis.data.manifest import PALETTE_NAME
+from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 
 pytestmark = pytest.mark.once
@@ -25,45 +25,52 @@ data: {train: shards/train, image_size: 8}
 optimizer: {learning_rate: 1e-2}
 training: {steps: 3, batch_size: 8}
 """
-OPTIONS = {"temperature": 0.9, "top_k": 5, "top_p": None, "sampling_steps": 2, "seed": 3}
+NONE = dict.fromkeys(
+    ("probability", "guidance", "beams", "fans", "rounds", "choice_temperature", "groups")
+)
+OF_IDS = {"temperature": 0.9, "top_k": 5, "top_p": None, "sampling_steps": None}
+OF_PATCHES = {"temperature": 0.9, "top_k": None, "top_p": None, "sampling_steps": 2}
 
 
 @pytest.fixture
 def write(context, tmp_path):
-    """Write five images of a model in batches of two; returns them."""
+    """Write five images of a model in batches of two; returns them, and those drawn at once."""
 
-    def write(objective, runner, *, palette=None, prefix=0.0):
+    def write(objective, runner, options, *, prefix=0.0):
+        def sampler(*, seed, spell=str, **chosen):
+            return Sampler(runner, objective, tmp_path, chosen, seed=seed, spell=spell)
+
         opened = SimpleNamespace(
-            objective=objective,
-            runner=runner,
-            palette=palette,
-            context=context,
-            config=objective.config,
-            step=1,
+            folder=tmp_path, context=context, config=objective.config, step=1, sampler=sampler
         )
         path = tmp_path / "images.npz"
-        sizes = {"num_images": 5, "batch_size": 2, "prefix": prefix}
-        write_samples(opened, Namespace(npz=path, **sizes, **OPTIONS))
-        return np.load(path)["arr_0"]
+        sizes = {"num_images": 5, "batch_size": 2, "prefix": prefix, "seed": 3}
+        write_samples(opened, Namespace(npz=path, **sizes, **{**NONE, **options}))
+        drawing = partial(sampler, seed=3, spell=spelled)(**options)
+        return np.load(path)["arr_0"], drawing.to_images(drawing.draw(5)).numpy()
 
     return write
 
 
-def test_images_drawn_id_by_id(build, write):
-    objective, runner = build(None, "objective.order=random")
+def test_images_drawn_id_by_id(build, write, tmp_path):
     palette = Palette(np.random.default_rng(0).uniform(-1, 1, (32, 3)).astype(np.float32))
-    ids = sample_ids(runner, objective, num_images=5, temperature=0.9, top_k=5, seed=3)
-    assert np.array_equal(write(objective, runner, palette=palette), to_pixels(ids, palette))
+    palette.save(tmp_path / PALETTE_NAME)
+    written, drawn = write(*build(None, "objective.order=random"), OF_IDS)
+    assert np.array_equal(written, drawn)
+    assert written.shape == (5, 4, 4, 3)
 
 
 def test_images_drawn_patch_by_patch(build_paper, write):
-    objective, runner = build_paper(DARL)
-    images = sample_patches(runner, objective, num_images=5, num_steps=2, temperature=0.9, seed=3)
-    assert torch.equal(torch.from_numpy(write(objective, runner)), images)
+    written, drawn = write(*build_paper(DARL), OF_PATCHES)
+    assert np.array_equal(written, drawn)
 
 
-def test_what_draws_nothing_is_refused(build_gvp, build, write):
+def test_what_draws_nothing_is_refused(build_gvp, build, write, tmp_path):
     with pytest.raises(UserError, match="runs of gvp draw no images from nothing"):
-        write(*build_gvp())
+        write(*build_gvp(), NONE | dict.fromkeys(OF_IDS))
     with pytest.raises(UserError, match="leave --prefix out"):
-        write(*build(None), prefix=0.5)
+        write(*build(None), OF_IDS, prefix=0.5)
+    with pytest.raises(UserError, match="--top-k does not apply to this run of gvp"):
+        write(*build_gvp(), OF_IDS | {"temperature": None})
+    with pytest.raises(UserError, match="palette"):
+        write(*build(None), OF_IDS)

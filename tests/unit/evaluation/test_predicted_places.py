@@ -37,7 +37,7 @@ class Names:
     """Puts every patch where its first number says, and sees half of them."""
 
     num_places = 4
-    num_told = 0
+    num_placed = 0
     mask_ratio = 0.5
 
     def patches_of(self, images):
@@ -47,7 +47,7 @@ class Names:
     def images_of(self, patches):
         return patches.reshape(-1, 2, 2, 1).expand(-1, 2, 2, 3).to(torch.uint8)
 
-    def choose(self, sample_index, mask_ratio):
+    def context_of(self, sample_index, mask_ratio):
         return torch.tensor([[0, 1]]).expand(len(sample_index), 2)
 
     def inputs_with(self, patches, context):
@@ -74,7 +74,7 @@ def test_accuracy_is_told_of_context_and_masked_patches(monkeypatch):
     assert score.chance == 0.25
     # Told where they stand, one more or less of the context is no merit.
     names = Names()
-    names.num_told = 1
+    names.num_placed = 1
     score = positions.position_accuracy(Runs(), names, [0] * 3, mask_ratio=0.5, num_images=3)
     assert (score.accuracy, score.of_context, score.of_masked) == (2 / 3, 1.0, 0.5)
 

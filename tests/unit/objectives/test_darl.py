@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from small_batches import batch_of, photographs, run_layers
 
 from megavis.config.errors import UserError
+from megavis.densities.diffusion import with_gamma
 from megavis.model.stream import from_bits
-from megavis.objectives.darl_drawing import with_gamma
 from megavis.objectives.darl_layers import START
 
 CONFIG = """\
@@ -181,7 +181,7 @@ def test_noise_is_a_function_of_seed_and_sample(build):
 def test_targets_and_noisy_patches_belong_together(build, predicts):
     objective, _ = build(*DIFFUSION, f"objective.predicts={predicts}")
     sequence = objective.sequence(batch_of(photographs(2, SIDE)))
-    noise, gamma = objective.draw_noise(torch.arange(2))
+    noise, gamma = objective.density.draw_noise(torch.arange(2), PATCHES)
     clean = objective.patches_of(photographs(2, SIDE))
     packed = sequence.inputs[3]
     assert torch.equal(packed[..., -1:], gamma)

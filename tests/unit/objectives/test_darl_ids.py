@@ -73,4 +73,4 @@ def test_keys_that_do_not_go_together(build_paper, run_folder, words, message):
 def test_no_picture_is_drawn_of_ids(build_paper, run_folder):
     objective, _ = build_paper(CONFIG.format(run=run_folder))
     with pytest.raises(UserError, match="loss ids the model reads patches and names ids"):
-        objective.check_drawing()
+        objective.generation()

@@ -177,13 +177,13 @@ def test_hidden_tokens_are_not_seen_and_alone_are_scored(make):
         for t in (tokens, changed)
     )
     assert torch.equal(plain, other)
-    expected = -objective.density(plain).log_prob(tokens)[:, 3:9].mean()
+    expected = -objective.density.distribution(plain).log_prob(tokens)[:, 3:9].mean()
     torch.testing.assert_close(objective.loss(plain, (tokens, mask)), expected)
 
 
 def test_the_share_of_hidden_tokens_follows_the_cosine(make):
     objective, _ = make("objective.name=givt_maskgit", "objective.least_masking=0.3")
-    mask = objective.draw_mask(torch.arange(20_000))
+    mask = objective.schedule.draw(torch.arange(20_000)).is_predicted
     shares = mask.float().mean(1)
     assert shares.min() >= math.cos(math.pi / 2 * 0.7)
     # The mean of cos(π u / 2) over u in [0, 0.7], and half a token more from rounding up.

@@ -111,7 +111,7 @@ def test_an_encoder_reads_images_of_its_size(tmp_path):
     with pytest.raises(UserError, match=r"shape \[3, 16, 32, 3\]; this run takes \[b, 32, 32, 3\]"):
         run.outputs(tokens, image=torch.from_numpy(values["image"])[:, ::2])
     with pytest.raises(UserError, match="give those that its encoder reads"):
-        run.latent_sampler().draw(torch.tensor([-1]), torch.tensor([0]))
+        run.sample()
     folder = write_latent_shards(tmp_path / "s", shape=(8, 4, 4), num_classes=0, num_images=2)
     assert "without their images" in "".join(run.objective.check_data(Manifest.read(folder)))
 

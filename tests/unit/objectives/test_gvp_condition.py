@@ -50,8 +50,8 @@ def test_one_stream_predicts_the_patch_after_each(build_gvp):
     batch = batch_of(photographs(1, 12))
     sequence = objective.sequence(batch)
     content, *rest = sequence.inputs
-    order, _ = objective.grouping.draw(batch.sample_index)
-    patches = objective.patches_of(batch.inputs)[0, order[0]]
+    order = objective.schedule.draw(batch.sample_index).order
+    patches = objective.tokens_of(batch.inputs)[0, order[0]]
     torch.testing.assert_close(sequence.targets[0][0], patches)
     torch.testing.assert_close(content[0], patches[:-1])
     outputs = objective.outputs(runner.predictions(sequence.inputs))
@@ -87,4 +87,4 @@ def test_no_pictures_of_what_cannot_be_asked_for(build_gvp, run_folder, words):
     extra = [f"objective.tokenizer={run_folder}"] if len(words) == 1 else []
     objective, _ = build_gvp(*words, *extra)
     with pytest.raises(UserError, match="pictures need one trained without"):
-        objective.check_filling()
+        objective.generation()

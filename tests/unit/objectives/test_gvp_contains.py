@@ -31,7 +31,13 @@ def streams(build_gvp):
         groups = groups_of(torch.tensor([boundaries]), PATCHES)
         patches = torch.randn(1, PATCHES, 48, generator=torch.Generator().manual_seed(2))
         state = embedding(
-            two_streams(patches, z[:, :seen], groups[:, :seen], z[:, asked], groups[:, asked])
+            two_streams(
+                patches[:, z[0, :seen]],
+                z[:, :seen],
+                groups[:, :seen],
+                z[:, asked],
+                groups[:, asked],
+            )
         )
         before = Stream.unpack(state, objective.carries).hidden
         for block in blocks:

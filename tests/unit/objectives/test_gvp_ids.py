@@ -23,7 +23,8 @@ def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
     sequence = objective.sequence(batch_of(ids))
     predictions = runner.predictions(sequence.inputs)
     logits = objective.outputs(predictions)
-    order, groups = objective.grouping.draw(torch.arange(2))
+    plan = objective.schedule.draw(torch.arange(2))
+    order, groups = plan.order, plan.groups
     losses = []
     for image in range(2):
         asked = [place for place in range(9) if groups[image, place] > 0]
@@ -45,7 +46,7 @@ def test_patches_in_ids_out(build_gvp, run_folder):
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     sequence = objective.sequence(batch_of(images))
     ids = open_tokenizer(run_folder).encode(images)
-    order, _ = objective.grouping.draw(torch.arange(2))
+    order = objective.schedule.draw(torch.arange(2)).order
     assert torch.equal(sequence.targets[0], ids.gather(1, order))
     assert sequence.inputs[0].shape == (2, 16, 48)
     assert runner.predictions(sequence.inputs).shape == (16, 2, 12)

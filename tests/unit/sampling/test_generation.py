@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
+from megavis.model.orders import to_raster
 from megavis.parallel.random import uniform
-from megavis.sampling.autoregressive import generate
-from megavis.sampling.batches import given_pixels, sample_ids
+from megavis.sampling.sampler import Sampler
 
 SHAPES = [
     # words of the config, pixels given
@@ -20,12 +20,24 @@ SHAPES = [
 ]
 
 
+@pytest.fixture
+def sampler(build, tmp_path):
+    """Build an iGPT and what draws from it."""
+
+    def sampler(*words, seed=0, **options):
+        objective, runner = build(tmp_path / "c.yaml", *words)
+        return Sampler(runner, objective, tmp_path, options, seed=seed)
+
+    return sampler
+
+
 def generate_without_cache(runner, objective, prefix, choose):
     """Run the whole sequence anew for each place; what follows the place is filled with zeros."""
     ids = torch.zeros(len(prefix), objective.num_tokens, dtype=torch.int64)
     ids[:, : prefix.shape[1]] = prefix
     for place in range(prefix.shape[1], objective.num_tokens):
-        inputs = objective.inputs_from(objective.to_raster(ids))
+        order = objective.schedule.for_features(1, ids.device).order
+        inputs = objective.inputs_from(to_raster(ids, order))
         logits = objective.outputs(runner.predictions(inputs))[:, place]
         ids[:, place] = torch.tensor(
             [choose(row, image, place) for image, row in enumerate(logits.tolist())]
@@ -39,21 +51,22 @@ def random_prefix(objective, num_given, batch_size=3):
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
-def test_greedy_generation_with_a_cache_equals_whole_passes(build, tmp_path, words, num_given):
-    objective, runner = build(tmp_path / "c.yaml", *words)
-    prefix = random_prefix(objective, num_given)
+def test_greedy_generation_with_a_cache_equals_whole_passes(sampler, words, num_given):
+    greedy = sampler(*words, temperature=0.0)
+    prefix = random_prefix(greedy.paper, num_given)
 
-    got = generate(runner, objective, batch_size=3, prefix=prefix, temperature=0.0)
+    got = greedy.tokens(torch.arange(3), given=prefix)
 
     expected = generate_without_cache(
-        runner, objective, prefix, lambda row, *_: row.index(max(row))
+        greedy.runner, greedy.paper, prefix, lambda row, *_: row.index(max(row))
     )
     assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
-def test_sampling_with_a_cache_equals_whole_passes(build, tmp_path, words, num_given):
-    objective, runner = build(tmp_path / "c.yaml", *words)
+def test_sampling_with_a_cache_equals_whole_passes(sampler, words, num_given):
+    warm = sampler(*words, temperature=0.8, seed=5)
+    objective = warm.paper
     prefix = random_prefix(objective, num_given)
     draws = uniform(torch.arange(7, 10), objective.num_tokens, seed=5, purpose="sample")
 
@@ -63,37 +76,49 @@ def test_sampling_with_a_cache_equals_whole_passes(build, tmp_path, words, num_g
             np.searchsorted(np.cumsum(weights), draws[image, place] * weights.sum(), "right")
         )
 
-    got = generate(
-        runner, objective, batch_size=3, prefix=prefix, temperature=0.8, seed=5, first_image=7
-    )
+    got = warm.tokens(torch.arange(7, 10), given=prefix)
 
-    assert torch.equal(got, generate_without_cache(runner, objective, prefix, choose))
+    assert torch.equal(got, generate_without_cache(warm.runner, objective, prefix, choose))
 
 
-def test_images_do_not_depend_on_the_batch_they_are_drawn_in(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml", "objective.order=random")
+def test_a_beam_search_finds_likelier_images(sampler):
+    def log_likelihood(ids, each):
+        inputs = each.paper.inputs_from(ids)
+        nats = each.paper.density.per_token_loss(each.runner.predictions(inputs), ids)
+        return -nats.sum(1)
+
+    plain, search = sampler("data.image_size=3"), sampler("data.image_size=3", beams=4, fans=4)
+    found, drawn = (log_likelihood(each.tokens(torch.arange(6)), each) for each in (search, plain))
+    assert bool((found > drawn).all())
+
+
+def test_images_do_not_depend_on_the_batch_they_are_drawn_in(sampler):
+    drawing = sampler("objective.order=random", seed=1)
     originals = torch.randint(32, (7, 16))
-    given = {"num_images": 7, "originals": originals, "num_given": 5, "seed": 1}
+    given = {"originals": originals, "num_given": 5}
 
-    at_once = sample_ids(runner, objective, batch_size=7, **given)
+    at_once = drawing.draw(7, batch_size=7, **given)
 
-    assert torch.equal(sample_ids(runner, objective, batch_size=3, **given), at_once)
-    kept = given_pixels(objective, 5)
-    assert kept.sum() == 5
-    assert torch.equal(at_once[:, kept], originals[:, kept])
+    assert torch.equal(drawing.draw(7, batch_size=3, **given), at_once)
+    kept = drawing.given_part(7, 5)
+    assert (kept.sum(1) == 5).all()
+    assert torch.equal(at_once[kept], originals[kept])
     assert not torch.equal(at_once, originals)
+    # A second round of the same originals has draws of its own.
+    twice = drawing.draw(14, **given)
+    assert torch.equal(twice[:7], at_once)
+    assert not torch.equal(twice[7:], at_once)
+    assert torch.equal(twice[7:][kept], originals[kept])
 
 
-def test_seeds_and_images_draw_differently(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml")
-    first, second = (sample_ids(runner, objective, num_images=4, seed=seed) for seed in (0, 1))
+def test_seeds_and_images_draw_differently(sampler):
+    first, second = (sampler(seed=seed).draw(4) for seed in (0, 1))
     assert len({tuple(row) for row in torch.cat([first, second]).tolist()}) == 8
 
 
-def test_a_bert_model_cannot_be_sampled(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml", "objective.mode=bert")
+def test_a_bert_model_cannot_be_sampled(sampler):
     with pytest.raises(UserError, match="bert cannot be sampled"):
-        generate(runner, objective, batch_size=1)
+        sampler("objective.mode=bert")
 
 
 @pytest.mark.parametrize(
@@ -101,17 +126,25 @@ def test_a_bert_model_cannot_be_sampled(build, tmp_path):
     [
         ({"num_images": 0}, "at least 1"),
         ({"num_images": 1, "num_given": 3}, "needs the images"),
-        ({"num_images": 2, "originals": torch.zeros(1, 16).long()}, "have shape"),
+        ({"num_images": 2, "originals": torch.zeros(2, 15).long(), "num_given": 1}, "have shape"),
         ({"num_images": 1, "num_given": 17}, "must lie in"),
+        ({"num_images": 1, "conditions": {"labels": torch.zeros(1)}}, "not conditioned on labels"),
     ],
 )
-def test_wrong_numbers_are_refused(build, tmp_path, wrong, message):
-    objective, runner = build(tmp_path / "c.yaml")
+def test_wrong_numbers_are_refused(sampler, wrong, message):
     with pytest.raises(UserError, match=message):
-        sample_ids(runner, objective, **wrong)
+        sampler().draw(**wrong)
 
 
-def test_a_prefix_of_another_shape_is_refused(build, tmp_path):
-    objective, runner = build(tmp_path / "c.yaml")
-    with pytest.raises(ValueError, match="prefix has shape"):
-        generate(runner, objective, batch_size=2, prefix=torch.zeros(3, 4).long())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guidance": 0.4}, r"guidance does not apply to this run of igpt; .* temperature, top_k"),
+        ({"sampling_steps": 3}, "sampling_steps does not apply"),
+        ({"rounds": 3}, "rounds does not apply"),
+        ({"beams": 0}, "at least 1"),
+    ],
+)
+def test_an_option_that_does_not_apply_is_refused_by_name(sampler, options, message):
+    with pytest.raises(UserError, match=message):
+        sampler(**options)

@@ -5,8 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
+from megavis.data.batch import Batch
+from megavis.data.manifest import PALETTE_NAME
 from megavis.sampling.grids import completion_grid, hide, image_grid, sample_grid, save_png
-from megavis.sampling.pictures import picture_of_completions, picture_of_samples, to_pixels
+from megavis.sampling.pictures import picture
+from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 
 
@@ -64,26 +67,26 @@ def test_a_png_gives_the_pixels_back(tmp_path):
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "samples/grid.png")), pixels)
 
 
-def test_ids_become_the_colours_of_the_palette():
-    palette = Palette(np.array([[-1, -1, -1], [1, 0, -1]], np.float32))
-    pixels = to_pixels(torch.tensor([[0, 1, 1, 7]]), palette)
+def test_ids_become_the_colours_of_the_palette(build, tmp_path):
+    objective, _ = build(None, "data.image_size=2")
+    Palette(np.array([[-1, -1, -1], [1, 0, -1]], np.float32)).save(tmp_path / PALETTE_NAME)
+    pixels = objective.to_images(torch.tensor([[0, 1, 1, 7]]), tmp_path)
     black, orange = [0, 0, 0], [255, 128, 0]
     assert pixels.tolist() == [[[black, orange], [orange, orange]]]
-    with pytest.raises(ValueError, match="square"):
-        to_pixels(torch.zeros(1, 3).long(), palette)
 
 
 def test_pictures_of_a_model(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     centers = np.random.default_rng(0).uniform(-1, 1, (32, 3)).astype(np.float32)
-    model = (runner, objective, Palette(centers))
-    assert picture_of_samples(*model, num_images=9).shape == (2 * 130 + 2, 8 * 130 + 2, 3)
+    Palette(centers).save(tmp_path / PALETTE_NAME)
+    sampler = Sampler(runner, objective, tmp_path)
+    assert picture([sampler], None, num_images=9).shape == (2 * 130 + 2, 8 * 130 + 2, 3)
 
-    originals = torch.randint(32, (2, 16))
-    picture = picture_of_completions(*model, originals=originals, num_given=8, num_completions=3)
+    examples = Batch(torch.randint(32, (2, 16)), torch.tensor([-1, -1]), torch.arange(2))
+    drawn = picture([sampler], examples, num_images=2, share=0.5, num_copies=3)
 
-    assert picture.shape == (2 * 130 + 2, 5 * 130 + 2, 3)
-    cells = [picture[2:130, 2 + c * 130 : (c + 1) * 130] for c in range(5)]
+    assert drawn.shape == (2 * 130 + 2, 5 * 130 + 2, 3)
+    cells = [drawn[2:130, 2 + c * 130 : (c + 1) * 130] for c in range(5)]
     for cell in cells[1:]:
         np.testing.assert_array_equal(cell[:64], cells[0][:64])
     assert (cells[1][64:] == 127).all()

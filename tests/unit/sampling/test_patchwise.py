@@ -6,12 +6,12 @@ import torch
 from small_batches import photographs, run_layers
 
 from megavis.config.errors import UserError
+from megavis.densities.diffusion import with_gamma
 from megavis.model.diffusion import reverse_process
 from megavis.model.orders import take_places, to_raster
-from megavis.objectives.darl_drawing import with_gamma
 from megavis.parallel.random import normal
-from megavis.sampling.gallery import PatchGallery, gallery_of
-from megavis.sampling.patchwise import generate_patches, given_part, sample_patches
+from megavis.sampling.pictures import Gallery, pixels_of
+from megavis.sampling.sampler import Sampler
 
 CONFIG = """\
 name: small
@@ -43,6 +43,17 @@ def build(build_paper):
     return lambda *words: build_paper(CONFIG, *words, std=0.2)
 
 
+@pytest.fixture
+def sampler(build, tmp_path):
+    """Build it with what draws from it."""
+
+    def sampler(*words, seed=0, **options):
+        objective, runner = build(*words)
+        return Sampler(runner, objective, tmp_path, options, seed=seed)
+
+    return sampler
+
+
 def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
     """Each patch after a whole training pass, whose other places are not looked at."""
     patches = torch.zeros(len(order), 16, 48)
@@ -66,78 +77,90 @@ def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
 
 
 @pytest.mark.parametrize(("words", "num_given"), SHAPES)
-def test_drawing_with_a_cache_equals_whole_passes(build, words, num_given):
-    objective, runner = build(*words)
-    numbers = torch.arange(4, 7)
+def test_drawing_with_a_cache_equals_whole_passes(sampler, words, num_given):
+    drawing, numbers = sampler(*words, seed=2), torch.arange(4, 7)
+    objective = drawing.paper
     order = objective.orders(numbers)
     prefix = take_places(objective.patches_of(photographs(3, 16)), order)[:, :num_given]
-    drawn = generate_patches(runner, objective, order=order, prefix=prefix, numbers=numbers, seed=2)
-    expected = drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed=2)
+    drawn = drawing.tokens(numbers, given=prefix)
+    expected = drawn_by_whole_passes(drawing.runner, objective, order, prefix, numbers, seed=2)
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_images_do_not_depend_on_the_batch_they_are_drawn_in(build):
-    objective, runner = build(*SHAPES[2][0])
-    images = photographs(5, 16)
-    options = {"num_images": 5, "originals": images, "num_given": 5, "seed": 1}
-    at_once = sample_patches(runner, objective, **options)
-    apart = sample_patches(runner, objective, batch_size=2, **options)
-    # Another batch may be another kernel, whose last bit may round to the next level.
-    torch.testing.assert_close(apart.int(), at_once.int(), rtol=0, atol=1)
-    given = given_part(objective, images, 5)
+def test_images_do_not_depend_on_the_batch_they_are_drawn_in(sampler):
+    words, images = SHAPES[2][0], photographs(3, 16)
+    options = {"originals": images, "num_given": 5}
+    drawing = sampler(*words, seed=1)
+    at_once = drawing.to_images(drawing.draw(3, **options))
+    assert torch.equal(drawing.to_images(drawing.draw(3, batch_size=2, **options)), at_once)
+    given = torch.from_numpy(pixels_of(drawing.given_part(3, 5), images.numpy()))
     assert given.float().mean() == 5 / 16
     assert torch.equal(at_once[given], images[given])
-    other = sample_patches(runner, objective, **{**options, "seed": 2})
-    assert not torch.equal(other, at_once)
+    other = sampler(*words, seed=2)
+    assert not torch.equal(other.to_images(other.draw(3, **options)), at_once)
+    # Completions of one image have its order, and draws of their own.
+    twice = drawing.to_images(drawing.draw(6, **options))
+    assert torch.equal(twice[3:][given], images[given])
+    assert not torch.equal(twice[3:], at_once)
 
 
-def test_the_config_names_a_temperature(build):
-    objective, runner = build("objective.loss=diffusion", "objective.sampling_temperature=0.5")
-    drawn = [
-        sample_patches(runner, objective, num_images=2, temperature=temperature)
-        for temperature in (None, 0.5, 1.0)
-    ]
+def test_the_config_names_a_temperature(sampler):
+    words = ("objective.loss=diffusion", "objective.sampling_temperature=0.5")
+    drawn = [sampler(*words, temperature=each).draw(2) for each in (None, 0.5, 1.0)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_given_rows_are_rows(build):
-    objective, _ = build()
-    given = given_part(objective, photographs(3, 16), 8)
+def test_given_rows_are_rows(sampler):
+    given = pixels_of(sampler().given_part(3, 8), photographs(3, 16).numpy())
     assert given[:, :8].all()
     assert not given[:, 8:].any()
 
 
 def test_pictures(build, tmp_path):
     objective, runner = build("objective.loss=diffusion")
-    gallery = gallery_of(objective, tmp_path)
-    assert isinstance(gallery, PatchGallery)
-    picture = gallery.draw(runner, None, num_images=4)
+    picture = Gallery(objective, tmp_path).draw(runner, None, num_images=4)
     assert picture.dtype == np.uint8
     assert picture.shape == (132, 522, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling_steps": 0}, "at least 1"),
+        ({"temperature": -1.0}, "at least 0"),
+        ({"top_k": 3}, "top_k does not apply to this run of darl"),
+        ({"beams": 2}, "likelihoods, which a diffusion decoder does not give"),
+    ],
+)
+def test_wrong_options_are_refused(sampler, options, message):
+    with pytest.raises(UserError, match=message):
+        sampler("objective.loss=diffusion", **options)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"num_images": 0}, "at least 1"),
-        ({"num_images": 1, "num_steps": 0}, "at least 1"),
-        ({"num_images": 1, "temperature": -1.0}, "at least 0"),
         ({"num_images": 1, "num_given": 3}, "needs the images"),
         ({"num_images": 1, "num_given": 17}, "must lie in"),
-        ({"num_images": 2, "originals": photographs(1, 16)}, "2 images were asked for and 1 given"),
+        ({"num_images": 1, "originals": photographs(1, 12), "num_given": 1}, "have shape"),
     ],
 )
-def test_wrong_numbers_are_refused(build, wrong, message):
-    objective, runner = build()
+def test_wrong_numbers_are_refused(sampler, wrong, message):
     with pytest.raises(UserError, match=message):
-        sample_patches(runner, objective, **wrong)
+        sampler().draw(**wrong)
+
+
+def test_squared_error_has_no_temperature(sampler):
+    with pytest.raises(UserError, match=r"temperature does not apply .* beams, fans"):
+        sampler(temperature=0.5)
 
 
 def test_normalised_targets_draw_nothing(build, tmp_path):
     objective, _ = build("objective.normalize_targets=true")
     with pytest.raises(UserError, match="no brightness"):
-        gallery_of(objective, tmp_path)
+        Gallery(objective, tmp_path)
 
 
 def test_raster_and_back(build):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.sampling.choice import Choice
+from megavis.densities.categorical import Choice
 
 
 def reference(logits, *, temperature=1.0, top_k=None, top_p=None):

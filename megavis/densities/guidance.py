@@ -88,28 +88,7 @@ class Guided:
         return Guided(mean, log_scale, other_mean, other_log_scale, self.weight)
 
 
-@dataclass
-class Acceptance:
-    """How rejection fared, over all draws so far."""
-
-    numbers: int = 0
-    found: int = 0
-    proposals: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Share of the proposals that were accepted."""
-        return self.found / max(1, self.proposals)
-
-    @property
-    def share_found(self) -> float:
-        """Share of the numbers for which a proposal was accepted; 0.999 in the paper."""
-        return self.found / max(1, self.numbers)
-
-
-def draw_guided(
-    guided: Guided, keys: Tensor, *, seed: int, purpose: str, acceptance: Acceptance
-) -> Tensor:
+def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tuple[Tensor, Tensor]:
     """Draw one value of each guided density.
 
     The tries are made in a few rounds, for those numbers alone that have none yet.
@@ -119,15 +98,16 @@ def draw_guided(
         keys: int64 `[m]`, which with `seed` and `purpose` decide the draw of each number.
         seed: decides every draw.
         purpose: what the draw is for.
-        acceptance: counts are added to it.
 
     Returns:
-        float32 `[m]`.
+        Values float32 `[m]`; and how rejection fared, int64 `[3]`: numbers wanted, numbers for
+        which a proposal was accepted, proposals.
     """
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
     log_bound = guided.log_bound()
     waiting = torch.arange(len(keys), device=keys.device)
+    counts = torch.tensor([len(keys), 0, 0], device=keys.device)
     for tries in _ROUNDS:
         if not len(waiting):
             break
@@ -138,11 +118,9 @@ def draw_guided(
         hit, place = accepted.max(dim=0)
         values[waiting[hit]] = proposals.gather(0, place[None])[0][hit]
         tried = torch.where(hit, place + 1, tries)
-        acceptance.proposals += int(tried.sum())
-        acceptance.found += int(hit.sum())
+        counts += torch.stack([counts.new_zeros(()), hit.sum(), tried.sum()])
         waiting = waiting[~hit]
-    acceptance.numbers += len(keys)
-    return values
+    return values, counts
 
 
 def _try(

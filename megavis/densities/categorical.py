@@ -1,6 +1,6 @@
-"""From logits to one id: temperature, top-k, top-p, and a draw that no layout can change.
+"""Ids of a vocabulary, drawn by temperature, top-k and top-p.
 
-Legend: b images, v ids of the vocabulary.
+Legend: b images, q predicted positions, m ids to draw, v ids of the vocabulary.
 """
 
 from __future__ import annotations
@@ -8,9 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.config.errors import UserError
+from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.model.core import Core
+from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
+from megavis.model.init import Fill
+from megavis.model.stream import State
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,10 @@ class Choice:
         """Return the probability of each id after the filters.
 
         Args:
-            logits: `[b, v]`. Of equal logits the lower id counts as the likelier one.
+            logits: `[m, v]`. Of equal logits the lower id counts as the likelier one.
 
         Returns:
-            float64 `[b, v]`, each row adds up to 1. Float64, so that a sum over the vocabulary
+            float64 `[m, v]`, each row adds up to 1. Float64, so that a sum over the vocabulary
             does not round an id away.
         """
         wide = logits.double()
@@ -60,11 +65,11 @@ class Choice:
         """Choose an id by inverting the cumulative distribution over the ids.
 
         Args:
-            logits: `[b, v]`.
-            uniforms: `[b]` in [0, 1), one number an image.
+            logits: `[m, v]`.
+            uniforms: `[m]` in [0, 1).
 
         Returns:
-            int64 `[b]`.
+            int64 `[m]`.
         """
         if self.temperature == 0:
             return logits.argmax(dim=1)
@@ -74,7 +79,7 @@ class Choice:
         return (cumulative <= threshold).sum(dim=1)
 
     def _filter(self, descending: Tensor) -> Tensor:
-        """Zero what may not be chosen in probabilities `[b, v]`, likeliest first; renormalise."""
+        """Zero what may not be chosen in probabilities `[m, v]`, likeliest first; renormalise."""
         kept = descending.clone()
         top_k = 1 if self.temperature == 0 else self.top_k
         if top_k is not None:
@@ -85,3 +90,59 @@ class Choice:
             before = kept.cumsum(dim=1) - kept
             kept[before >= self.top_p] = 0.0
         return kept / kept.sum(dim=1, keepdim=True)
+
+
+class Categorical(Density):
+    """Logits over a vocabulary, split over the tensor group."""
+
+    options_type = Choice
+
+    def __init__(self, core: Core, vocabulary_size: int, *, fill: Fill) -> None:
+        """Build.
+
+        Args:
+            core: sizes and groups.
+            vocabulary_size: v.
+            fill: initial weights of the matrix to logits.
+        """
+        self.core, self.num_outputs, self.fill = core, vocabulary_size, fill
+
+    def build_head(self) -> nn.Module:
+        """Return the last norm and a projection to logits."""
+        return VocabularyHead(self.core, self.num_outputs, self.fill)
+
+    def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return nats `[b, q]`.
+
+        Args:
+            predictions: this process's logits `[q, b, v / tensor size]`.
+            targets: ids int64 `[b, q]`.
+        """
+        return split_cross_entropy(predictions, targets.t().contiguous(), self.core).t()
+
+    def outputs(self, predictions: Tensor) -> Tensor:
+        """Return logits `[b, q, v]`."""
+        return whole_logits(predictions, self.core)
+
+    def drawing(self, options: Choice, *, scored: bool) -> Drawing:
+        """Return what draws ids."""
+        return _DrawsIds(self, options, scored)
+
+
+@dataclass(frozen=True)
+class _DrawsIds(Drawing):
+    density: Categorical
+    choice: Choice
+    scored: bool
+
+    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+        shape = draws.keys.shape
+        logits = self.density.outputs(head(state))[:, -shape[1] :]
+        logits = for_each_key(logits, draws).flatten(0, 1)
+        uniforms = draws.uniform(draws.name, first=draws.position)[:, 0]
+        ids = self.choice.draw(logits, uniforms)
+        score = None
+        if self.scored:
+            likely = logits.float().log_softmax(1)
+            score = likely.gather(1, ids[:, None]).view(shape)
+        return Drawn(ids.view(shape), score)

@@ -1,0 +1,143 @@
+"""Densities: the last layer, the loss of a token, and how one is drawn.
+
+Legend: b images, q predicted positions, r rows (images, with beams and guidance several each), d
+numbers of a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megavis.config.errors import UserError
+from megavis.model.stream import State
+from megavis.parallel.random import normal, uniform
+from megavis.schedules.base import NoOptions
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of one step of generation, functions of seed, token and purpose.
+
+    Attributes:
+        keys: int64 `[r, q]`, a number for each token that is drawn.
+        seed: of all draws.
+        name: of the step.
+        position: the first one that is drawn.
+    """
+
+    keys: Tensor
+    seed: int
+    name: str
+    position: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens r · q."""
+        return self.keys.numel()
+
+    def uniform(self, purpose: str, count: int = 1, *, first: int = 0) -> Tensor:
+        """Draw numbers in [0, 1) for each token: float32 `[r · q, count]`.
+
+        Args:
+            purpose: what they are for.
+            count: numbers a token.
+            first: which number of the purpose is the first.
+        """
+        keys = self.keys.flatten()
+        return uniform(keys, count, seed=self.seed, purpose=purpose, first=first)
+
+    def normal(self, purpose: str, count: int) -> Tensor:
+        """Draw standard normals for each token: float32 `[r · q, count]`."""
+        return normal(self.keys.flatten(), count, seed=self.seed, purpose=purpose)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one step drew.
+
+    Attributes:
+        tokens: `[r, q]` or `[r, q, d]`.
+        score: log-likelihood of each, float32 `[r, q]`; None where nobody asked for it.
+        counts: int64 `[3]` of rejection sampling: numbers wanted, found, and proposed.
+    """
+
+    tokens: Tensor
+    score: Tensor | None = None
+    counts: Tensor | None = None
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """Return the form that pipeline stages hand on; absent parts are empty."""
+        nothing = self.tokens.new_empty(0, dtype=torch.float32)
+        parts = (self.tokens, self.score, self.counts)
+        return tuple(nothing if part is None else part for part in parts)
+
+    @classmethod
+    def unpack(cls, parts: tuple[Tensor, ...]) -> Drawn:
+        """Undo `pack`."""
+        tokens, *others = parts
+        return cls(tokens, *(part if part.numel() else None for part in others))
+
+
+class Drawing(ABC):
+    """Draws tokens from what a model predicts, in the head's place."""
+
+    num_lanes: int = 1
+    """Rows that the model runs for each token: 2 with guidance, the second without condition."""
+
+    @abstractmethod
+    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+        """Draw the tokens at the last positions of `state`.
+
+        Args:
+            head: the model's last layer.
+            state: what it would get, of `num_lanes` times as many rows.
+            draws: one key for each token; several keys a row where candidates are drawn.
+        """
+
+
+class Density(ABC):
+    """One distribution over tokens, and the head that gives its parameters."""
+
+    options_type: ClassVar[type] = NoOptions
+    """Dataclass of what a user may choose when tokens are drawn."""
+    num_outputs: int
+    """Numbers that the head gives for a position, over all processes."""
+
+    @abstractmethod
+    def build_head(self) -> nn.Module:
+        """Return the last layer."""
+
+    @abstractmethod
+    def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
+        """Return the loss of each predicted token, float32 `[b, q]`.
+
+        Args:
+            predictions: what the head gives.
+            targets: the true tokens `[b, q, ...]`.
+        """
+
+    @abstractmethod
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the head's output whole and batch first, `[b, q, num_outputs]`."""
+
+    def drawing(self, options: Any, *, scored: bool) -> Drawing:
+        """Return what draws tokens.
+
+        Args:
+            options: of `options_type`.
+            scored: the log-likelihood of what is drawn is wanted.
+
+        Raises:
+            UserError: nothing can be drawn, or not with these options.
+        """
+        raise UserError("nothing can be drawn from what this model predicts")
+
+
+def for_each_key(rows: Tensor, draws: Draws) -> Tensor:
+    """Repeat predictions `[r0, q, ...]` for the candidates of each row: `[r, q, ...]`."""
+    return rows.repeat_interleave(len(draws.keys) // len(rows), dim=0)

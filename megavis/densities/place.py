@@ -1,0 +1,50 @@
+"""The place of a token in its image, predicted by one logit for each place of the grid.
+
+Legend: b images, n tokens and places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.densities.base import Density
+
+PLACED = -1
+"""The target of a token that shows its place."""
+
+
+class Place(Density):
+    """Cross-entropy over the places."""
+
+    def __init__(
+        self, num_places: int, *, num_skipped: int, build_head: Callable[[], nn.Module]
+    ) -> None:
+        """Build.
+
+        Args:
+            num_places: n.
+            num_skipped: tokens in front that have no place, such as a class token.
+            build_head: the last layer, which gives `[b, num_skipped + n, n]`.
+        """
+        self.num_outputs, self.num_skipped, self._build = num_places, num_skipped, build_head
+
+    def build_head(self) -> nn.Module:
+        """Return the last layer."""
+        return self._build()
+
+    def outputs(self, predictions: Tensor) -> Tensor:
+        """Return a logit for each place of each token: `[b, n, n]`."""
+        return predictions[:, self.num_skipped :]
+
+    def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return nats `[b, n]`; 0 where the place is shown.
+
+        Args:
+            predictions: as the head gives them.
+            targets: true places int64 `[b, n]`, `PLACED` where shown.
+        """
+        logits = self.outputs(predictions).float().transpose(1, 2)
+        return F.cross_entropy(logits, targets, ignore_index=PLACED, reduction="none")

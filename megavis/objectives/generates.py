@@ -1,0 +1,171 @@
+"""What generation asks of a paper whose images can be drawn.
+
+Legend: b images, n positions of the sequence, p positions given, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megavis.config.errors import UserError
+from megavis.config.schema import RunConfig
+from megavis.data.batch import Batch
+from megavis.densities.base import Density
+from megavis.schedules.base import Schedule, Step
+
+Known = tuple[Tensor, ...]
+"""What a model knows of each image besides its tokens; batch first."""
+
+OnFirstStage = Callable[[Callable[[nn.Module], Tensor]], Tensor]
+"""Runs a job on the first layer, wherever that is, and returns its result everywhere."""
+
+
+class Condition:
+    """What else is known of an image that is generated: nothing, unless a paper says otherwise."""
+
+    names: tuple[str, ...] = ()
+    """Conditions that can be given: `labels`, `image`."""
+
+    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
+        """Return what the model takes for conditions of `count` images.
+
+        Raises:
+            UserError: a value is out of range, missing, or no condition of this model.
+        """
+        for name in values:
+            if name not in self.names:
+                raise UserError(f"this model is not conditioned on {name}")
+        return ()
+
+    def nothing(self, known: Known) -> Known:
+        """Return what stands for no condition, in the form of `known`.
+
+        Raises:
+            UserError: the model was not trained without its condition.
+        """
+        raise UserError(
+            "guidance wants a model that was trained with objective.label_dropout; this one has no"
+            " prediction without a class"
+        )
+
+    def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
+        """Compute once what all steps of generation need."""
+        return known
+
+    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+        """Return the conditions of a picture of so many images, of examples where they matter.
+
+        Raises:
+            UserError: examples are needed and there are none.
+        """
+        return {}
+
+    def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Return conditions of images int64 `[b]` that are drawn from nothing, in equal shares.
+
+        Raises:
+            UserError: images are drawn from something alone.
+        """
+        return {}
+
+    def shown(self, examples: Batch) -> list[Tensor]:
+        """Return images uint8 `[b, H, W, 3]` that stand in front of what is drawn from them."""
+        return []
+
+
+class Generates(Protocol):
+    """A paper whose images can be drawn, in the words of its composition."""
+
+    config: RunConfig
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions n."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which positions are drawn when."""
+
+    @property
+    def density(self) -> Density:
+        """How a token is drawn."""
+
+    @property
+    def condition(self) -> Condition:
+        """What else is known."""
+
+    @property
+    def keeps_keys(self) -> bool:
+        """True where the keys and values of a token do not change as others follow."""
+
+    @property
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """Options of each column of a picture that is drawn from parts of images."""
+
+    @property
+    def num_copies(self) -> int:
+        """Times that each column is drawn, each with draws of its own."""
+
+    @property
+    def usual_share(self) -> float:
+        """Share of an image that is given in pictures of a run; 0: none."""
+
+    def blank_tokens(self, images: Tensor) -> Tensor:
+        """Return tokens `[b, n, ...]` of zeros for images `[b]`, on their device."""
+
+    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return tokens in raster order, as the tokenizer gives them, of what shards hold.
+
+        Args:
+            inputs: of `Batch`.
+            index: int64 `[b]`, of the samples; decides draws of the tokenizer, where it draws.
+
+        Raises:
+            UserError: the inputs have another form.
+        """
+
+    def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
+        """Draw tokens as the tokenizer's training assumed them; None where it assumed nothing."""
+
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return what the first layer takes to predict the positions of a step.
+
+        Args:
+            tokens: `[r, n, ...]` in the order of generation.
+            step: its plan has one row, or r.
+            known: the condition.
+            since: positions whose keys and values are kept.
+        """
+
+    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return tokens `[b, n, ...]` in raster order as the model predicts them.
+
+        Args:
+            layer: the first layer, which may hold a learned transform.
+            tokens: as the tokenizer gives them.
+
+        Raises:
+            UserError: a part of the tokens does not follow from the same part of an image.
+        """
+
+    def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Undo `transform`."""
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where nothing makes images of the tokens, before any are drawn."""
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Return images uint8 `[b, H, W, 3]` of tokens as `undo` gives them.
+
+        Args:
+            tokens: in raster order.
+            folder: of the run, which may hold what decodes them.
+
+        Raises:
+            UserError: nothing decodes them.
+        """

@@ -1,0 +1,200 @@
+"""The one loop by which every paper generates.
+
+A schedule says which positions are drawn next, the paper turns what is known into the model's
+inputs, and the density draws in the head's place. What is drawn is a function of seed, image and
+step alone, so every process of every layout draws the same.
+
+Legend: b images, B beams, F candidates of a beam, r rows: b · B, twice with guidance; n positions,
+q of them drawn in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.densities.base import Drawing, Drawn, Draws
+from megavis.model.runner import Runner
+from megavis.model.stream import State
+from megavis.objectives.generates import Generates, Known
+from megavis.schedules.base import Progress, Step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How images are generated, checked.
+
+    Attributes:
+        drawing: draws the tokens of a step.
+        schedule: options of the schedule.
+        beams: sequences that beam search keeps of each image, B.
+        fans: candidates that it draws for each of them, F.
+        seed: decides every draw, together with the number of the image.
+    """
+
+    drawing: Drawing
+    schedule: Any
+    beams: int = 1
+    fans: int = 1
+    seed: int = 0
+
+    @property
+    def searches(self) -> bool:
+        """True for beam search."""
+        return max(self.beams, self.fans) > 1
+
+
+@torch.no_grad()
+def generate_in_steps(
+    runner: Runner,
+    paper: Generates,
+    images: Tensor,
+    *,
+    settings: Settings,
+    order: Tensor,
+    known: Known = (),
+    given: Tensor | None = None,
+    cached: bool = True,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Draw images step by step; every process of the job calls this together.
+
+    Args:
+        runner: the model, in any layout.
+        paper: what is generated.
+        images: int64 `[b]`, numbers of the images, on the runner's device.
+        settings: options of density, schedule and search.
+        order: int64 `[b or 1, n]`, of the schedule.
+        known: the condition, one row an image.
+        given: the first tokens `[b, p, ...]` in the order.
+        cached: keep keys and values where the paper allows; without, all positions run again in
+            each step (to compare with).
+
+    Yields:
+        Tokens `[b, n, ...]` in the order, as the model predicts them, after each step, and the
+        counts of rejection sampling.
+    """
+    drawing, schedule = settings.drawing, paper.schedule
+    num_given = 0 if given is None else given.shape[1]
+    lanes = _Lanes.start(paper.blank_tokens(images), images, given, settings)
+    known = paper.condition.prepare(known, runner.on_first_stage)
+    known = lanes.spread_known(known, paper)
+    step = schedule.first(
+        order, num_images=len(images), num_given=num_given, options=settings.schedule
+    )
+    cache = None
+    if cached and paper.keeps_keys:
+        cache = runner.cache(paper.num_tokens, num_sequences=lanes.num_rows)
+    if step is None:
+        yield lanes.best(), None
+    with runner.generating():
+        while step is not None:
+            since = 0 if cache is None else cache.length
+            rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
+            draws = lanes.draws(step)
+
+            def finish(head: nn.Module, state: State, draws: Draws = draws) -> tuple[Tensor, ...]:
+                return drawing(head, state, draws).pack()
+
+            drawn = Drawn.unpack(runner.predictions(rows, cache=cache, finish=finish))
+            moved = lanes.write(step, drawn)
+            if cache is not None and moved is not None:
+                cache.select(moved)
+            progress = Progress(drawn.score, images, settings.seed)
+            step = schedule.after(step, progress, settings.schedule)
+            yield lanes.best(), drawn.counts
+
+
+@dataclass
+class _Lanes:
+    """The sequences of all images so far, the beams of an image together."""
+
+    tokens: Tensor
+    """`[b · B, n, ...]`."""
+    images: Tensor
+    log_prob: Tensor
+    """`[b, B]`, of all tokens so far."""
+    settings: Settings
+
+    @classmethod
+    def start(
+        cls, blank: Tensor, images: Tensor, given: Tensor | None, settings: Settings
+    ) -> _Lanes:
+        tokens = blank.repeat_interleave(settings.beams, dim=0)
+        if given is not None:
+            tokens[:, : given.shape[1]] = given.repeat_interleave(settings.beams, dim=0)
+        log_prob = torch.zeros(len(images), settings.beams, device=images.device)
+        return cls(tokens, images, log_prob, settings)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens) * self.settings.drawing.num_lanes
+
+    def repeated(self) -> Tensor:
+        """Return the tokens of all rows."""
+        lanes = self.settings.drawing.num_lanes
+        return self.tokens if lanes == 1 else torch.cat([self.tokens] * lanes)
+
+    def _spread(self, rows: Tensor) -> Tensor:
+        """Repeat one row an image `[b, ...]` for all rows of the model; a shared one stays."""
+        if len(rows) == 1 and len(self.images) > 1:
+            return rows
+        rows = rows.repeat_interleave(self.settings.beams, dim=0)
+        lanes = self.settings.drawing.num_lanes
+        return rows if lanes == 1 else torch.cat([rows] * lanes)
+
+    def spread_known(self, known: Known, paper: Generates) -> Known:
+        """Repeat the condition for all rows; with guidance, the second half has none."""
+        known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
+        if self.settings.drawing.num_lanes == 1:
+            return known
+        return tuple(map(torch.cat, zip(known, paper.condition.nothing(known), strict=True)))
+
+    def spread_step(self, step: Step) -> Step:
+        """Repeat what a step has for each image."""
+        plan = replace(
+            step.plan, order=self._spread(step.plan.order), groups=self._spread(step.plan.groups)
+        )
+        hidden = None if step.hidden is None else self._spread(step.hidden)
+        return replace(step, plan=plan, hidden=hidden)
+
+    def _num_fans(self, step: Step) -> int:
+        # At the first position all beams of an image predict alike: one candidate each.
+        return self.settings.fans if step.asked.start else 1
+
+    def draws(self, step: Step) -> Draws:
+        """Return a key for each token that is drawn."""
+        count = self.settings.beams * self._num_fans(step)
+        candidates = torch.arange(count, device=self.images.device)
+        keys = (self.images[:, None] * count + candidates).flatten()[:, None]
+        if step.num_asked > 1:
+            asked = torch.arange(step.asked.start, step.asked.stop, device=keys.device)
+            keys = keys * step.plan.num_positions + asked
+        return Draws(keys, self.settings.seed, step.name, step.asked.start)
+
+    def write(self, step: Step, drawn: Drawn) -> Tensor | None:
+        """Take in what was drawn; return which old sequence each new one continues, in a search."""
+        if step.hidden is not None:
+            hidden = step.hidden.view(*step.hidden.shape, *[1] * (self.tokens.ndim - 2))
+            self.tokens = torch.where(hidden, drawn.tokens, self.tokens)
+            return None
+        if not self.settings.searches:
+            self.tokens[:, step.asked] = drawn.tokens
+            return None
+        assert drawn.score is not None
+        fans, beams = self._num_fans(step), self.settings.beams
+        total = self.log_prob.repeat_interleave(fans, dim=1)
+        total = total + drawn.score.view(len(self.images), -1)
+        self.log_prob, kept = total.topk(beams, dim=1)
+        first = torch.arange(len(self.images), device=kept.device)[:, None]
+        order = (first * beams + kept // fans).flatten()
+        self.tokens = self.tokens[order]
+        self.tokens[:, step.asked] = drawn.tokens[(first * beams * fans + kept).flatten()]
+        return order
+
+    def best(self) -> Tensor:
+        """Return the likeliest sequence of each image, which stands first."""
+        return self.tokens[:: self.settings.beams]

@@ -1,0 +1,308 @@
+"""Images out of a run of any paper: in batches, shared out over the processes.
+
+Legend: b images, n positions of the sequence, p positions given, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.model.orders import take_places, to_raster
+from megavis.model.runner import Runner
+from megavis.objectives.generates import Known
+from megavis.objectives.trainable import Trainable
+from megavis.parallel.context import Axis
+from megavis.sampling.generate import generate_in_steps
+from megavis.sampling.options import settings_of
+
+
+class Acceptance:
+    """How the rejection sampling of guidance fared, over all draws of this process."""
+
+    def __init__(self) -> None:
+        self.counts: Tensor | None = None
+
+    def add(self, counts: Tensor | None) -> None:
+        """Count the draws of a step, int64 `[3]`: numbers wanted, found, and proposed."""
+        if counts is not None:
+            self.counts = counts if self.counts is None else self.counts + counts
+
+    @property
+    def rate(self) -> float:
+        """Share of the proposals that were accepted."""
+        _, found, proposed = self._numbers()
+        return found / max(1, proposed)
+
+    @property
+    def share_found(self) -> float:
+        """Share of the numbers for which a proposal was accepted; 0.999 in the paper."""
+        wanted, found, _ = self._numbers()
+        return found / max(1, wanted)
+
+    def _numbers(self) -> list[int]:
+        return [0, 0, 0] if self.counts is None else self.counts.tolist()
+
+
+class Sampler:
+    """Draws images of one run with one set of options.
+
+    Attributes:
+        paper: what is generated.
+        acceptance: how guidance fared.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        objective: Trainable,
+        folder: Path,
+        options: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        spell: Callable[[str], str] = str,
+    ) -> None:
+        """Build.
+
+        Args:
+            runner: the model, in any layout.
+            objective: the paper.
+            folder: of the run, which may hold what decodes tokens.
+            options: of the paper's density, schedule and search, by name.
+            seed: decides every draw, together with the number of the image.
+            spell: how an option is written where the user gave it.
+
+        Raises:
+            UserError: runs of this paper draw no images, or an option does not apply.
+        """
+        self.runner, self.folder, self.seed = runner, folder, seed
+        self.paper = objective.generation()
+        self.settings = settings_of(self.paper, options or {}, seed=seed, spell=spell)
+        self.acceptance = Acceptance()
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are."""
+        return self.runner.context.device
+
+    def known(self, conditions: Mapping[str, Tensor], count: int) -> Known:
+        """Return conditions in the model's form; raises UserError where they do not fit."""
+        return self.paper.condition.given(conditions, count, self.device)
+
+    def tokens(
+        self,
+        images: Tensor,
+        *,
+        conditions: Mapping[str, Tensor] | None = None,
+        order: Tensor | None = None,
+        given: Tensor | None = None,
+        cached: bool = True,
+    ) -> Tensor:
+        """Draw tokens; every process that shares layers calls this together.
+
+        Args:
+            images: int64 `[b]`, numbers of the images.
+            conditions: by name, one row an image.
+            order: int64 `[b or 1, n]`; that of the schedule when absent.
+            given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
+            cached: see `generate_in_steps`.
+
+        Returns:
+            `[b, n, ...]` in the order, as the model predicts them.
+
+        Raises:
+            UserError: a condition does not fit, or the paper generates from nothing alone.
+        """
+        *_, last = self.rounds(
+            images, conditions=conditions, order=order, given=given, cached=cached
+        )
+        return last
+
+    def rounds(
+        self,
+        images: Tensor,
+        *,
+        conditions: Mapping[str, Tensor] | None = None,
+        order: Tensor | None = None,
+        given: Tensor | None = None,
+        cached: bool = True,
+    ) -> Iterator[Tensor]:
+        """Yield the tokens after each step; arguments as `tokens` has them.
+
+        A later step may change what was yielded before.
+        """
+        paper = self.paper
+        if given is not None and not paper.schedule.takes_given:
+            raise UserError(
+                f"runs of {paper.config.objective.name} draw all tokens at once: nothing can be"
+                " given"
+            )
+        images = images.to(self.device)
+        steps = generate_in_steps(
+            self.runner,
+            paper,
+            images,
+            settings=self.settings,
+            order=self.order_of(images) if order is None else order,
+            known=self.known(conditions or {}, len(images)),
+            given=given,
+            cached=cached,
+        )
+        for tokens, counts in steps:
+            self.acceptance.add(counts)
+            yield tokens
+
+    def order_of(self, images: Tensor) -> Tensor:
+        """Return the order of generation of images `[b]`: int64 `[b or 1, n]`."""
+        images = images.to(self.device)
+        return self.paper.schedule.order_of(images, self.settings.schedule, seed=self.seed)
+
+    def from_order(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """Return tokens in raster order as the tokenizer gives them, of what `tokens` returns."""
+        raster = to_raster(tokens, order)
+        return self.runner.on_first_stage(lambda layer: self.paper.undo(layer, raster))
+
+    def to_images(self, tokens: Tensor) -> Tensor:
+        """Return images uint8 `[b, H, W, 3]` of tokens in raster order.
+
+        Raises:
+            UserError: nothing decodes them.
+        """
+        return self.paper.to_images(tokens, self.folder)
+
+    def draw(
+        self,
+        num_images: int,
+        *,
+        conditions: Mapping[str, Tensor] | None = None,
+        originals: Tensor | None = None,
+        num_given: int = 0,
+        later: Mapping[str, Tensor] | None = None,
+        batch_size: int = 64,
+    ) -> Tensor:
+        """Draw images, or complete the given first part of originals.
+
+        Every process of the job calls this together. What is drawn depends on neither the number
+        of processes nor the batch size.
+
+        Args:
+            num_images: b. Where there are fewer originals, or rows of conditions, these take turns.
+            conditions: by name.
+            originals: what is completed, as shards hold it.
+            num_given: positions p that are given, the first in the order.
+            later: other conditions of the second half of the order (GIVT, figure 19).
+            batch_size: images that a process draws at once.
+
+        Returns:
+            Tokens `[b, n, ...]` in raster order as the tokenizer gives them, the same on every
+            process.
+
+        Raises:
+            UserError: a number or a condition does not fit.
+        """
+        known = dict(conditions or {})
+        self._check(originals, num_images, num_given)
+        tokens = self._transformed(originals) if originals is not None and num_given else None
+        if later is not None:
+            # Refused before any work is done.
+            self.known(later, num_images)
+
+        def draw(numbers: Tensor) -> Tensor:
+            numbers = numbers.to(self.device)
+            own = {name: _in_turn(rows, numbers) for name, rows in known.items()}
+            # A completion has the order of its original, whichever it is of the original's.
+            order = self.order_of(numbers if tokens is None else numbers % len(tokens))
+            given = None
+            if tokens is not None:
+                given = take_places(_in_turn(tokens, numbers), order[:, :num_given])
+            drawn = self.tokens(numbers, conditions=own, order=order, given=given)
+            if later is not None:
+                own = {name: _in_turn(rows, numbers) for name, rows in later.items()}
+                half = drawn[:, : self.paper.num_tokens // 2]
+                drawn = self.tokens(numbers, conditions=own, order=order, given=half)
+            return self.from_order(drawn, order)
+
+        return share_out(draw, num_images, batch_size=batch_size, data=self.runner.context.data)
+
+    def from_nothing(self, images: Tensor) -> Tensor:
+        """Draw images of these numbers, int64 `[b]`, conditions in equal shares.
+
+        Returns:
+            uint8 `[b, H, W, 3]`.
+
+        Raises:
+            UserError: runs of this paper draw images from something alone.
+        """
+        if self.paper.schedule.needs_given:
+            name = self.paper.config.objective.name
+            raise UserError(f"runs of {name} draw no images from nothing")
+        images = images.to(self.device)
+        conditions = self.paper.condition.balanced(images)
+        tokens = self.tokens(images, conditions=conditions)
+        return self.to_images(self.from_order(tokens, self.order_of(images)))
+
+    def _transformed(self, originals: Tensor) -> Tensor:
+        tokens = self.paper.tokens_of(originals.to(self.device))
+        return self.runner.on_first_stage(lambda layer: self.paper.transform(layer, tokens))
+
+    def given_part(self, count: int, num_given: int) -> Tensor:
+        """Return which tokens of originals 0 to `count` - 1 are given: bool `[count, n]`."""
+        return self.given_part_of(self.order_of(torch.arange(count)), num_given).expand(count, -1)
+
+    @staticmethod
+    def given_part_of(order: Tensor, num_given: int) -> Tensor:
+        """Return which tokens, in raster order, are the first of orders `[b, n]`: bool `[b, n]`."""
+        given = torch.arange(order.shape[1], device=order.device) < num_given
+        return to_raster(given.expand(len(order), -1), order)
+
+    def _check(self, originals: Tensor | None, num_images: int, num_given: int) -> None:
+        if num_images < 1:
+            raise UserError(f"the number of images must be at least 1, not {num_images}")
+        if not 0 <= num_given <= self.paper.num_tokens:
+            raise UserError(
+                f"the given part must lie in 0..{self.paper.num_tokens}, not {num_given}"
+            )
+        if originals is None and num_given:
+            raise UserError("a given part needs the images that it is taken from")
+
+
+def share_out(
+    draw: Callable[[Tensor], Tensor], num_images: int, *, batch_size: int, data: Axis
+) -> Tensor:
+    """Draw images in batches, shared out over the data-parallel processes.
+
+    Args:
+        draw: draws the images of these numbers, int64 `[b]`; they may lie beyond the last image.
+        num_images: how many in all.
+        batch_size: images that a process draws at once.
+        data: the processes.
+
+    Returns:
+        All images in the order of their numbers, the same on every process.
+    """
+    # All processes draw equally many, beyond the last image if need be: under ZeRO-3 each pass
+    # gathers weights, which all must take part in.
+    share = -(-num_images // data.size)
+    numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
+    parts = [draw(chunk) for chunk in numbers.split(batch_size)]
+    return _gather(torch.cat(parts), data)[:num_images]
+
+
+def _in_turn(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return the rows of images of these numbers; few rows take turns."""
+    return rows[(numbers % len(rows)).to(rows.device)]
+
+
+def _gather(mine: Tensor, data: Axis) -> Tensor:
+    """Join `[b, ...]` of every data-parallel process in their order."""
+    if data.size == 1:
+        return mine
+    parts = [torch.empty_like(mine) for _ in range(data.size)]
+    dist.all_gather(parts, mine.contiguous(), group=data.group)
+    return torch.cat(parts)

@@ -1,0 +1,54 @@
+"""A random share of the tokens that all read, the context, in which every token finds its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megavis.parallel.random import uniform
+from megavis.schedules.base import Arrangement, Schedule
+
+
+class Context(Schedule):
+    """The first positions of a random order are read; every token is asked for."""
+
+    def __init__(
+        self, num_positions: int, *, mask_ratio: float, placed_ratio: float = 0.0, seed: int
+    ) -> None:
+        """Build.
+
+        Args:
+            num_positions: n.
+            mask_ratio: η in [0, 1), the share that nobody reads.
+            placed_ratio: share of the tokens, the first of the context, that show their place.
+            seed: of the run, which with the sample decides the order.
+        """
+        self.num_positions, self.mask_ratio, self.seed = num_positions, mask_ratio, seed
+        self.num_placed = round(placed_ratio * num_positions)
+
+    @property
+    def is_random(self) -> bool:
+        """True where some tokens are drawn to be read, or to show their place."""
+        return self.num_context(self.mask_ratio) < self.num_positions or self.num_placed > 0
+
+    def num_context(self, mask_ratio: float) -> int:
+        """Return how many tokens are read: 1 - η of them, and at least one."""
+        return max(1, round((1.0 - mask_ratio) * self.num_positions))
+
+    def draw(self, index: Tensor, mask_ratio: float | None = None) -> Arrangement:
+        """Draw the context of samples `[b]`; η is that of training unless another is named."""
+        draws = uniform(index, self.num_positions, seed=self.seed, purpose="context")
+        # Stable: equal draws, one in 2^24, fall alike on every device.
+        order = draws.argsort(dim=1, stable=True)
+        ratio = self.mask_ratio if mask_ratio is None else mask_ratio
+        return self._arranged(order, self.num_context(ratio), self.num_placed)
+
+    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+        """Let all read all, and every token show its place."""
+        order = torch.arange(self.num_positions, device=device).expand(num_images, -1)
+        return self._arranged(order, self.num_positions, self.num_positions)
+
+    def _arranged(self, order: Tensor, num_context: int, num_placed: int) -> Arrangement:
+        positions = torch.arange(self.num_positions, device=order.device)
+        asked = (positions >= num_placed).long()[None]
+        return Arrangement(order, asked, num_content=num_context, num_placed=num_placed)

@@ -1,0 +1,71 @@
+"""One token after the other, each predicted from all before it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavis.schedules.base import Arrangement, Progress, Schedule, Step
+from megavis.schedules.orders import Orders
+
+
+class OneByOne(Schedule):
+    """A group for each position."""
+
+    is_sequential = True
+
+    def __init__(self, orders: Orders, *, name: str = "token/{}") -> None:
+        """Build.
+
+        Args:
+            orders: the token at each position.
+            name: of a step's random draws; `{}` stands for the position.
+        """
+        self.orders, self._name = orders, name
+
+    @property
+    def is_random(self) -> bool:
+        """True where each image has an order of its own."""
+        return self.orders.is_random
+
+    def draw(self, index: Tensor) -> Arrangement:
+        """Return the orders of samples `[b]`."""
+        return self.along(self.orders.of(index))
+
+    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+        """Return the order that needs no draw."""
+        return self.along(self.orders.shared(device))
+
+    @staticmethod
+    def along(order: Tensor) -> Arrangement:
+        """Return the arrangement of a given order int64 `[b or 1, n]`."""
+        count = order.shape[1]
+        groups = torch.arange(1, count + 1, device=order.device)[None]
+        return Arrangement(order, groups, num_content=count)
+
+    def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
+        """Return the orders that images of these numbers have in training."""
+        return self.orders.of(images)
+
+    def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
+        """Ask for the first position that is not given."""
+        if num_given == order.shape[1]:
+            return None
+        asked = slice(num_given, num_given + 1)
+        return Step(self.along(order), num_given, asked, 0, self._name.format(num_given))
+
+    def after(self, step: Step, progress: Progress, options: Any) -> Step | None:
+        """Ask for the next position."""
+        position = step.asked.stop
+        if position == step.plan.num_positions:
+            return None
+        return replace(
+            step,
+            known=position,
+            asked=slice(position, position + 1),
+            number=step.number + 1,
+            name=self._name.format(position),
+        )

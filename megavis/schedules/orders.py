@@ -1,0 +1,37 @@
+"""In which order the tokens of an image are predicted: one for all images, or drawn for each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megavis.model.orders import Constant, random_orders
+
+
+class Orders:
+    """The token at each position: shared by all images, or drawn for each."""
+
+    def __init__(self, shared: Tensor, *, seed: int | None = None) -> None:
+        """Build.
+
+        Args:
+            shared: int64 `[n]`, the order of all images, or of features where each has its own.
+            seed: draws an order for each image; None: they share one.
+        """
+        self._shared, self._seed = Constant(shared), seed
+        self.num_positions = len(shared)
+
+    @property
+    def is_random(self) -> bool:
+        """True where each image has an order of its own."""
+        return self._seed is not None
+
+    def of(self, index: Tensor) -> Tensor:
+        """Return the orders of samples int64 `[b]`: int64 `[b or 1, n]`."""
+        if self._seed is None:
+            return self.shared(index.device)
+        return random_orders(index, self.num_positions, seed=self._seed)
+
+    def shared(self, device: torch.device) -> Tensor:
+        """Return the order without chance: int64 `[1, n]`."""
+        return self._shared.on(device)[None]

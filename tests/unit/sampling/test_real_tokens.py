@@ -1,0 +1,223 @@
+"""GIVT's samplers on small random models, against plain ways of doing the same."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.data.batch import Batch
+from megavis.model.encoder import Encoder
+from megavis.model.runner import Runner
+from megavis.model.stack import LocalLayers, Stack
+from megavis.model.visibility import KeyValueCache
+from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.sampling.pictures import picture
+from megavis.sampling.sampler import Sampler
+
+CONFIG = """\
+name: tiny
+objective: {name: givt, latent_channels: 2, downsampling: 8, num_classes: 3, num_components: 2}
+model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}
+data: {train: shards/train, image_size: 32}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 3, batch_size: 8}
+"""
+ENCODER = (
+    "objective.name=givt_encoder_decoder",
+    "objective.num_classes=0",
+    "objective.encoder_layers=1",
+    "objective.encoder_patch_size=8",
+)
+LABELS, IMAGES = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
+
+
+@pytest.fixture
+def make(context, tmp_path):
+    """Build a sampler of a tiny random model."""
+
+    def make(*words, seed=0, **options):
+        path = tmp_path / "tiny.yaml"
+        path.write_text(CONFIG)
+        config = load_config(path, words, objectives=objective_configs()).config
+        objective = OBJECTIVES[config.objective.name](config, context)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        return Sampler(Runner(layers, context), objective, tmp_path, options, seed=seed)
+
+    return make
+
+
+def latents(sampler, images, **options):
+    """Draw latents of images, of classes where there are any."""
+    images = torch.as_tensor(images)
+    return sampler.from_order(sampler.tokens(images, **options), sampler.order_of(images))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.9, "probability": 2.0}, {"guidance": 0.4}])
+def test_the_cache_changes_no_sample(make, options):
+    sampler = make("objective.adapter_blocks=1", seed=3, **options)
+    drawn = [
+        sampler.tokens(IMAGES, conditions={"labels": LABELS}, cached=cached)
+        for cached in (True, False)
+    ]
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"beams": 2, "fans": 2}])
+def test_an_image_is_encoded_once_and_the_cache_changes_no_prediction(make, options, monkeypatch):
+    sampler = make(*ENCODER, "objective.adapter_blocks=1", seed=3, **options)
+    seen = torch.rand(3, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    counts = Counter()
+    _count_calls(monkeypatch, Encoder, "forward", counts)
+    _count_calls(monkeypatch, KeyValueCache, "fixed", counts)
+    drawn = sampler.tokens(IMAGES, conditions={"image": seen})
+    # Two blocks, sixteen tokens.
+    assert counts == {"forward": 1, "fixed": 2 * 16}
+    whole = sampler.tokens(IMAGES, conditions={"image": seen}, cached=False)
+    torch.testing.assert_close(drawn, whole, rtol=0, atol=1e-5)
+    other = sampler.tokens(IMAGES, conditions={"image": seen.flip(0)})
+    # The one in the middle sees the same image; the others do not.
+    torch.testing.assert_close(other[1], drawn[1], rtol=0, atol=1e-5)
+    assert not torch.isclose(other[0], drawn[0], rtol=0, atol=1e-2).all()
+
+
+def test_predictions_stand_beside_image_and_target(make, monkeypatch):
+    sampler = make(*ENCODER, "objective.tokenizer=none", seed=1)
+    colours = torch.arange(12, dtype=torch.uint8).view(2, 2, 1, 1, 3) * 20
+    examples = Batch(colours.expand(2, 2, 32, 32, 3), torch.tensor([-1, -1]), torch.arange(2))
+    asked = []
+
+    def decode(latents):
+        asked.append(latents)
+        return torch.full((len(latents), 32, 32, 3), 7, dtype=torch.uint8)
+
+    monkeypatch.setattr(sampler.paper, "decode", decode)
+    grid = picture([sampler], examples, num_images=2, num_copies=2, batch_size=3)
+    # Images of 32², enlarged four times, with lines of two pixels between them.
+    assert grid.shape == (2 * 130 + 2, 4 * 130 + 2, 3)
+    corners = grid[4::130, 4::130][:2, :4]
+    assert np.array_equal(corners[:, :2], colours.flatten(2).numpy())
+    assert (corners[:, 2:] == 7).all()
+    alone = latents(sampler, [3], conditions={"image": examples.inputs[1:, 0]})
+    torch.testing.assert_close(torch.cat(asked)[3:], alone, rtol=0, atol=1e-5)
+
+
+def test_predictions_want_images(make):
+    sampler = make(*ENCODER)
+    with pytest.raises(UserError, match="give those that its encoder reads"):
+        sampler.tokens(IMAGES)
+    with pytest.raises(UserError, match="draw no images from nothing"):
+        sampler.from_nothing(IMAGES)
+
+
+def _count_calls(monkeypatch, kind, name, counts):
+    function = getattr(kind, name)
+
+    def counted(*arguments):
+        counts[name] += 1
+        return function(*arguments)
+
+    monkeypatch.setattr(kind, name, counted)
+
+
+@pytest.mark.parametrize("name", ["givt", "givt_maskgit"])
+def test_a_sample_depends_on_its_number_alone(make, name):
+    sampler = make(f"objective.name={name}", guidance=0.3, seed=1)
+    together = latents(sampler, IMAGES, conditions={"labels": LABELS})
+    apart = torch.cat(
+        [
+            latents(sampler, IMAGES[i : i + 1], conditions={"labels": LABELS[i : i + 1]})
+            for i in range(3)
+        ]
+    )
+    assert together.shape == (3, 2, 4, 4)
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+    assert sampler.acceptance.share_found > 0.99
+
+
+def test_beam_search_goes_on_from_the_likeliest(make):
+    def log_likelihood(sampler):
+        tokens = sampler.tokens(IMAGES, conditions={"labels": LABELS})
+        paper = sampler.paper
+        predictions = sampler.runner.predictions(paper.inputs_from(tokens, labels=LABELS))
+        return -paper.nats(predictions, (tokens,)).sum(1)
+
+    found, plain = log_likelihood(make(beams=3, fans=4)), log_likelihood(make())
+    assert bool((found > plain).all())
+
+
+def test_beams_of_one_fan_are_plain_samples_kept_by_likelihood(make):
+    assert torch.isfinite(make(beams=4, fans=1).tokens(IMAGES)).all()
+
+
+def test_a_smaller_temperature_draws_nearer_to_the_means(make):
+    wide, narrow, again = (make(temperature=t).tokens(IMAGES) for t in (1.0, 0.0, 0.0))
+    assert torch.equal(narrow, again)
+    assert wide.std() > narrow.std()
+
+
+def test_the_label_changes_half_way(make):
+    sampler = make()
+    labels, later = {"labels": LABELS}, {"labels": torch.tensor([2, 2, 2])}
+    same, changed = (sampler.draw(3, conditions=labels, later=each) for each in (labels, later))
+    plain = sampler.draw(3, conditions=labels)
+    torch.testing.assert_close(same, plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(changed[:, :, :2], same[:, :, :2], rtol=0, atol=1e-5)
+    assert not torch.equal(changed[:2, :, 2:], same[:2, :, 2:])
+
+
+def test_a_part_of_an_image_is_completed(make):
+    """Latents are tokens, so the upper half of an image's stays as it was given."""
+    originals = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    completed = make().draw(3, originals=originals, num_given=8)
+    assert torch.equal(completed[:, :, :2], originals[:, :, :2])
+    assert not torch.equal(completed[:, :, 2:], originals[:, :, 2:])
+
+
+def test_masked_rounds_end_with_the_sample(make):
+    sampler = make("objective.name=givt_maskgit", rounds=5)
+    rounds = [tokens.clone() for tokens in sampler.rounds(IMAGES, conditions={"labels": LABELS})]
+    assert len(rounds) == 5
+    drawn = sampler.tokens(IMAGES, conditions={"labels": LABELS})
+    torch.testing.assert_close(rounds[-1], drawn)
+    assert not torch.equal(rounds[0], drawn)
+    assert sampler.paper.prior(IMAGES, seed=0).shape == (3, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (["objective.name=givt_maskgit"], {"beams": 2}, "beams does not apply"),
+        (
+            ["objective.covariance=full", "objective.num_components=1"],
+            {"guidance": 0.4},
+            "guidance does not apply",
+        ),
+        ([], {"beams": 2, "guidance": 0.1}, "leave out beams"),
+        ([], {"temperature": -1.0}, "0 or more"),
+        ([], {"top_k": 4}, "top_k does not apply"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused(make, words, options, message):
+    with pytest.raises(UserError, match=message):
+        make(*words, **options)
+
+
+@pytest.mark.parametrize("words", [["objective.label_dropout=0.0"], ["objective.num_classes=0"]])
+def test_guidance_wants_a_null_label(make, words):
+    with pytest.raises(UserError, match="label_dropout"):
+        make(*words, guidance=0.4).from_nothing(IMAGES)
+
+
+def test_what_cannot_be_given_is_refused(make):
+    latents = torch.zeros(1, 2, 4, 4)
+    with pytest.raises(UserError, match="draw all tokens at once: nothing can be given"):
+        make("objective.name=givt_maskgit").draw(1, originals=latents, num_given=4)
+    with pytest.raises(UserError, match="adapter_blocks a token depends on the whole image"):
+        make("objective.adapter_blocks=1").draw(1, originals=latents, num_given=4)

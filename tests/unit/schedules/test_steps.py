@@ -1,0 +1,94 @@
+"""The steps of generation against plain loops, and arrangements of training and features."""
+
+import pytest
+import torch
+
+from megavis.config.errors import UserError
+from megavis.model.orders import random_orders
+from megavis.parallel.random import uniform
+from megavis.schedules.base import NoOptions, Progress
+from megavis.schedules.context import Context
+from megavis.schedules.groups import GroupOptions, Groups, evenly
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
+
+NOTHING = Progress(None, torch.arange(2), 0)
+
+
+def steps_of(schedule, order, num_given, options):
+    step = schedule.first(order, num_images=2, num_given=num_given, options=options)
+    while step is not None:
+        yield step
+        step = schedule.after(step, NOTHING, options)
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 4, 5])
+def test_one_position_after_the_other(num_given):
+    schedule = OneByOne(Orders(torch.tensor([3, 1, 0, 2, 4])), name="at {}")
+    order = schedule.order_of(torch.arange(2), NoOptions(), seed=7)
+    assert order.tolist() == [[3, 1, 0, 2, 4]]
+    found = [(s.known, s.asked, s.number, s.name) for s in steps_of(schedule, order, num_given, 0)]
+    assert found == [
+        (place, slice(place, place + 1), number, f"at {place}")
+        for number, place in enumerate(range(num_given, 5))
+    ]
+
+
+def test_orders_are_shared_or_drawn_for_each_image():
+    index = torch.tensor([4, 9])
+    drawn = OneByOne(Orders(torch.arange(6), seed=3))
+    assert drawn.is_random
+    assert torch.equal(drawn.draw(index).order, random_orders(index, 6, seed=3))
+    assert drawn.for_features(2, index.device).order.tolist() == [list(range(6))]
+    shared = OneByOne(Orders(torch.arange(6)))
+    assert not shared.is_random
+    assert shared.draw(index).order.tolist() == [list(range(6))]
+    assert shared.draw(index).groups.tolist() == [[1, 2, 3, 4, 5, 6]]
+
+
+class Plain(Groups):
+    num_positions = 9
+
+    def draw(self, index):
+        raise AssertionError
+
+    for_features = draw
+
+
+@pytest.mark.parametrize(("num_given", "groups"), [(3, 3), (2, 1), (1, 8), (4, 2)])
+def test_groups_follow_each_other_and_each_sees_those_before(num_given, groups):
+    schedule, options, images = Plain(), GroupOptions(groups), torch.tensor([4, 9])
+    order = schedule.order_of(images, options, seed=5)
+    assert torch.equal(order, random_orders(images, 9, seed=5))
+    ends = evenly(num_given, 9, groups)
+    steps = list(steps_of(schedule, order, num_given, options))
+    assert [(s.known, s.asked.stop) for s in steps] == list(zip(ends, ends[1:], strict=False))
+    group = [sum(position >= end for end in ends[:-1]) for position in range(9)]
+    for number, step in enumerate(steps):
+        assert step.plan.groups.tolist() == [group]
+        assert set(group[step.asked]) == {number + 1}
+        assert max(group[: step.known]) == number
+
+
+def test_groups_are_of_about_one_size():
+    assert evenly(3, 9, 3) == (3, 5, 7, 9)
+    assert evenly(2, 9, 1) == (2, 9)
+    with pytest.raises(UserError, match=r"9 tokens of which 8 .* in 2 groups; .* 1 to 1"):
+        evenly(8, 9, 2)
+    with pytest.raises(UserError, match="a token must be given"):
+        evenly(0, 9, 2)
+
+
+def test_a_context_is_the_first_of_a_random_order():
+    schedule, index = Context(8, mask_ratio=0.75, placed_ratio=0.125, seed=2), torch.arange(3)
+    plan = schedule.draw(index)
+    draws = uniform(index, 8, seed=2, purpose="context")
+    expected = [sorted(range(8), key=row.__getitem__) for row in draws.tolist()]
+    assert plan.order.tolist() == expected
+    assert (plan.num_content, plan.num_placed) == (2, 1)
+    assert schedule.draw(index, 0.5).num_content == 4
+    features = schedule.for_features(2, index.device)
+    assert (features.num_content, features.num_placed) == (8, 8)
+    assert not features.is_predicted.any()
+    assert schedule.is_random
+    assert not Context(8, mask_ratio=0.0, seed=2).is_random
