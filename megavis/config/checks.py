@@ -126,12 +126,6 @@ def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
             "splits over the tensor group, which has one process; set"
             " tensor_model_parallel_size to 2 or more, or this to false",
         )
-    if parallel.sequence_parallel and model.drop_path:
-        yield (
-            "model.drop_path",
-            "skips whole images, whose tokens sequence_parallel has split; set one of them to 0 or"
-            " false",
-        )
 
 
 def _check_positions(config: RunConfig) -> Iterator[Complaint]:

@@ -35,10 +35,12 @@ def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Ite
     wrong = {
         "generative_weight": settings.generative_weight != 0,
         "layer_decay": settings.layer_decay != 1,
-        "drop_path": settings.drop_path != 0,
     }
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
         yield f"finetune.{key}", "belongs to layers that learn; linear_evaluation freezes them"
+    if config.drop_path:
+        text = f"must be 0, not {config.drop_path}: linear_evaluation freezes what it leaves out"
+        yield "finetune.drop_path", text
     if config.model.has_dropout:
         yield "model", "drops what finetune.linear_evaluation is to read; set its dropouts to 0"
     if config.parallel.pipeline_model_parallel_size > 1:

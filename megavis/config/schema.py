@@ -68,8 +68,8 @@ class ModelConfig(Section):
     mlp_dropout: Fraction = 0.0
     """Dropout inside the MLP, after its activation."""
     drop_path: Fraction = 0.0
-    """Stochastic depth: probability that an image skips a half of the last block in training; it
-    grows linearly from 0 in the first."""
+    """Stochastic depth: probability that an image skips a part (attention, MLP) of the last block
+    in training; it grows linearly from 0 in the first. An encoder's blocks skip nothing."""
     positions: PositionKind | None = None
     """How tokens know where they stand; the paper's own way when absent. `relative_2d`: attention
     has a bias for each offset, zero at the start."""
@@ -90,21 +90,20 @@ class ModelConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """True where anything at all is dropped."""
+        """True where anything is drawn from torch's generators; `drop_path` is not."""
         return any(
             (
                 self.hidden_dropout,
                 self.residual_dropout,
                 self.attention_dropout,
                 self.mlp_dropout,
-                self.drop_path,
             )
         )
 
     def without_dropout(self) -> ModelConfig:
-        """Return the same model with nothing dropped."""
+        """Return the same model without what `has_dropout` looks for."""
         names = ("hidden_dropout", "attention_output_dropout", "attention_dropout", "mlp_dropout")
-        return self.model_copy(update=dict.fromkeys((*names, "drop_path"), 0.0))
+        return self.model_copy(update=dict.fromkeys(names, 0.0))
 
     @property
     def head_size(self) -> int:
@@ -323,8 +322,8 @@ class FinetuneConfig(Section):
     With `cutmix` too, each happens to half of the pairs."""
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Likewise for a rectangle of the other image put into the first."""
-    drop_path: Fraction = 0.0
-    """Probability that the last block is left out for an image, less for those before it."""
+    drop_path: Fraction | None = None
+    """Takes the place of `model.drop_path` in this run; that when absent."""
     linear_evaluation: bool = False
     """Train the classifier alone, on features of the frozen network that are standardised over the
     batch (MAE, appendix A.2), in place of fine-tuning."""
@@ -371,6 +370,12 @@ class RunConfig(Section):
     """Present in a fine-tuning run."""
     evaluation: EvaluationConfig | None = None
     """Present where checkpoints are measured beside training."""
+
+    @property
+    def drop_path(self) -> float:
+        """Rate of stochastic depth: that of fine-tuning where it has its own, else the model's."""
+        own = self.finetune.drop_path if self.finetune else None
+        return self.model.drop_path if own is None else own
 
     @property
     def folder(self) -> str:

@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import RunConfig
 from megavis.model.activations import ACTIVATIONS
 from megavis.model.attention import Attention, CrossAttention
+from megavis.model.drop_path import SAMPLES, draw_kept, drop_path_of
 from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
-from megavis.model.residual import add_to_residual, drop_path_of
+from megavis.model.residual import add_to_residual
 from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
-from megavis.parallel.random import uniform
 
 MEMORY = "memory"
 """Name under which what an encoder gave travels, `[c, b, h]`: blocks then attend to it as well."""
@@ -43,9 +43,8 @@ class Core:
     carries: tuple[str, ...] = ()
     """Names of the tensors that travel beside the hidden states; see `Stream`."""
     drop_path: float = 0.0
-    """Probability that the last block leaves out what a half of it adds to an image; those before
-    it less often, the first never ("Deep Networks with Stochastic Depth"). Wants `samples`, the
-    images' numbers int64 `[b]`, among the tensors that are carried."""
+    """Probability that the last block leaves out what a part of it adds to an image; those before
+    it less often, the first never (`drop_path.py`)."""
     relative_grid: tuple[int, int] | None = None
     """Rows and columns of the grid on which attention has a bias for each offset. Wants
     `coordinates` among the tensors that are carried."""
@@ -64,17 +63,22 @@ class Core:
         initialization: Initialization,
         visibility_kind: Kind,
         carries: tuple[str, ...] = (),
+        drop_path: float = 0.0,
         relative_grid: tuple[int, int] | None = None,
     ) -> Core:
-        """Translate megavis's config into Megatron's."""
+        """Translate megavis's config into Megatron's.
+
+        Where there is a `drop_path`, `SAMPLES` is carried too, after all others.
+        """
         return cls(
             config,
             megatron_config(config, groups),
             groups,
             initialization,
             visibility_kind,
-            carries,
-            relative_grid=relative_grid,
+            (*carries, SAMPLES) if drop_path else carries,
+            drop_path,
+            relative_grid,
         )
 
     def relations(
@@ -158,7 +162,6 @@ class Block(TransformerLayer):
         initialization, parallel = core.initialization, core.config.parallel
         model = core.config.model
         norm = GainNorm if model.norm_bias == "last" else Norm
-        path = drop_path_of(number, model.num_layers, model.drop_path)
         # Megatron's MLP reads its fills from the config; both are functions of one block alone.
         core.megatron.init_method = initialization.mlp_input
         core.megatron.output_layer_init_method = initialization.mlp_output
@@ -172,7 +175,7 @@ class Block(TransformerLayer):
             "rotary_scale": model.position_scale,
             "relative_grid": core.relative_grid,
         }
-        add_attended = add_to_residual(dropout=model.residual_dropout, drop_path=path)
+        add_attended = add_to_residual(model.residual_dropout)
         cross: dict[str, Any] = {}
         if core.has_memory:
             cross["pre_cross_attn_layernorm"] = norm
@@ -187,7 +190,7 @@ class Block(TransformerLayer):
                 **cross,
                 pre_mlp_layernorm=norm,
                 mlp=_feed_forward_type(core),
-                mlp_bda=add_to_residual(dropout=model.hidden_dropout, drop_path=path),
+                mlp_bda=add_to_residual(model.hidden_dropout),
             ),
             layer_number=number,
             pg_collection=core.groups,
@@ -201,7 +204,7 @@ class Block(TransformerLayer):
         stream = Stream.unpack(state, self.core.carries)
         relations = self.core.relations(stream.carried, cache)
         if self.training and self.core.drop_path:
-            relations = replace(relations, kept=self._draw_kept(stream.carried["samples"]))
+            relations = replace(relations, kept=self._draw_kept(stream.carried[SAMPLES]))
         if self.is_last:
             # Nobody looks at the others any more: the head reads only these.
             relations = replace(relations, reads_from=relations.visibility.reads_from)
@@ -229,22 +232,33 @@ class Block(TransformerLayer):
             return super().forward(
                 hidden, attention_mask=relations, context=memory, context_mask=relations
             )[0]
-        assert memory is None, "no paper has both"
-        return self._attend_for_some(hidden, relations)
+        return self._attend_for_some(hidden, relations, memory)
 
-    def _attend_for_some(self, hidden: Tensor, relations: Relations) -> Tensor:
+    def _attend_for_some(
+        self, hidden: Tensor, relations: Relations, memory: Tensor | None
+    ) -> Tensor:
         """Do what Megatron's layer does, for those tokens alone, and for the images that are kept.
 
-        What a half adds is summed up apart from the residual, which it may be left out of.
+        What a part adds is summed up apart from the residual, which it may be left out of.
         """
         residual = self._from(relations.reads_from, hidden)
-        nothing = hidden.new_zeros(())
         mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=relations)
-        added = self.self_attn_bda(self.training, False)(mixed, nothing, self.hidden_dropout)
-        hidden = residual + relations.keep(added, half=0)
+        hidden = residual + relations.keep(self._added(self.self_attn_bda, mixed), part=0)
+        if memory is not None:
+            normalised = self.pre_cross_attn_layernorm(hidden)
+            mixed = self.cross_attention(
+                normalised, attention_mask=relations, key_value_states=memory
+            )
+            hidden = hidden + relations.keep(self._added(self.cross_attn_bda, mixed), part=2)
         mixed = self.mlp(self.pre_mlp_layernorm(hidden))
-        added = self.mlp_bda(self.training, False)(mixed, nothing, self.hidden_dropout)
-        return hidden + relations.keep(added, half=1)
+        return hidden + relations.keep(self._added(self.mlp_bda, mixed), part=1)
+
+    def _added(self, add: Callable[..., Any], mixed: tuple[Tensor, Tensor | None]) -> Tensor:
+        """Return what a part adds: `mixed`, its bias, and dropout."""
+        added: Tensor = add(self.training, False)(
+            mixed, mixed[0].new_zeros(()), self.hidden_dropout
+        )
+        return added
 
     def _from(self, first: int, hidden: Tensor) -> Tensor:
         """Return the tokens from `first` on, of all that the tensor group holds."""
@@ -254,15 +268,15 @@ class Block(TransformerLayer):
         return own_tokens(all_tokens(hidden, config, group)[first:], config, group)
 
     def _draw_kept(self, samples: Tensor) -> Tensor:
-        """Return what each half of the block is multiplied by for each image: `[2, b, 1]`.
-
-        A function of seed, sample and block: every layout drops the same.
-        """
+        """Return what attention, MLP and cross-attention are multiplied by for each image."""
         config, number = self.core.config, self.layer_number
-        rate = drop_path_of(number, config.model.num_layers, self.core.drop_path)
-        purpose = f"drop-path-{number}"
-        draws = uniform(samples, 2, seed=config.seed, purpose=purpose)
-        return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
+        return draw_kept(
+            samples,
+            num_parts=2 + self.core.has_memory,
+            rate=drop_path_of(number, config.model.num_layers, self.core.drop_path),
+            seed=config.seed,
+            number=number,
+        )
 
 
 def _feed_forward_type(core: Core) -> type:

@@ -131,8 +131,8 @@ class Relations:
         cache: keys and values of earlier tokens, when sequences are generated.
         reads_from: only tokens from this place on are wanted; those before only give keys and
             values.
-        kept: `[2, b, 1]`, what the block's halves are multiplied by before they are added, where
-            some images leave some out.
+        kept: `[p, b, 1]`, what the block's p parts are multiplied by before they are added, where
+            some images leave some out: attention, MLP, cross-attention.
     """
 
     visibility: Visibility
@@ -141,9 +141,9 @@ class Relations:
     reads_from: int = 0
     kept: Tensor | None = None
 
-    def keep(self, added: Tensor, *, half: int) -> Tensor:
-        """Return what a half of a block adds `[s, b, h]` without what images leave out."""
-        return added if self.kept is None else self.kept[half].to(added.dtype) * added
+    def keep(self, added: Tensor, *, part: int) -> Tensor:
+        """Return what a part of a block adds `[s, b, h]` without what images leave out."""
+        return added if self.kept is None else self.kept[part].to(added.dtype) * added
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -21,6 +22,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.densities.base import Density
 from megavis.model.core import Block, Core
+from megavis.model.drop_path import carries_samples
 from megavis.model.flops import Workload, training_flops
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
@@ -44,6 +46,7 @@ class Objective(Trainable):
             initialization=self.initialization(),
             visibility_kind=self.visibility_kind,
             carries=self.carries,
+            drop_path=config.drop_path,
             relative_grid=self.relative_grid,
         )
 
@@ -62,7 +65,8 @@ class Objective(Trainable):
         """Names of the tensors that travel beside the hidden states, in the order of `Stream`.
 
         Blocks know `coordinates`, `content_groups`, `query_groups` and `context`, and attend to the
-        `memory` of an encoder; what else is named goes through to the head.
+        `memory` of an encoder; what else is named goes through to the head. The samples' numbers
+        are not named here: where the config has a drop path, `core.carries` adds them.
         """
         return ()
 
@@ -208,16 +212,27 @@ class Objective(Trainable):
         return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def blank_sequence(self, num_images: int, device: torch.device) -> Sequence:
-        """Return the sequence of such a batch: `megavis plan` counts what it takes, without data.
+        """Return such a batch's training sequence: `megavis plan` counts what it takes.
 
         On the meta device, too, where tensors have shapes and no numbers.
         """
-        return self.sequence(self.blank_batch(num_images, device))
+        return self.training_sequence(self.blank_batch(num_images, device))
+
+    def training_sequence(self, batch: Batch) -> Sequence:
+        """Turn a batch into its sequence, with what drop path is drawn by."""
+        return self.with_samples(self.sequence(batch), batch)
+
+    def with_samples(self, sequence: Sequence, batch: Batch) -> Sequence:
+        """Add the samples' numbers to the inputs, which the first layer takes in training alone."""
+        if not self.core.drop_path:
+            return sequence
+        return replace(sequence, inputs=(*sequence.inputs, batch.sample_index))
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the model: embedding, blocks, head."""
         seed, core = self.config.seed, self.core
-        embedding = LayerPlan("embedding", nn.Module, self.build_embedding, seed)
+        build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
+        embedding = LayerPlan("embedding", nn.Module, build, seed)
         head = LayerPlan("head", nn.Module, self.build_head, seed)
         blocks = [
             LayerPlan(f"blocks.{i}", Block, partial(Block, core, i + 1), seed)

@@ -96,27 +96,6 @@ def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
     return head
 
 
-def carry_samples(embedding: nn.Module) -> nn.Module:
-    """Let a paper's first layer take the images' numbers int64 `[b]` last, and carry them on.
-
-    By hooks, for the sake of the parameters' names, as above.
-    """
-    samples: list[Tensor] = []
-
-    def take(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        *inputs, numbers = arguments[0]
-        samples.append(numbers)
-        return (tuple(inputs),)
-
-    def add(_: nn.Module, __: Any, state: State) -> State:
-        own = (state,) if isinstance(state, Tensor) else state
-        return (*own, samples.pop())
-
-    embedding.register_forward_pre_hook(take)
-    embedding.register_forward_hook(add)
-    return embedding
-
-
 def frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Return what builds the same layer, of which nothing but the classifier learns."""
 

@@ -29,7 +29,6 @@ from megavis.objectives.class_heads import (
     ClassHead,
     Classifier,
     add_classifier,
-    carry_samples,
     frozen,
 )
 from megavis.objectives.mixing import Mixing
@@ -55,10 +54,6 @@ class Classification(Trainable):
         self.processes = context.data.group
         if self.settings.visibility == "full":
             paper.core = dataclasses.replace(paper.core, visibility_kind="full")
-        if self.settings.drop_path:
-            carries = (*paper.core.carries, "samples")
-            rate = self.settings.drop_path
-            paper.core = dataclasses.replace(paper.core, carries=carries, drop_path=rate)
 
     def composition(self) -> Objective:
         """Return the paper whose blocks these are."""
@@ -127,15 +122,10 @@ class Classification(Trainable):
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers, with class logits from the last."""
         embedding, *blocks, head = self.paper.layer_plans()
-        if self.settings.drop_path:
-            embedding = dataclasses.replace(embedding, factory=self._build_embedding)
         plans = [embedding, *blocks, dataclasses.replace(head, factory=self._build_head)]
         if not self.settings.linear_evaluation:
             return plans
         return [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in plans]
-
-    def _build_embedding(self) -> nn.Module:
-        return carry_samples(self.paper.build_embedding())
 
     def _build_head(self) -> nn.Module:
         core, head = self.paper.core, self.paper.build_head()
@@ -153,10 +143,13 @@ class Classification(Trainable):
             return Sequence(self.feature_inputs(batch), (batch.labels,))
         self.check_unlabelled()
         own = self.paper.sequence(batch.unlabelled())
-        return Sequence(self._with_samples(own.inputs, batch), (*own.targets, batch.labels))
+        return Sequence(own.inputs, (*own.targets, batch.labels))
 
     def training_sequence(self, batch: Batch) -> Sequence:
         """Return the sequence of mixed images, with the shares of classes in place of labels."""
+        return self.paper.with_samples(self._mixed_sequence(batch), batch)
+
+    def _mixed_sequence(self, batch: Batch) -> Sequence:
         if not self.mixes:
             return self.sequence(batch)
         settings = self.settings
@@ -169,10 +162,7 @@ class Classification(Trainable):
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return what the paper takes for features."""
-        return self._with_samples(self.paper.feature_inputs(batch), batch)
-
-    def _with_samples(self, inputs: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, ...]:
-        return (*inputs, batch.sample_index) if self.settings.drop_path else inputs
+        return self.paper.feature_inputs(batch)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **_: Any

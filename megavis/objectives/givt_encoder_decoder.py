@@ -24,6 +24,7 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import MEMORY, Core
+from megavis.model.drop_path import SAMPLES
 from megavis.model.encoder import Encoder, encoder_model
 from megavis.model.flops import Workload, training_flops
 from megavis.model.stream import State, Stream
@@ -62,7 +63,7 @@ class ConditionedEmbedding(CausalEmbedding):
         """
         *own, seen = inputs
         memory = self.memory(seen) if seen.ndim == 4 else seen
-        names = [name for name in self.core.carries if name != MEMORY]
+        names = [name for name in self.core.carries if name not in (MEMORY, SAMPLES)]
         stream = Stream.unpack(super().forward(tuple(own)), names)
         carried = {**stream.carried, MEMORY: memory.transpose(0, 1).contiguous()}
         return Stream(stream.hidden, carried).pack()

@@ -90,7 +90,7 @@ def ends_of(objective: Objective) -> Ends:
 
 def _score(objective: Objective, head: nn.Module, state: State, sequence: Sequence) -> Predictions:
     """Run the head on what would come out of the last block, and the loss; return its outputs."""
-    stream, core = Stream.unpack(state, objective.carries), objective.core
+    stream, core = Stream.unpack(state, objective.core.carries), objective.core
     num_parts = core.groups.tp.size() if core.megatron.sequence_parallel else 1
     num_read = objective.workload().num_read // num_parts
     read = stream.hidden[-num_read:]

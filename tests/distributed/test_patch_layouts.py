@@ -21,6 +21,7 @@ OBJECTIVES = {
     " num_condition_tokens: 2,"
     " tokenizer: TOKENIZER}",
 }
+DROP_PATH = {"gvp": 0.4}
 POSITIONS = {"mp3_relative": "relative_2d"}
 # Biases of heads that other processes hold, learned beside the classes.
 FINETUNE = {"mp3_relative": "finetune: {num_classes: 10, visibility: full}"}
@@ -56,6 +57,7 @@ model:
   normalization: layer_norm
   add_bias: true
   positions: {POSITIONS.get(name, "null")}
+  drop_path: {DROP_PATH.get(name, 0.0)}
 data:
   train: {folder}/train
   validation: {folder}/validation

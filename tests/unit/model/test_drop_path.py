@@ -1,27 +1,149 @@
-"""Stochastic depth: an image goes through half a block as it is, or past it."""
+"""Stochastic depth: images leave out parts of blocks as often as the linear rule says."""
 
 import pytest
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from small_batches import batch_of, photographs, run_layers
 
-from megavis.model.residual import add_to_residual, drop_path_of
+from megavis.config.errors import UserError
+from megavis.model.drop_path import drop_path_of
+from megavis.model.stream import Stream
+from megavis.objectives.classification import Classification
+
+COUNT = 2000
+GIVT = "latent_channels: 4, downsampling: 4, num_components: 2"
+OBJECTIVES = {
+    "igpt": "{name: igpt, vocabulary_size: 12}",
+    "givt": f"{{name: givt, {GIVT}, adapter_blocks: 2, num_classes: 0}}",
+    "givt_encoder_decoder": f"{{name: givt_encoder_decoder, {GIVT}, encoder_layers: 1,"
+    " encoder_patch_size: 4, tokenizer: vae}",
+    "darl": "{name: darl, patch_size: 4, loss: diffusion}",
+    "gvp": "{name: gvp, patch_size: 4, num_groups: 3}",
+    "mp3": "{name: mp3, patch_size: 4}",
+}
+FINETUNE = (
+    "finetune={num_classes: 3}",
+    "data.validation=shards/validation",
+    "training.validate_every=1",
+)
 
 
-def test_an_image_takes_the_branch_or_skips_it():
-    torch.manual_seed(0)
-    residual, branch, bias = torch.randn(5, 4000, 3), torch.randn(5, 4000, 3), torch.randn(3)
-    added = add_to_residual(dropout=0.0, drop_path=0.25)(True, False)((branch, bias), residual, 0.0)
-    kept = ((added - residual) - (branch + bias) / 0.75).abs().amax(dim=(0, 2)) < 1e-5
-    skipped = (added == residual).all(dim=2).all(dim=0)
-    assert torch.equal(kept, ~skipped)
-    # Five standard deviations of a mean of 4,000 draws with probability 1/4.
-    assert abs(skipped.float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / 4000) ** 0.5
+@pytest.fixture
+def make(build_paper):
+    """Build a model of four blocks of one of the papers."""
+
+    def make(name, *words):
+        text = f"""\
+name: small
+objective: {OBJECTIVES[name]}
+model: {{num_layers: 4, hidden_size: 8, num_attention_heads: 2, add_bias: true}}
+data: {{train: shards/train, image_size: 12}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""
+        return build_paper(text, *words)
+
+    return make
 
 
-@pytest.mark.parametrize(("rate", "training"), [(0.5, False), (0.0, True)])
-def test_outside_of_training_and_in_the_first_block_nothing_is_skipped(rate, training):
-    branch, residual = torch.randn(5, 4, 3), torch.randn(5, 4, 3)
-    plain = get_bias_dropout_add(training, False)((branch, None), residual, 0.0)
-    add = add_to_residual(dropout=0.0, drop_path=rate)(training, False)
-    assert torch.equal(add((branch, None), residual, 0.0), plain)
-    assert [drop_path_of(number, 3, 0.2) for number in (1, 2, 3)] == [0.0, 0.1, 0.2]
+class Latents:
+    """A VAE of nothing but zeros."""
+
+    def to(self, device):
+        return self
+
+    def encode(self, images):
+        return torch.zeros(len(images), 2, 4, 3, 3)
+
+
+def samples_of(objective, name, count=COUNT):
+    if name == "igpt":
+        return batch_of(torch.zeros(count, 144, dtype=torch.int64))
+    if name == "givt":
+        return batch_of(torch.zeros(count, 2, 4, 3, 3).half())
+    paper = objective.paper if isinstance(objective, Classification) else objective
+    paper.__dict__["_tokenizer"] = Latents()
+    return batch_of(photographs(1, 12).expand(count, -1, -1, -1))
+
+
+def add_constants(block):
+    """Let attention add 1 to every number of the hidden states, the MLP 10, cross-attention 100."""
+    layers = {"self_attention.linear_proj": 1, "mlp.linear_fc2": 10}
+    if block.core.has_memory:
+        layers["cross_attention.linear_proj"] = 100
+    for name, constant in layers.items():
+        torch.nn.init.zeros_(block.get_submodule(name).weight)
+        torch.nn.init.constant_(block.get_submodule(name).bias, constant)
+    return len(layers)
+
+
+@torch.no_grad()
+def kept_parts(objective, runner, batch, rates):
+    """Run the blocks in training; return for each which images keep which part: bool `[b, p]`."""
+    embedding, *blocks, _ = runner.layers.modules
+    state = embedding.train()(objective.training_sequence(batch).inputs)
+    kept = []
+    for block, rate in zip(blocks, rates, strict=True):
+        num_parts, before = add_constants(block), Stream.unpack(state, block.core.carries).hidden
+        state = block.train()(state)
+        after = Stream.unpack(state, block.core.carries).hidden
+        # What is kept is divided by the share of the images that keep it.
+        added = (after - before[-len(after) :]) * (1 - rate)
+        digits = added[0, :, 0].round().long()
+        torch.testing.assert_close(
+            added, digits[None, :, None].expand_as(added).float(), atol=0.01, rtol=0
+        )
+        kept.append(torch.stack([digits // 10**part % 10 == 1 for part in range(num_parts)], 1))
+    return kept
+
+
+def linear_rule(rate, num_layers):
+    """Return 1 - p_l = l / L · (1 - p_L), where the first block counts as l = 0 (timm, MAE)."""
+    return torch.linspace(0, rate, num_layers).tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        (("model.drop_path=0.3",), 0.3),
+        ((*FINETUNE, "model.drop_path=0.3"), 0.3),
+        ((*FINETUNE, "finetune.drop_path=0.3"), 0.3),
+        ((*FINETUNE, "model.drop_path=0.15", "finetune.drop_path=0.3"), 0.3),
+        ((*FINETUNE, "model.drop_path=0.3", "finetune.drop_path=0"), 0.0),
+    ],
+    ids=["pretraining", "inherited", "own", "replaced", "none"],
+)
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_each_block_leaves_out_the_share_of_the_linear_rule(make, name, words, rate):
+    objective, runner = make(name, *words)
+    rates = linear_rule(rate, 4)
+    for share, kept in zip(
+        rates, kept_parts(objective, runner, samples_of(objective, name), rates), strict=True
+    ):
+        # Five deviations of a mean of so many draws; parts are drawn apart from each other.
+        near = 5 * (share * (1 - share) / COUNT) ** 0.5
+        assert ((~kept).float().mean(0) - share).abs().max() <= near
+        both = (~kept[:, 0] & ~kept[:, 1]).float().mean().item()
+        assert abs(both - share**2) <= 5 * (share**2 * (1 - share**2) / COUNT) ** 0.5
+    assert [drop_path_of(number, 4, rate) for number in (1, 2, 3, 4)] == pytest.approx(rates)
+
+
+def test_nothing_is_left_out_in_evaluation_and_samples_decide_in_training(make):
+    objective, runner = make("igpt", "model.drop_path=0.5")
+    plain, same = make("igpt")
+    batch = batch_of(torch.arange(144).expand(6, -1) % 12)
+    with torch.no_grad():
+        assert torch.equal(
+            runner.predictions(objective.sequence(batch).inputs),
+            same.predictions(plain.sequence(batch).inputs),
+        )
+        layers = [module.train() for module in runner.layers.modules]
+        whole = run_layers(layers, objective.training_sequence(batch).inputs)
+        part = run_layers(layers, objective.training_sequence(batch_of(batch.inputs[4:], 4)).inputs)
+    torch.testing.assert_close(whole[:, 4:], part)
+
+
+def test_linear_evaluation_wants_none(make):
+    words = (*FINETUNE, "finetune.linear_evaluation=true", "model.drop_path=0.1")
+    with pytest.raises(UserError, match=r"finetune\.drop_path: must be 0, not 0\.1"):
+        make("igpt", *words)
+    assert make("igpt", *words, "finetune.drop_path=0")

@@ -136,7 +136,7 @@ def test_drop_path_leaves_halves_of_blocks_out(build, tmp_path, batch, pictures,
     objective, runner = build(tmp_path / "c.yaml", *words)
     images = batch if name == "igpt" else pictures
     embedding, first, second, head = runner.layers.modules
-    start = embedding.train()(objective.sequence(images).inputs)
+    start = embedding.train()(objective.training_sequence(images).inputs)
     middle = first.train()(start)
     for one, other in zip(middle, first.eval()(start), strict=True):
         torch.testing.assert_close(one, other)

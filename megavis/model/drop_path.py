@@ -1,0 +1,74 @@
+"""Stochastic depth: in training a block leaves out, for some images, what a part of it adds.
+
+"Deep Networks with Stochastic Depth" (Huang et al., 2016), drawn anew for each image and part. What
+is left out follows from seed, sample and block, so every layout leaves out the same. The samples'
+numbers travel with the hidden states: in training the first layer takes them last among its inputs.
+
+Legend: b images, p parts of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.model.stream import State
+from megavis.parallel.random import uniform
+
+SAMPLES = "samples"
+"""Name under which the samples' numbers travel, int64 `[b]`; zeros outside of training."""
+
+
+def drop_path_of(number: int, num_layers: int, rate: float) -> float:
+    """Return the probability for block `number`, from 1: none in the first, `rate` in the last.
+
+    The paper's linear rule, which DeiT and MAE count from the first block.
+    """
+    return rate * (number - 1) / max(1, num_layers - 1)
+
+
+def draw_kept(samples: Tensor, *, num_parts: int, rate: float, seed: int, number: int) -> Tensor:
+    """Return what each part of a block is multiplied by: float32 `[p, b, 1]`, 0 or 1 / (1 - rate).
+
+    Args:
+        samples: int64 `[b]`.
+        num_parts: p.
+        rate: probability of 0.
+        seed: of the run.
+        number: of the block.
+    """
+    draws = uniform(samples, num_parts, seed=seed, purpose=f"drop-path-{number}")
+    return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
+
+
+def carries_samples(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return what builds the same first layer, which hands on the samples' numbers as well.
+
+    By hooks and not by a module around it, so that parameters keep their names.
+    """
+    samples: list[Tensor] = []
+
+    def take(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not layer.training:
+            return None
+        *inputs, numbers = arguments[0]
+        samples.append(numbers)
+        return (tuple(inputs),)
+
+    def add(layer: nn.Module, _: Any, state: State) -> State:
+        own = (state,) if isinstance(state, Tensor) else state
+        if layer.training:
+            return (*own, samples.pop())
+        none = torch.zeros(own[0].shape[1], dtype=torch.int64, device=own[0].device)
+        return (*own, none)
+
+    def built() -> nn.Module:
+        layer = build()
+        layer.register_forward_pre_hook(take)
+        layer.register_forward_hook(add)
+        return layer
+
+    return built
