@@ -72,7 +72,7 @@ class Core:
         """
         return cls(
             config,
-            megatron_config(config, groups),
+            megatron_config(config, groups, initialization),
             groups,
             initialization,
             visibility_kind,
@@ -94,7 +94,9 @@ class Core:
         return Relations(visibility, carried.get("coordinates"), cache)
 
 
-def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> TransformerConfig:
+def megatron_config(
+    config: RunConfig, groups: ProcessGroupCollection, initialization: Initialization
+) -> TransformerConfig:
     """Return Megatron's config for these sizes, with its CUDA-only fusions off.
 
     The tensor size is that of the groups, not of the file: an evaluation may read a run in
@@ -114,6 +116,9 @@ def megatron_config(config: RunConfig, groups: ProcessGroupCollection) -> Transf
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=tensor_size,
         sequence_parallel=config.parallel.sequence_parallel and tensor_size > 1,
+        # Its MLP reads these; all other layers are given theirs.
+        init_method=initialization.mlp_input,
+        output_layer_init_method=initialization.mlp_output,
         # Weights drawn on the CPU are the same at every tensor-parallel size.
         use_cpu_initialization=True,
         bias_activation_fusion=False,
@@ -162,9 +167,6 @@ class Block(TransformerLayer):
         initialization, parallel = core.initialization, core.config.parallel
         model = core.config.model
         norm = GainNorm if model.norm_bias == "last" else Norm
-        # Megatron's MLP reads its fills from the config; both are functions of one block alone.
-        core.megatron.init_method = initialization.mlp_input
-        core.megatron.output_layer_init_method = initialization.mlp_output
         attention = {
             "initialization": initialization,
             "has_bias": model.has_biased_attention,

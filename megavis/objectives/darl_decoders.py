@@ -52,9 +52,6 @@ class ResidualLayer(nn.Module):
 
     def __init__(self, core: Core) -> None:
         super().__init__()
-        # Megatron's MLP reads its fills from the config, as in `Block`.
-        core.megatron.init_method = core.initialization.mlp_input
-        core.megatron.output_layer_init_method = core.initialization.mlp_output
         self.norm = whole_norm(core)
         self.mlp = FeedForward(core.megatron, core)
 
