@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -59,6 +60,9 @@ _RECORDED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 2, 71 and 75 as `config/errors.py` has them."""
+    # It logs that there is no CUDA wherever a toolkit is installed without a GPU; whichever import
+    # comes first would show it. `megavis doctor` says what this machine has.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         parsed = read_arguments(arguments)
         code: int = parsed.run(parsed)

@@ -138,8 +138,10 @@ def set_timeouts(seconds: float) -> None:
 
     Those that others have opened have torch's default, ten minutes with NCCL.
     """
+    # torch has a public name for it since 2.14, and warns of the old one.
+    change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        change(timedelta(seconds=seconds), group)
 
 
 def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | None:

@@ -51,3 +51,21 @@ def test_commands_write_nothing_but_their_own_to_standard_error(tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
+
+
+@pytest.mark.once
+def test_training_and_evaluation_write_nothing_of_libraries(small_config, tmp_path):
+    """Whatever is imported or called first, warnings of libraries do not reach a user."""
+    words = [str(small_config), f"output={tmp_path}", "--device", "cpu"]
+    run = str(tmp_path / "small")
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    for command in (["train", *words], ["likelihood", run, "--device", "cpu"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "megavis.cli", *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("step ")]
+        assert lines == []
