@@ -8,6 +8,7 @@ Legend: b images, q positions, r rows, m tokens to draw, d numbers of a token, k
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,9 +80,9 @@ class Gaussians(Density):
         """Return the last layer."""
         return self._build()
 
+    @abstractmethod
     def distribution(self, parameters: Tensor) -> Distribution:
         """Return the densities whose parameters these are, `[..., num_outputs]`."""
-        raise NotImplementedError
 
     def per_token_loss(self, predictions: Predictions, targets: Tensor | None) -> Tensor:
         """Return -log p of each token, nats `[b, q]` (equation 2).

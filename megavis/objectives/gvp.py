@@ -289,7 +289,7 @@ class GVP(Objective):
         paper = self.paper
         faults = {
             "variant p2d reads patches and predicts ids": paper.variant == "p2d",
-            "condition_size is told about the whole image": paper.condition_size is not None,
+            "condition_size knows the whole image": paper.condition_size is not None,
             "streams one does not know which token is asked for": paper.streams == "one",
         }
         for fault in [text for text, holds in faults.items() if holds]:

@@ -12,6 +12,7 @@ Legend: b images, n tokens.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,9 +48,9 @@ class Masked(Schedule):
         """Hide tokens of samples `[b]`."""
         return self.hiding(self.draw_hidden(index))
 
+    @abstractmethod
     def draw_hidden(self, index: Tensor) -> Tensor:
         """Return bool `[b, n]` in raster order, true where a token of samples `[b]` is hidden."""
-        raise NotImplementedError
 
     def hiding(self, hidden: Tensor) -> Arrangement:
         """Return the arrangement in which these are hidden: bool `[b, n]` in raster order."""
