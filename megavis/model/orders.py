@@ -87,15 +87,3 @@ class Constant:
         if device not in self._copies:
             self._copies[device] = self._value.to(device)
         return self._copies[device]
-
-
-class SharedOrder(Constant):
-    """An order that all images share, int64 `[n]`, and its inverse."""
-
-    def __init__(self, order: Tensor) -> None:
-        super().__init__(order)
-        self._inverse = Constant(order.argsort())
-
-    def inverse_on(self, device: torch.device) -> Tensor:
-        """Return the place of each cell, int64 `[n]`."""
-        return self._inverse.on(device)
