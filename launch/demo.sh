@@ -4,11 +4,22 @@
 #   make demo              iGPT; the same as bash launch/demo.sh
 #   make demo PAPER=mp3    another paper; the same as bash launch/demo.sh mp3
 #   make demos             all of them, and docs/gallery.md
+#   SEED=1 make demo       other weights and another order of images; its runs end in _1
 #
 # A step is a line on the screen; its command and what it says are in demo/PAPER.log. Run again, a
 # demo resumes; after `rm -r demo runs/*_demo*` it begins anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+seed=${SEED:-0}
+tag=
+[ "$seed" = 0 ] || tag=_$seed
+
+# seeded NAME [FROM_RUN]: the keys that make run NAME one of another seed, after FROM_RUN's such run.
+seeded() {
+  [ -n "$tag" ] || return 0
+  echo "seed=$seed name=$1$tag" ${2:+"finetune.from_run=runs/$2$tag"}
+}
 
 # step WHAT COMMAND ...: announce and do a step, or count it where `counting` is set.
 step() {
@@ -41,8 +52,9 @@ finish() {
   megavis report "$@" | tee -a "$log"
 }
 
-igpt() {
-  local run=runs/igpt_demo split
+# letters_12: the data of iGPT, which sees pixels.
+letters_12() {
+  local split
   step "draw letters of 12² pixels: 14 fonts to train on, 3 to select by, 5 to validate" \
     python -m data_tools letters demo/letters
   step "fit a palette of 128 colours" \
@@ -56,10 +68,16 @@ igpt() {
       python -m data_tools palette shards "demo/letters/$split" --palette demo/palette.npy \
       --out "demo/$split" --size 12 --classes-from demo/train
   done
+}
+
+igpt() {
+  local run=runs/igpt_demo$tag
+  letters_12
   step "train iGPT, 4 layers 160 wide, for 2,400 steps of 8 images" \
-    megavis train yaml_configs/igpt/demo.yaml
+    megavis train yaml_configs/igpt/demo.yaml $(seeded igpt_demo)
   step "probe each layer: does a linear classifier of its features name the letter?" \
-    megavis probe "$run" --selection demo/selection --train-images 5000 --untrained-networks 1
+    megavis probe "$run" --selection demo/selection --train-images 5000 --untrained-networks 1 \
+    --seed "$seed"
   step "draw letters from nothing" megavis sample "$run" --num-images 48
   step "complete the lower halves of eight letters, six times each" \
     megavis sample "$run" --num-images 8 --completions 6 --top-p 0.9 --prefix half
@@ -78,20 +96,21 @@ letters_32() {
 }
 
 mp3() {
-  local run=runs/mp3_demo tune=yaml_configs/mp3/finetune_demo.yaml
+  local run=runs/mp3_demo$tag tune=yaml_configs/mp3/finetune_demo.yaml
   letters_32
   step "train MP3, 4 layers 128 wide, for 1,200 steps of 64 images" \
-    megavis train yaml_configs/mp3/demo.yaml
+    megavis train yaml_configs/mp3/demo.yaml $(seeded mp3_demo)
   step "count the patches that are put in their place" megavis figure positions "$run"
   step "put shuffled letters together" megavis figure jigsaw "$run" --num-images 4
-  step "fine-tune on which letter it is" megavis finetune "$tune"
+  step "fine-tune on which letter it is" \
+    megavis finetune "$tune" $(seeded mp3_finetune_demo mp3_demo)
   step "the same from scratch" \
-    megavis finetune "$tune" finetune.from_run=null name=mp3_scratch_demo
-  finish "$run" runs/mp3_finetune_demo runs/mp3_scratch_demo
+    megavis finetune "$tune" finetune.from_run=null "name=mp3_scratch_demo$tag" "seed=$seed"
+  finish "$run" "runs/mp3_finetune_demo$tag" "runs/mp3_scratch_demo$tag"
 }
 
 givt() {
-  local vae=runs/givt_demo_vae run=runs/givt_demo part
+  local vae=runs/givt_demo_vae run=runs/givt_demo$tag part
   step "draw ten letters of 32² pixels" \
     python -m data_tools letters demo/letters_ten --size 32 --letters 10 --images 20000 \
     --selection-images 500 --validation-images 1000
@@ -108,7 +127,7 @@ givt() {
       --out "demo/latents_$part" --size 32
   done
   step "train GIVT, 4 layers 192 wide, for 2,000 steps of 32 images" \
-    megavis train yaml_configs/givt/demo.yaml
+    megavis train yaml_configs/givt/demo.yaml $(seeded givt_demo)
   step "draw eight images of each letter, with guidance" \
     megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --per-class 8 --temperature 0.9 --guidance 0.4
   finish "$run" "$vae"
@@ -118,7 +137,7 @@ papers=(igpt mp3 givt)
 
 demo() {
   local began=$SECONDS
-  log=demo/$1.log
+  log=demo/$1$tag.log
   mkdir -p demo
   number=0 counting=yes
   "$1"
@@ -137,7 +156,7 @@ case " ${papers[*]} all " in
 esac
 if [ "${1:-igpt}" = all ]; then
   for paper in "${papers[@]}"; do demo "$paper"; done
-  python launch/gallery.py
+  [ -n "$tag" ] || python launch/gallery.py
 else
   demo "${1:-igpt}"
 fi

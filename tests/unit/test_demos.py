@@ -16,6 +16,8 @@ from megavis.cli import read_arguments
 ROOT = Path(__file__).parents[2]
 PAPERS = re.search(r"^papers=\((.*)\)$", (ROOT / "launch/demo.sh").read_text(), re.MULTILINE)[1]
 
+TOKENIZERS = "demo_vae"
+
 
 @pytest.fixture
 def demo(tmp_path):
@@ -24,14 +26,14 @@ def demo(tmp_path):
     shutil.copy(ROOT / "launch/demo.sh", tmp_path / "launch")
     (tmp_path / "bin").mkdir()
 
-    def run(*words, fails_on="nothing"):
+    def run(*words, fails_on="nothing", **variables):
         for name in ("python", "megavis"):
             path = tmp_path / "bin" / name
             fail = f'[[ "$*" != *{fails_on}* ]] || {{ echo "error: no disk"; exit 3; }}'
             path.write_text(f"#!/bin/bash\necho {name} speaks\n{fail}\n")
             path.chmod(0o755)
         command = ["bash", tmp_path / "launch/demo.sh", *words]
-        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **variables}
         return subprocess.run(command, env=environment, text=True, capture_output=True)
 
     return run
@@ -60,6 +62,21 @@ def test_each_step_is_one_line_and_its_command_has_the_options_that_it_uses(demo
     # The results come last, from the command itself.
     assert lines[-2] == "megavis speaks"
     assert lines[-1].strip().startswith("took")
+
+
+@pytest.mark.parametrize("paper", PAPERS.split())
+def test_another_seed_has_runs_of_its_own(demo, tmp_path, paper):
+    process = demo(paper, SEED="3")
+    assert process.returncode == 0, process.stderr
+    log = (tmp_path / "demo" / f"{paper}_3.log").read_text()
+    trained = [line for line in log.splitlines() if re.search("megavis (train|finetune)", line)]
+    names = {re.search(r" name=(\w+)", line)[1] for line in trained if TOKENIZERS not in line}
+    assert names
+    assert all(name.endswith("_3") for name in names)
+    assert all("seed=3" in line for line in trained if TOKENIZERS not in line)
+    # What is opened is a run of this seed; a tokenizer belongs to the data.
+    opened = set(re.findall(r"runs/(\w+)", log))
+    assert {name for name in opened if TOKENIZERS not in name} <= names
 
 
 def test_make_demos_is_every_paper_and_the_gallery(demo):
