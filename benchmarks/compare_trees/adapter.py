@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -100,6 +102,21 @@ def resolved_config(path: str) -> str:
 def weights(run: Any) -> dict[str, np.ndarray]:
     """Return the weights of an opened run by name."""
     return {name: array(value) for name, value in run.runner.layers.named_parameters()}
+
+
+def sample_words(words: list[str]) -> list[str]:
+    """Return options of `megavis sample` in the checkout's own words."""
+    if importlib.util.find_spec("megavis.sampling.options") is None:
+        return words
+    return ["--temperature" if word == "--scale" else word for word in words]
+
+
+def sampled_tokens(run: Any, **options: Any) -> torch.Tensor:
+    """Return what a model drew before anything made images of it, where the checkout gives that."""
+    if "tokens" in inspect.signature(run.sample).parameters:
+        options["tokens"] = run.config.objective.name == "igpt"
+    drawn: torch.Tensor = run.sample(**options)
+    return drawn
 
 
 def close_job() -> None:

@@ -166,7 +166,7 @@ def _opened(run_folder: Path, inputs: np.ndarray, given: Mapping[str, np.ndarray
             half = {"originals": inputs, "given": 0.5, "temperature": 0.8}
             draws: dict[str, dict[str, Any]] = {"2": {"num_images": 2, "seed": 3}, "half": half}
             for key, options in draws.items():
-                question = functools.partial(run.sample, **options)
+                question = functools.partial(adapter.sampled_tokens, run, **options)
                 record |= _answer(f"loaded/sample {key}", question)
     finally:
         adapter.close_job()
@@ -200,6 +200,7 @@ def _sampled(run: Path, options: str) -> Record:
     for file in (out, npz):
         file.unlink(missing_ok=True)
     words = [str(npz) if word == "NPZ" else word for word in shlex.split(options)]
+    words = adapter.sample_words(words)
     said = call(["sample", str(run), *words, "--out", str(out), "--device", "cpu"])
     record = {**_said(key, said), f"{SECONDS}{key}": said.seconds}
     if out.exists():

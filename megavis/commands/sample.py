@@ -173,7 +173,10 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
 
     if opened.objective.reconstructs:
         return _reconstructions(opened, args)
-    names = opened.objective.generation().condition.names
+    paper = opened.objective.generation()
+    names = paper.condition.names
+    if paper.schedule.needs_given and args.npz is None and not args.moments:
+        args.prefix = args.prefix or paper.usual_share
     _check_together(args, reads_images="image" in names)
     if args.npz is not None:
         return write_samples(opened, args)
@@ -204,11 +207,6 @@ def _picture(
     different = [column for i, column in enumerate(columns) if column not in columns[:i]]
     samplers = [opened.sampler(seed=args.seed, spell=spelled, **each) for each in different]
     reads_images = "image" in paper.condition.names
-    if paper.schedule.needs_given and not args.prefix:
-        raise UserError(
-            f"runs of {opened.config.objective.name} draw no images from nothing: give a part of"
-            f" held-out ones, as --prefix {paper.usual_share}"
-        )
     count = layout["conditions"] and len(layout["conditions"]["labels"])
     drawn = picture(
         samplers,

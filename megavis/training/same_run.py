@@ -36,6 +36,9 @@ def check_same_run(path: Path, config: RunConfig) -> None:
         UserError: they differ in what decides weights, samples or draws.
     """
     before = load_config(path, objectives=objective_configs()).config
+    if before.drop_path == config.drop_path:
+        # Written out, or taken from the model's: the same rate.
+        before, config = _without_own_drop_path(before), _without_own_drop_path(config)
     for key in ("seed", "objective", "model", "finetune"):
         old, new = getattr(before, key), getattr(config, key)
         if old != new:
@@ -54,6 +57,13 @@ def check_same_run(path: Path, config: RunConfig) -> None:
             f"{path}: this run was begun with data.train of weights {weights}, which its sample"
             " order follows; keep them, or choose another name"
         )
+
+
+def _without_own_drop_path(config: RunConfig) -> RunConfig:
+    if config.finetune is None:
+        return config
+    finetune = config.finetune.model_copy(update={"drop_path": None})
+    return config.model_copy(update={"finetune": finetune})
 
 
 def _first_difference(key: str, old: Any, new: Any) -> str:

@@ -1,4 +1,4 @@
-"""A run that has ids made of its images goes on with the tokenizer that it was begun with."""
+"""Runs of GVP: their tokenizer stays the same, and `megavis sample` completes held-out images."""
 
 import shutil
 
@@ -42,3 +42,24 @@ checkpoint: {{every: 1}}
             megavis.load(tmp_path / "runs" / "p2d", device="cpu")
     finally:
         close_context()
+
+
+def test_samples_complete_a_quarter_of_held_out_images_by_default(image_shards, tmp_path):
+    path = tmp_path / "p2p.yaml"
+    path.write_text(
+        f"""\
+name: p2p
+output: {tmp_path}/runs
+objective: {{name: gvp, patch_size: 4, num_groups: 3}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {image_shards}/train, validation: {image_shards}/validation, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 1, batch_size: 4}}
+"""
+    )
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    sample = ["sample", str(tmp_path / "runs" / "p2p"), "--device", "cpu", "--num-images", "2"]
+    assert main([*sample, "--out", str(tmp_path / "default.png")]) == 0
+    assert main([*sample, "--prefix", "0.25", "--out", str(tmp_path / "quarter.png")]) == 0
+    assert (tmp_path / "default.png").read_bytes() == (tmp_path / "quarter.png").read_bytes()

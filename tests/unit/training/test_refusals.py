@@ -6,6 +6,10 @@ import pytest
 import yaml
 
 from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.objectives import objective_configs
+from megavis.training.same_run import check_same_run
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +182,21 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, ca
     assert "its SHA-256 is not the manifest's" in message
     assert "no older checkpoint is whole" in message
     assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")} == before
+
+
+def test_a_drop_path_that_is_written_out_is_the_models(small_config, tmp_path):
+    """Runs from before wrote fine-tuning's rate of 0 out, where none now means the model's."""
+    paths = {}
+    for name, words in {"old": "drop_path: 0.0", "absent": "", "other": "drop_path: 0.1"}.items():
+        paths[name] = tmp_path / f"{name}.yaml"
+        section = f"{{num_classes: 3, from_run: elsewhere, {words}}}"
+        paths[name].write_text(
+            f"based_on: {small_config}\ntraining: {{validate_every: 1}}\nfinetune: {section}\n"
+        )
+    configs = {
+        name: load_config(path, objectives=objective_configs()).config
+        for name, path in paths.items()
+    }
+    check_same_run(paths["old"], configs["absent"])
+    with pytest.raises(UserError, match=r"begun with finetune.drop_path 0.0, not 0.1"):
+        check_same_run(paths["old"], configs["other"])
