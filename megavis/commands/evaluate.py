@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megavis.commands.evaluate_classes import add_classes
 from megavis.commands.evaluate_reconstruction import add_reconstruction
 from megavis.commands.evaluate_samples import add_samples
 from megavis.commands.evaluate_watch import add_watch
@@ -21,5 +22,6 @@ def add_parser(subparsers: Any) -> None:
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_samples(verbs)
+    add_classes(verbs)
     add_reconstruction(verbs)
     add_watch(verbs)

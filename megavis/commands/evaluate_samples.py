@@ -96,7 +96,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     samples = look_at(images, network, args, num_images=args.num_images, num_kept=MANIFOLD_COUNT)
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
-    out = args.out or _beside(args.samples, file)
+    out = args.out or beside(args.samples, file, "samples")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps(result.record(), indent=2) + "\n").encode())
     sys.stdout.write(f"{out}\n")
@@ -143,11 +143,12 @@ def samples_of(path: Path) -> Path:
     return files[-1]
 
 
-def _beside(given: Path, file: Path) -> Path:
-    """Return where the numbers go."""
+def beside(given: Path, file: Path, name: str) -> Path:
+    """Return where the numbers `name` of the samples in `file` go; `given` may be their run."""
     if given != file:
-        return given / "evaluation" / "samples.json"
-    return file.with_name(f"{file.name}.evaluation.json")
+        return given / "evaluation" / f"{name}.json"
+    kind = "evaluation" if name == "samples" else name
+    return file.with_name(f"{file.name}.{kind}.json")
 
 
 def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSummary:

@@ -143,6 +143,10 @@ class FolderImages:
 class ShardImages:
     """The images of jpeg or palette shards.
 
+    Attributes:
+        labels: int64 `[N]`, the class of each; -1 where it has none.
+        class_names: names of the classes.
+
     Args:
         path: the folder.
         image_size: as `FolderImages` has it, for jpeg shards.
@@ -170,6 +174,7 @@ class ShardImages:
         else:
             raise UserError(f"{path} holds {manifest.kind} shards; images are in jpeg and palette")
         self._dataset = ShardDataset(path, transform)
+        self.labels, self.class_names = self._dataset.labels, self._dataset.class_names
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -1,0 +1,105 @@
+"""A small network that names the class of an image, to judge images drawn by class.
+
+It is fitted on labelled images and knows nothing of the models that it judges.
+
+Legend: N images, b of a batch, H and W pixels, c classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.parallel.random import derive_seed, seeded
+
+_WIDTHS = (24, 48, 96)
+_GRID = 4
+_BATCH_SIZE = 64
+_LEARNING_RATE = 3e-3
+
+
+class ImageClassifier(nn.Module):
+    """Three convolutions that halve the image, and a linear map of the 4² places that are left.
+
+    Args:
+        num_classes: c.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in zip((3, *_WIDTHS), _WIDTHS, strict=False):
+            layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.ReLU()]
+        pooled = [nn.AdaptiveAvgPool2d(_GRID), nn.Flatten()]
+        self.network = nn.Sequential(
+            *layers, *pooled, nn.Linear(_WIDTHS[-1] * _GRID**2, num_classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images uint8 `[b, H, W, 3]` to logits `[b, c]`."""
+        return self.network(images.permute(0, 3, 1, 2).float() / 127.5 - 1)
+
+
+def fit_classifier(
+    images: Tensor, labels: Tensor, *, num_classes: int, epochs: int, seed: int
+) -> ImageClassifier:
+    """Fit a classifier by Adam, its rate falling to zero; the same bits for the same seed on a CPU.
+
+    Args:
+        images: uint8 `[N, H, W, 3]`, on the device to compute on.
+        labels: int64 `[N]`, each below c.
+        num_classes: c.
+        epochs: how often each image is shown.
+        seed: of the weights and of the order.
+    """
+    with seeded(seed, "classifier"):
+        classifier = ImageClassifier(num_classes).to(images.device)
+    random = torch.Generator().manual_seed(derive_seed(seed, "classifier order") >> 1)
+    batches = [
+        batch
+        for _ in range(epochs)
+        for batch in torch.randperm(len(images), generator=random).split(_BATCH_SIZE)
+    ]
+    optimizer = torch.optim.Adam(classifier.parameters(), lr=_LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+    for batch in batches:
+        chosen = batch.to(images.device)
+        loss = F.cross_entropy(classifier(images[chosen]), labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return classifier.eval().requires_grad_(False)
+
+
+def name_images(classifier: ImageClassifier, images: Tensor) -> Tensor:
+    """Return the likeliest class of each image uint8 `[N, H, W, 3]`: int64 `[N]`."""
+    return torch.cat([classifier(batch).argmax(1) for batch in images.split(_BATCH_SIZE)])
+
+
+def shares_named(
+    classifier: ImageClassifier, images: Tensor, labels: Tensor, class_names: Sequence[str]
+) -> dict[str, Any]:
+    """Return how many `images` there are and what share is named as labelled.
+
+    Args:
+        classifier: names them.
+        images: uint8 `[N, H, W, 3]`.
+        labels: int64 `[N]`.
+        class_names: of the classes, by label.
+
+    Returns:
+        `images`, the number; `all`, the share of all; and `classes`, the share of each class that
+        occurs, by its name.
+    """
+    right = name_images(classifier, images) == labels
+    shares = {
+        name: right[labels == label].float().mean().item()
+        for label, name in enumerate(class_names)
+        if (labels == label).any()
+    }
+    return {"images": len(images), "all": right.float().mean().item(), "classes": shares}

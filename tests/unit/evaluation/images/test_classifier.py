@@ -1,0 +1,145 @@
+"""A small classifier of images, and how often it names what was asked for."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from image_shards import write_image_shards
+from PIL import Image
+from small_vqgan import write_untrained_run
+from torch.nn import functional as F
+
+from megavis.cli import main
+from megavis.evaluation.images.classifier import (
+    ImageClassifier,
+    fit_classifier,
+    name_images,
+    shares_named,
+)
+from megavis.evaluation.images.image_files import open_images
+from megavis.tokenizers.base import open_tokenizer
+
+CLASSES = ("across", "down", "flat")
+
+
+def striped(count, seed):
+    """Stripes across, stripes down or neither: uint8 images and int64 classes."""
+    random = np.random.default_rng(seed)
+    images = np.empty((count, 16, 16, 3), np.uint8)
+    for number in range(count):
+        dark, light = random.integers(0, 100, 3), random.integers(156, 256, 3)
+        stripes = np.arange(16) // 2 % 2 == 0
+        rows = {0: stripes[:, None, None], 1: stripes[None, :, None]}.get(number % 3, True)
+        images[number] = np.where(rows, dark, light)
+    return torch.from_numpy(images), torch.arange(count) % 3
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    images, labels = striped(300, seed=0)
+    return fit_classifier(images, labels, num_classes=3, epochs=3, seed=0)
+
+
+def test_shapes_that_it_has_not_seen_are_named(classifier):
+    images, labels = striped(60, seed=1)
+    assert name_images(classifier, images).tolist() == labels.tolist()
+
+
+def test_the_shares_are_those_of_a_plain_loop(classifier):
+    images, _ = striped(60, seed=1)
+    # Half of the first class are called the second.
+    labels = torch.arange(60) % 3
+    labels[torch.arange(0, 60, 6)] = 1
+    named = [int(classifier(image[None]).argmax()) for image in images]
+    found = shares_named(classifier, images, labels, CLASSES)
+    assert found["images"] == 60
+    right = [a == b for a, b in zip(named, labels.tolist(), strict=True)]
+    assert found["all"] == pytest.approx(sum(right) / 60)
+    for label, name in enumerate(CLASSES):
+        of_class = [r for r, each in zip(right, labels.tolist(), strict=True) if each == label]
+        assert found["classes"][name] == pytest.approx(sum(of_class) / len(of_class))
+    assert found["classes"] == pytest.approx({"across": 1, "down": 2 / 3, "flat": 1})
+
+
+def test_a_class_without_images_has_no_share(classifier):
+    images, labels = striped(60, seed=1)
+    found = shares_named(classifier, images[labels < 2], labels[labels < 2], CLASSES)
+    assert list(found["classes"]) == ["across", "down"]
+
+
+def test_the_seed_alone_decides(classifier):
+    images, labels = striped(300, seed=0)
+    torch.manual_seed(5)
+    again = fit_classifier(images, labels, num_classes=3, epochs=3, seed=0)
+    other = fit_classifier(images, labels, num_classes=3, epochs=3, seed=1)
+    for name, weight in classifier.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+        assert not torch.equal(weight, other.state_dict()[name])
+
+
+def test_the_network_is_three_convolutions_and_a_linear_map():
+    torch.manual_seed(0)
+    classifier = ImageClassifier(3)
+    images, _ = striped(4, seed=0)
+    x = images.permute(0, 3, 1, 2) / 127.5 - 1
+    weights = list(classifier.parameters())
+    for kernel, bias in zip(weights[:6:2], weights[1:6:2], strict=True):
+        x = F.conv2d(x, kernel, bias, stride=2, padding=1).clamp(min=0)
+    # 2² places are left of 16², each of which becomes 2² of the 4².
+    x = x.repeat_interleave(2, 2).repeat_interleave(2, 3).flatten(1)
+    expected = x @ weights[6].T + weights[7]
+    assert torch.allclose(classifier(images), expected, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Shards of striped images to fit on and real ones, a VQGAN, and samples."""
+    folder = tmp_path_factory.mktemp("classes")
+    for part, count in (("train", 300), ("real", 60)):
+        images, labels = striped(count, seed=count)
+        for number, (image, label) in enumerate(zip(images.numpy(), labels.tolist(), strict=True)):
+            path = folder / "images" / part / CLASSES[label] / f"{number:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+        write_image_shards(folder / "images" / part, folder / part)
+    (folder / "vqgan").mkdir()
+    write_untrained_run(folder / "vqgan")
+    images, _ = striped(30, seed=7)
+    np.savez(folder / "samples.npz", arr_0=images.numpy())
+    return folder
+
+
+def test_the_command_compares_samples_real_images_and_reconstructions(folders, capsys):
+    words = ["--train", str(folders / "train"), "--images", str(folders / "real")]
+    samples, vqgan = folders / "samples.npz", folders / "vqgan"
+    options = ["--tokenizer", str(vqgan), "--epochs", "3", "--device", "cpu"]
+    assert main(["evaluate", "classes", str(samples), *words, *options]) == 0
+    said = capsys.readouterr().out
+    assert "100.0 % of 60 real images" in said
+    assert "100.0 % of 30 samples" in said
+    record = json.loads((folders / "samples.npz.classes.json").read_text())
+    assert record["samples"] == {"images": 30, "all": 1, "classes": dict.fromkeys(CLASSES, 1)}
+    train, real = (open_images(folders / part) for part in ("train", "real"))
+    fitted = fit_classifier(
+        torch.from_numpy(train.read(np.arange(300))),
+        torch.from_numpy(train.labels).long(),
+        num_classes=3,
+        epochs=3,
+        seed=0,
+    )
+    tokenizer = open_tokenizer(vqgan)
+    made = tokenizer.decode(tokenizer.encode(torch.from_numpy(real.read(np.arange(60)))))
+    labels = torch.from_numpy(real.labels).long()
+    assert record["reconstructions"] == shares_named(fitted, made, labels, CLASSES)
+
+
+def test_other_classes_are_refused(folders, tmp_path, capsys):
+    for number in range(4):
+        path = tmp_path / "images" / "round" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16)).save(path)
+    other = write_image_shards(tmp_path / "images", tmp_path / "other")
+    words = ["--train", str(folders / "train"), "--images", str(other)]
+    assert main(["evaluate", "classes", str(folders / "samples.npz"), *words]) == 2
+    assert f"{other} has other classes than {folders / 'train'}" in capsys.readouterr().err
