@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megavis.config.choices import PositionKind
 from megavis.model.core import Core
+from megavis.model.declarations import without_decay
 from megavis.model.init import Fill
 from megavis.model.positions import Positions
 from megavis.model.tokens import own_tokens
-from megavis.model.weight_decay import without_decay
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megavis.model.weight_decay import without_decay
+from megavis.model.declarations import without_decay
 
 Fill = Callable[[Tensor], object]
 """Fills a tensor in place."""

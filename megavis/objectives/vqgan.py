@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.model.weight_decay import without_decay
+from megavis.model.declarations import without_decay
 from megavis.objectives.autoencoder import AutoencoderObjective, State
 from megavis.objectives.trainable import GroupOptions
 from megavis.objectives.vqgan_config import VQGANConfig

@@ -14,7 +14,7 @@ from torch import nn
 from megavis.checkpoint.state import logical_shape
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.weight_decay import is_without_decay
+from megavis.model.declarations import is_without_decay
 from megavis.objectives.trainable import GroupOptions
 from megavis.training.lars import LARS
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.weight_decay import without_decay
+from megavis.model.declarations import without_decay
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import (
     build_optimizer,
