@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from megavis.checkpoint.manifest import Manifest, read_manifest
 from megavis.checkpoint.reader import CheckpointReader, complaint_about
 from megavis.checkpoint.state import AVERAGE, ParameterStates, logical_shape, set_gathered
 from megavis.config.errors import UserError
+from megavis.model.declarations import starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
@@ -51,17 +51,16 @@ def start_from_weights(
     layers: LocalLayers,
     states: ParameterStates,
     context: ParallelContext,
-    is_fresh: Callable[[str, bool], bool],
 ) -> None:
     """Read another run's weights into a DeepSpeed engine of any layout, before its first step.
+
+    Parameters may declare that they keep the weights that they were built with (`Start`).
 
     Args:
         folder: the other run's checkpoint.
         layers: this process's.
         states: of the engine.
         context: of the job.
-        is_fresh: by a parameter's name, and whether the other run has it, says whether it keeps
-            the weights that it was built with.
 
     Raises:
         UserError: on every process, when a file is damaged or the model is another one.
@@ -69,7 +68,8 @@ def start_from_weights(
     check_files(folder, context)
     with CheckpointReader(folder) as reader:
         for name, parameter in layers.named_parameters():
-            if not is_fresh(name, f"weight/{name}" in reader.manifest.tensors):
+            is_saved = f"weight/{name}" in reader.manifest.tensors
+            if not starts_fresh(parameter, is_saved=is_saved):
                 states.set(parameter, "weight", _weight(reader, name, parameter, context))
 
 

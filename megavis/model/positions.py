@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.choices import PositionKind
+from megavis.model.declarations import set_start
 from megavis.model.init import Fill, filled
 
 LEARNED = "embedding.positions.weight"
@@ -69,6 +70,7 @@ class Positions(nn.Module):
         self.weight: nn.Parameter | None = None
         if kind == "learned":
             self.weight = filled(height * width, hidden_size, fill=fill)
+            set_start([self.weight], "saved or fresh")
 
     def forward(self, hidden: Tensor, coordinates: Tensor) -> Tensor:
         """Add to `hidden` `[b, s, h]` what absolute kinds add.

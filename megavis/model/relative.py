@@ -12,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from megavis.model.declarations import set_start
 from megavis.model.init import filled, zeros
 
 OFF_GRID = -1
@@ -35,6 +36,7 @@ class RelativeBias(nn.Module):
         self.height, self.width = grid
         self.num_offsets = (2 * self.height - 1) * (2 * self.width - 1)
         self.weight = filled(num_heads, self.num_offsets + 3, fill=zeros)
+        set_start([self.weight], "saved or fresh")
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:

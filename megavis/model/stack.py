@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megavis.model.declarations import GroupOptions, add_options
 from megavis.model.stream import State
 from megavis.parallel.random import seeded
 
@@ -34,11 +35,17 @@ class LayerPlan:
     factory: Callable[[], nn.Module]
     seed: int
     """Of the run."""
+    depth: int = 0
+    """Place among the layers that the gradient passes, from 0; layer-wise decay counts it."""
+    options: GroupOptions = GroupOptions()
+    """How the optimizer treats the layer's parameters; they may declare more of their own."""
 
     def build(self) -> nn.Module:
         """Build the layer with the weights that its name and the seed decide."""
         with seeded(self.seed, "weights", self.name):
-            return self.factory()
+            layer = self.factory()
+        add_options(layer.parameters(), self.options)
+        return layer
 
 
 class Stack(nn.Module):

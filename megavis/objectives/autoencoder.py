@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
+from megavis.model.declarations import GroupOptions
 from megavis.model.discriminator import (
     Discriminator,
     discriminator_loss,
@@ -36,7 +37,7 @@ from megavis.model.discriminator import (
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import LayerPlan
 from megavis.objectives.autoencoder_config import AutoencoderConfig
-from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
+from megavis.objectives.trainable import Sequence, Trainable
 from megavis.tokenizers.grids import to_images
 
 State = tuple[Tensor, ...]
@@ -121,14 +122,13 @@ class AutoencoderObjective(Trainable):
                     DiscriminatorLayer,
                     lambda: DiscriminatorLayer(size, filters, penalises=penalises),
                     seed,
+                    options=self._discriminator_options(),
                 )
             )
         return plans
 
-    def group_options(self, name: str) -> GroupOptions:
-        """Give the discriminator its own rates."""
-        if not name.startswith("discriminator."):
-            return GroupOptions()
+    def _discriminator_options(self) -> GroupOptions:
+        """Return the discriminator's own rates."""
         rate = self.paper.discriminator_learning_rate
         scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
         return GroupOptions(scale, self.paper.discriminator_betas)

@@ -233,10 +233,11 @@ class Objective(Trainable):
         seed, core = self.config.seed, self.core
         build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
         embedding = LayerPlan("embedding", nn.Module, build, seed)
-        head = LayerPlan("head", nn.Module, self.build_head, seed)
+        num_blocks = self.config.model.num_layers
+        head = LayerPlan("head", nn.Module, self.build_head, seed, depth=num_blocks + 1)
         blocks = [
-            LayerPlan(f"blocks.{i}", Block, partial(Block, core, i + 1), seed)
-            for i in range(self.config.model.num_layers)
+            LayerPlan(f"blocks.{i}", Block, partial(Block, core, i + 1), seed, depth=i + 1)
+            for i in range(num_blocks)
         ]
         return [embedding, *blocks, head]
 

@@ -13,14 +13,12 @@ from torch.distributed import ProcessGroup
 
 from megavis.config.schema import FinetuneConfig
 from megavis.model.core import Core
+from megavis.model.declarations import set_start
 from megavis.model.init import Fill, normal, zeros
 from megavis.model.patches import WholeLinear
 from megavis.model.standardize import BatchStandardization
 from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens
-
-CLASSIFIER = "head.classifier."
-"""Begins the names of the parameters that no run that fine-tuning starts from has."""
 
 
 class Classifier(nn.Module):
@@ -45,6 +43,8 @@ class Classifier(nn.Module):
         if settings.linear_evaluation:
             self.standardize, fill = BatchStandardization(width, processes), normal(0.01)
         self.linear = WholeLinear(width, settings.num_classes, fill)
+        # No run that fine-tuning starts from has them for these classes.
+        set_start(self.parameters(), "fresh")
 
     def forward(self, normalised: Tensor) -> Tensor:
         """Map this process's tokens `[s, b, h]` to float32 logits `[b, c]`."""
@@ -97,12 +97,5 @@ def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
 
 
 def frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return what builds the same layer, of which nothing but the classifier learns."""
-
-    def build() -> nn.Module:
-        layer = factory()
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_("classifier." in name)
-        return layer
-
-    return build
+    """Return what builds the same layer, of which nothing learns."""
+    return lambda: factory().requires_grad_(False)

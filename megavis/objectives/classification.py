@@ -32,7 +32,7 @@ from megavis.objectives.class_heads import (
     frozen,
 )
 from megavis.objectives.mixing import Mixing
-from megavis.objectives.trainable import GroupOptions, Sequence, Trainable
+from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 
 NO_LABEL = -1
@@ -121,14 +121,25 @@ class Classification(Trainable):
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers, with class logits from the last."""
-        embedding, *blocks, head = self.paper.layer_plans()
-        plans = [embedding, *blocks, dataclasses.replace(head, factory=self._build_head)]
-        if not self.settings.linear_evaluation:
-            return plans
-        return [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in plans]
+        *below, head = self.paper.layer_plans()
+        if self.settings.linear_evaluation:
+            below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
+        plans = [*below, dataclasses.replace(head, factory=self._build_head)]
+        return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
+
+    def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
+        """Let a layer learn at γ^(last - depth) times the rate, with γ = `layer_decay`.
+
+        As in MAE's recipe, where depths count from 0, the embedding, over the L blocks to L + 1,
+        the head.
+        """
+        options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
+        return dataclasses.replace(plan, options=options)
 
     def _build_head(self) -> nn.Module:
         core, head = self.paper.core, self.paper.build_head()
+        if self.settings.linear_evaluation:
+            head.requires_grad_(False)
         classifier = Classifier(core, self.settings, self.processes)
         if self.is_joint:
             return add_classifier(head, classifier)
@@ -207,21 +218,6 @@ class Classification(Trainable):
     def outputs(self, predictions: Any) -> Tensor:
         """Return class logits `[b, c]`."""
         return divide(predictions)[1]
-
-    def group_options(self, name: str) -> GroupOptions:
-        """Return the paper's options, with the rate of the parameter's layer.
-
-        Layers count from 0, the embedding, over the L blocks to L + 1, the head, and the i-th
-        learns at γ^(L + 1 - i) times the rate, as in MAE's recipe, with γ = `layer_decay`.
-        """
-        own = self.paper.group_options(name)
-        depth = self.config.model.num_layers
-        layer, number, *_ = name.split(".")
-        above = {"embedding": depth + 1, "head": 0}.get(layer)
-        if above is None:
-            above = depth - int(number)
-        scale = own.learning_rate_scale * self.settings.layer_decay**above
-        return dataclasses.replace(own, learning_rate_scale=scale)
 
 
 def divide(predictions: Any) -> tuple[Any, Tensor]:

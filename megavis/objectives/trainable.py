@@ -40,19 +40,6 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class GroupOptions:
-    """How the optimizer treats a parameter differently from what the config says of all.
-
-    Attributes:
-        learning_rate_scale: multiplies the scheduled learning rate.
-        betas: Adam's decay rates; those of the config when None.
-    """
-
-    learning_rate_scale: float = 1.0
-    betas: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
 class Likelihood:
     """How a loss is read as the likelihood of what the model predicts.
 
@@ -212,7 +199,3 @@ class Trainable(ABC):
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return other numbers of a batch, means over its images, that validation records."""
         return {}
-
-    def group_options(self, name: str) -> GroupOptions:
-        """Return what the optimizer does differently for the parameter of this name."""
-        return GroupOptions()

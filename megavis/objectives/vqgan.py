@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.model.declarations import without_decay
+from megavis.model.declarations import GroupOptions, add_options, without_decay
 from megavis.objectives.autoencoder import AutoencoderObjective, State
-from megavis.objectives.trainable import GroupOptions
 from megavis.objectives.vqgan_config import VQGANConfig
 from megavis.tokenizers.codebook import Codebook, usage
 from megavis.tokenizers.shapes import VQGANShape
@@ -76,15 +75,12 @@ class VQGANObjective(AutoencoderObjective):
         return self.config.objective
 
     def build_autoencoder(self) -> nn.Module:
-        """Return the VQGAN."""
-        return VQGANLayer(self.paper.shape)
-
-    def group_options(self, name: str) -> GroupOptions:
-        """Give the codebook its own rate, too."""
-        rate = self.paper.codebook_learning_rate
-        if ".quantize." not in name or rate is None:
-            return super().group_options(name)
-        return GroupOptions(rate / self.config.optimizer.learning_rate)
+        """Return the VQGAN, whose codebook may have its own rate."""
+        layer, rate = VQGANLayer(self.paper.shape), self.paper.codebook_learning_rate
+        if rate is not None:
+            options = GroupOptions(rate / self.config.optimizer.learning_rate)
+            add_options(layer.network.quantize.parameters(), options)
+        return layer
 
     def inputs_from(self, inputs: Any, **_: Any) -> tuple[Tensor, ...]:
         """Return pixels of images `[b, H, W, 3]`, uint8 or floats in [0, 1]."""

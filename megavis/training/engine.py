@@ -56,7 +56,6 @@ class Engine:
         optimizer = build_optimizer(
             self.layers.named_parameters(),
             config.optimizer,
-            objective.group_options,
             stages=context.pipeline.group if self._pipelined else None,
             parts=context.data.group if config.parallel.zero_stage else None,
         )

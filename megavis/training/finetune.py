@@ -25,16 +25,12 @@ from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.trained_on import training_shards
 from megavis.model.runner import Runner
-from megavis.objectives.class_heads import CLASSIFIER
 from megavis.objectives.classification import Classification
 from megavis.parallel.context import ParallelContext
 from megavis.training.early_stopping import EarlyStopping
 from megavis.training.engine import Engine
 from megavis.training.finetune_checks import check_source, label_complaints, source_checkpoint
 from megavis.training.open_data import open_held_out
-
-_POSITIONS = "embedding.positions."
-_RELATIVE = ".relative_bias."
 
 
 @dataclass
@@ -103,7 +99,6 @@ class Finetuning:
                 layers=engine.layers,
                 states=engine.states,
                 context=engine.context,
-                is_fresh=_is_fresh,
             )
 
     def finish(self, engine: Engine) -> None:
@@ -173,9 +168,3 @@ def _refuse_overlap(
 
 
 _PARTS = ("selection", "test")
-
-
-def _is_fresh(name: str, is_saved: bool) -> bool:
-    """Say whether a parameter keeps its initial weights: the classifier's, and new positions."""
-    tells_places = name.startswith(_POSITIONS) or _RELATIVE in name
-    return name.startswith(CLASSIFIER) or (tells_places and not is_saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,20 +14,13 @@ from torch import nn
 from megavis.checkpoint.state import logical_shape
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.declarations import is_without_decay
-from megavis.objectives.trainable import GroupOptions
+from megavis.model.declarations import GroupOptions, is_without_decay, options_of
 from megavis.training.lars import LARS
-
-OptionsOf = Callable[[str], GroupOptions]
-
-
-NO_OPTIONS = GroupOptions()
 
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
-    options_of: OptionsOf = lambda name: NO_OPTIONS,
     *,
     stages: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
@@ -37,7 +30,6 @@ def build_optimizer(
     Args:
         named_parameters: by the names that they have in every layout.
         config: what holds for all.
-        options_of: what the objective does differently for the parameter of a name.
         stages: the pipeline's processes, which hold different layers.
         parts: the processes over which ZeRO splits what the optimizer steps.
 
@@ -47,14 +39,14 @@ def build_optimizer(
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.algorithm == "lars":
         # One group a parameter: ZeRO joins those of a group, and LARS wants the norm of each.
-        alone = (parameter_groups([named], config.weight_decay, options_of) for named in trained)
+        alone = (parameter_groups([named], config.weight_decay) for named in trained)
         each = [
             {**group, "adapts": len(logical_shape(group["params"][0])) > 1}
             for groups in alone
             for group in groups
         ]
         return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
-    groups = parameter_groups(trained, config.weight_decay, options_of)
+    groups = parameter_groups(trained, config.weight_decay)
     if stages is not None:
         # ZeRO sums gradient norms over the stages group by group, and waits for the missing ones.
         groups = split_groups(groups, _largest(len(groups), stages))
@@ -71,16 +63,15 @@ def build_optimizer(
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
-    options_of: OptionsOf = lambda name: NO_OPTIONS,
 ) -> list[dict[str, Any]]:
     """Split parameters by what the optimizer does with them.
 
-    Some decay and all others do not (`decays`); within both, by the objective's options.
+    Some decay and all others do not (`decays`); within both, by their declared options.
     `learning_rate_scale` of a group multiplies the scheduled rate.
     """
     groups: dict[tuple[bool, GroupOptions], list[nn.Parameter]] = {}
-    for name, parameter in named_parameters:
-        key = (bool(weight_decay) and decays(parameter), options_of(name))
+    for _, parameter in named_parameters:
+        key = (bool(weight_decay) and decays(parameter), options_of(parameter))
         groups.setdefault(key, []).append(parameter)
     # Those that decay first, whatever the order of the layers.
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])

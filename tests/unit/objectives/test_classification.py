@@ -1,5 +1,6 @@
 """Classes on top of a paper: the loss by loops, the head from the norm's own output."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
+from megavis.model.declarations import options_of
 from megavis.objectives import OBJECTIVES
 from megavis.parallel.random import uniform
 
@@ -182,6 +184,18 @@ def test_the_class_head_starts_at_zero_and_the_others_keep_their_names(build, tm
 
 def test_each_layer_learns_slower_than_the_one_above(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
-    names = ("embedding.tokens.weight", "blocks.0.mlp.x", "blocks.1.mlp.x", "head.norm.weight")
-    scales = [objective.group_options(name).learning_rate_scale for name in names]
+    layers = [plan.build() for plan in objective.layer_plans()]
+    scales = [
+        {options_of(parameter).learning_rate_scale for parameter in layer.parameters()}
+        for layer in layers
+    ]
+    assert scales == [{0.125}, {0.25}, {0.5}, {1.0}]
+
+
+def test_depth_of_a_layer_is_declared_and_not_read_off_its_name(build, tmp_path):
+    objective, _ = build(tmp_path / "c.yaml", *WORDS, "finetune.layer_decay=0.5")
+    plans = objective.paper.layer_plans()
+    renamed = [dataclasses.replace(plan, name=f"part{i}") for i, plan in enumerate(plans)]
+    objective.paper.layer_plans = lambda: renamed
+    scales = [plan.options.learning_rate_scale for plan in objective.layer_plans()]
     assert scales == [0.125, 0.25, 0.5, 1.0]

@@ -105,7 +105,7 @@ def test_the_discriminator_has_its_own_rates(small):
     objective, stack, _ = small
     named = [(f"vae.{n}", p) for n, p in stack.layers[0].named_parameters()]
     named += [(f"discriminator.{n}", p) for n, p in stack.layers[1].named_parameters()]
-    optimizer = build_optimizer(named, objective.config.optimizer, objective.group_options)
+    optimizer = build_optimizer(named, objective.config.optimizer)
     first, second = optimizer.param_groups
     assert len(first["params"]) == len(list(stack.layers[0].parameters()))
     assert (first["betas"], first["learning_rate_scale"]) == ((0.0, 0.99), 1.0)
