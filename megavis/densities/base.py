@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
+from megavis.model.heads import Head
 from megavis.model.stream import State
 from megavis.parallel.random import normal, uniform
 from megavis.schedules.base import NoOptions
@@ -109,7 +110,7 @@ class Density(ABC):
     """Numbers that the head gives for a position, over all processes."""
 
     @abstractmethod
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last layer."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.core import Core
-from megavis.model.heads import VocabularyHead, split_cross_entropy, whole_logits
+from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Fill
 from megavis.model.stream import State
 
@@ -107,7 +107,7 @@ class Categorical(Density):
         """
         self.core, self.num_outputs, self.fill = core, vocabulary_size, fill
 
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last norm and a projection to logits."""
         return VocabularyHead(self.core, self.num_outputs, self.fill)
 

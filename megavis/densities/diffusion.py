@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.diffusion import BetaNoise, clean_from_noise, corrupt, reverse_process
+from megavis.model.heads import Head
 from megavis.model.stream import State
 from megavis.parallel.random import normal, uniform
 
@@ -84,7 +85,7 @@ class Diffusion(Density):
     options_type = DiffusionChoice
 
     def __init__(
-        self, num_outputs: int, process: Process, *, build_head: Callable[[], nn.Module]
+        self, num_outputs: int, process: Process, *, build_head: Callable[[], Head]
     ) -> None:
         """Build.
 
@@ -96,7 +97,7 @@ class Diffusion(Density):
         self.num_outputs, self.process, self._build = num_outputs, process, build_head
         self._beta: dict[torch.device, BetaNoise] = {}
 
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last layer."""
         return self._build()
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.guidance import Guided, draw_guided
+from megavis.model.heads import Head
 from megavis.model.mixture import Distribution, FullGaussian, Mixture, ScaleForm
 from megavis.model.stream import State
 
@@ -65,7 +66,7 @@ class Gaussians(Density):
     """What both forms have in common; parameters are read in float32."""
 
     def __init__(
-        self, num_outputs: int, form: ScaleForm, *, build_head: Callable[[], nn.Module]
+        self, num_outputs: int, form: ScaleForm, *, build_head: Callable[[], Head]
     ) -> None:
         """Build.
 
@@ -76,7 +77,7 @@ class Gaussians(Density):
         """
         self.num_outputs, self.form, self._build = num_outputs, form, build_head
 
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last layer."""
         return self._build()
 
@@ -113,7 +114,7 @@ class GaussianMixture(Gaussians):
         form: ScaleForm,
         *,
         num_components: int,
-        build_head: Callable[[], nn.Module],
+        build_head: Callable[[], Head],
     ) -> None:
         """Build; `num_components` is k, the rest as `Gaussians` has it."""
         super().__init__(num_outputs, form, build_head=build_head)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavis.densities.base import Density
+from megavis.model.heads import Head
 
 PLACED = -1
 """The target of a token that shows its place."""
@@ -20,7 +21,7 @@ class Place(Density):
     """Cross-entropy over the places."""
 
     def __init__(
-        self, num_places: int, *, num_skipped: int, build_head: Callable[[], nn.Module]
+        self, num_places: int, *, num_skipped: int, build_head: Callable[[], Head]
     ) -> None:
         """Build.
 
@@ -31,7 +32,7 @@ class Place(Density):
         """
         self.num_outputs, self.num_skipped, self._build = num_places, num_skipped, build_head
 
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last layer."""
         return self._build()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.model.heads import Head
 from megavis.model.stream import State
 from megavis.tokenizers.patches import normalize_patches
 
@@ -20,7 +21,7 @@ class SquaredError(Density):
     """One prediction a number; what is drawn is the mean."""
 
     def __init__(
-        self, num_outputs: int, *, normalize: bool, build_head: Callable[[], nn.Module]
+        self, num_outputs: int, *, normalize: bool, build_head: Callable[[], Head]
     ) -> None:
         """Build.
 
@@ -32,7 +33,7 @@ class SquaredError(Density):
         """
         self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
 
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last layer."""
         return self._build()
 

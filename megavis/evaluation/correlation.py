@@ -64,8 +64,7 @@ def measure_correlations(
 def last_tokens(runner: Runner, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return what the last norm gives: float32 `[b, s, h]`."""
     kept: list[Tensor] = []
-    norm = runner.layers.modules[-1].get_submodule("norm")
-    hook = norm.register_forward_hook(lambda _, __, out: kept.append(out))
+    hook = runner.head.norm.register_forward_hook(lambda _, __, out: kept.append(out))
     try:
         runner.predictions(inputs)
     finally:

@@ -16,13 +16,25 @@ from megavis.model.norms import Norm
 from megavis.model.stream import State, Stream
 
 
-class VocabularyHead(nn.Module):
+class Head(nn.Module):
+    """The last layer of a model: the last norm, and what predicts from what it gives.
+
+    Features and class logits are read off the norm, which is called once a forward pass.
+    """
+
+    norm: Norm
+
+    def __init__(self, core: Core, norm: Norm) -> None:
+        super().__init__()
+        self.core, self.norm = core, norm
+
+
+class VocabularyHead(Head):
     """The last norm and a projection to logits, split over the tensor group by vocabulary."""
 
     def __init__(self, core: Core, vocabulary_size: int, fill: Fill) -> None:
-        super().__init__()
-        self.core = core
-        self.norm = Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)
+        width, epsilon = core.megatron.hidden_size, core.megatron.layernorm_epsilon
+        super().__init__(core, Norm(core.megatron, width, epsilon))
         self.linear = ColumnParallelLinear(
             core.megatron.hidden_size,
             vocabulary_size,

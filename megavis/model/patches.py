@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megavis.model.core import Core
+from megavis.model.heads import Head
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.norms import Norm
 from megavis.model.product import product
@@ -54,13 +55,13 @@ class LastNorm(Norm):
         return all_tokens(normalised, self.config, self.tensor_group).transpose(0, 1)
 
 
-class TokenHead(nn.Module):
+class TokenHead(Head):
     """The last norm and a linear map of each token, for example to pixels or to positions."""
 
+    norm: LastNorm
+
     def __init__(self, core: Core, num_outputs: int, fill: Fill = xavier_uniform) -> None:
-        super().__init__()
-        self.core = core
-        self.norm = LastNorm(core)
+        super().__init__(core, LastNorm(core))
         self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
 
     def forward(self, state: State) -> Tensor:

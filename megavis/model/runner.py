@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
+from megavis.model.heads import Head
 from megavis.model.stack import LocalLayers, Predictions
 from megavis.model.stream import State
 from megavis.model.visibility import KeyValueCache
@@ -54,6 +55,18 @@ class Runner:
         if cache is not None:
             cache.advance()
         return predictions
+
+    @property
+    def head(self) -> Head:
+        """The last layer, which the last stage holds.
+
+        Raises:
+            TypeError: the model has no head, as a tokenizer in training.
+        """
+        last = self.layers.modules[-1]
+        if not isinstance(last, Head):
+            raise TypeError(f"{type(last).__name__} is no head")
+        return last
 
     def cache(self, capacity: int, *, num_sequences: int) -> KeyValueCache:
         """Return a cache for so many sequences of so many tokens, for `predictions`.
@@ -158,7 +171,7 @@ class Runner:
         """Return the norm in front of each local block, and the head's."""
         norms = [m.input_layernorm for m in self.layers.modules if isinstance(m, Block)]
         if self.context.is_last_stage:
-            norms.append(self.layers.modules[-1].norm)
+            norms.append(self.head.norm)
         return norms
 
     def _pool(self, normalised: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from megavis.densities.base import Density
 from megavis.model.core import Block, Core
 from megavis.model.drop_path import carries_samples
 from megavis.model.flops import Workload, training_flops
+from megavis.model.heads import Head
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
@@ -112,7 +113,7 @@ class Objective(Trainable):
     def build_embedding(self) -> nn.Module:
         """Return the first layer: `Sequence.inputs` to the `State` of `[s, b, h]`."""
 
-    def build_head(self) -> nn.Module:
+    def build_head(self) -> Head:
         """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
         return self.density.build_head()
 

@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 from megavis.config.schema import FinetuneConfig
 from megavis.model.core import Core
 from megavis.model.declarations import set_start
+from megavis.model.heads import Head
 from megavis.model.init import Fill, normal, zeros
+from megavis.model.norms import Norm
 from megavis.model.patches import WholeLinear
 from megavis.model.standardize import BatchStandardization
 from megavis.model.stream import State, Stream
@@ -58,12 +60,12 @@ class Classifier(nn.Module):
         return self.linear(described).float()
 
 
-class ClassHead(nn.Module):
+class ClassHead(Head):
     """The last norm and the classifier, without the paper's own predictions."""
 
-    def __init__(self, core: Core, norm: nn.Module, classifier: Classifier) -> None:
-        super().__init__()
-        self.core, self.norm, self.classifier = core, norm, classifier
+    def __init__(self, core: Core, norm: Norm, classifier: Classifier) -> None:
+        super().__init__(core, norm)
+        self.classifier = classifier
 
     def forward(self, state: State) -> Tensor:
         """Map the `State` of `[s, b, h]` to logits `[b, c]`."""
@@ -71,14 +73,14 @@ class ClassHead(nn.Module):
         return self.classifier(self.norm(hidden))
 
 
-def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
+def add_classifier(head: Head, classifier: Classifier) -> Head:
     """Let a paper's head give class logits after its own predictions.
 
     By hooks and not by a module around it, so that its parameters keep the names under which the
     run that fine-tuning starts from has saved them.
 
     Args:
-        head: any paper's last layer; its `norm` is the last norm.
+        head: any paper's last layer.
         classifier: becomes part of it.
     """
     normalised: list[Tensor] = []
@@ -90,7 +92,7 @@ def add_classifier(head: nn.Module, classifier: Classifier) -> nn.Module:
         own = (predictions,) if isinstance(predictions, Tensor) else predictions
         return (*own, classifier(normalised.pop()))
 
-    head.get_submodule("norm").register_forward_hook(keep)
+    head.norm.register_forward_hook(keep)
     head.register_forward_hook(join)
     head.classifier = classifier
     return head

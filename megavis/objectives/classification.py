@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload, training_flops
+from megavis.model.heads import Head
 from megavis.model.stack import LayerPlan
 from megavis.objectives.base import Objective
 from megavis.objectives.class_heads import (
@@ -136,14 +137,14 @@ class Classification(Trainable):
         options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
         return dataclasses.replace(plan, options=options)
 
-    def _build_head(self) -> nn.Module:
+    def _build_head(self) -> Head:
         core, head = self.paper.core, self.paper.build_head()
         if self.settings.linear_evaluation:
             head.requires_grad_(False)
         classifier = Classifier(core, self.settings, self.processes)
         if self.is_joint:
             return add_classifier(head, classifier)
-        return ClassHead(core, head.get_submodule("norm"), classifier)
+        return ClassHead(core, head.norm, classifier)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Return the paper's sequence, then the labels, which are no part of its inputs.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megavis.config.schema import ModelConfig
 from megavis.model.core import Block, Core, FeedForward
+from megavis.model.heads import Head
 from megavis.model.norms import Norm
 from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stream import State, Stream, from_bits
@@ -99,13 +100,13 @@ class PairDecoder(nn.Module):
         return self.linear(self.norm(pair[-1])).unflatten(0, noisy.shape[:2])
 
 
-class PatchHead(nn.Module):
+class PatchHead(Head):
     """The last norm and the decoder."""
 
+    norm: LastNorm
+
     def __init__(self, core: Core, patch_width: int, paper: DARLConfig) -> None:
-        super().__init__()
-        self.core = core
-        self.norm = LastNorm(core)
+        super().__init__(core, LastNorm(core))
         inner = core_of_decoder(core)
         self.noisy: NoisyEmbedding | None = None
         if paper.loss == "diffusion":
