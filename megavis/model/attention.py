@@ -34,7 +34,6 @@ class Attention(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         pg_collection: ProcessGroupCollection,
         initialization: Initialization,
         visibility_kind: Kind,
@@ -45,7 +44,7 @@ class Attention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.config, self.layer_number, self.recompute = config, layer_number, recompute
+        self.config, self.recompute = config, recompute
         self.head_size = config.hidden_size // config.num_attention_heads
         self.tensor_group, self.rotary_scale = pg_collection.tp, rotary_scale
         # Where only some tokens are projected, they are chosen from all, so a split sequence is
@@ -140,7 +139,7 @@ class Attention(nn.Module):
         The bias `[b or 1, n, q, c]` is that of relative positions, where there are any.
         """
         if relations.cache is not None:
-            key, value = relations.cache.extend(self.layer_number, key, value)
+            key, value = relations.cache.extend(self, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Every process of the tensor group has other heads.
         with separate_draws(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
@@ -175,9 +174,9 @@ class Attention(nn.Module):
 class CrossAttention(Attention):
     """Attention to a memory: what an encoder made of a condition, all of which every token sees."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         # As where tokens are chosen, the projections take whole sequences: a memory is not split.
-        super().__init__(config, layer_number, visibility_kind="context", **options)
+        super().__init__(config, visibility_kind="context", **options)
 
     # Megatron's layer passes other arguments to a cross-attention than to a self-attention.
     def forward(  # type: ignore[override]
@@ -201,7 +200,7 @@ class CrossAttention(Attention):
             return self._heads(self.linear_kv(key_value_states)[0], 2)
 
         cache = attention_mask.cache
-        key, value = project() if cache is None else cache.fixed(self.layer_number, project)
+        key, value = project() if cache is None else cache.fixed(self, project)
         return self._project(query, key, value, Relations(Visibility("full")))
 
 

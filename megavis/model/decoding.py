@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
@@ -46,7 +46,8 @@ class Decoder(KeyValueCache):
     def __init__(self, blocks: Sequence[Block], capacity: int, *, num_sequences: int) -> None:
         super().__init__(capacity)
         self._blocks = [_Block.of(block, num_rows=num_sequences) for block in blocks]
-        self._first_layer, self._carries = blocks[0].layer_number, blocks[0].core.carries
+        self._places_of = {block.self_attention: i for i, block in enumerate(blocks)}
+        self._carries = blocks[0].core.carries
         self._all: Tensor | None = None
 
     @staticmethod
@@ -89,12 +90,12 @@ class Decoder(KeyValueCache):
         keys, values = seen[:, 0].transpose(2, 3).unbind(), seen[:, 1].unbind()
         return zip(new, keys, values, strict=True)
 
-    def _room(self, layer: int, like: Tensor) -> Tensor:
+    def _room(self, module: nn.Module, like: Tensor) -> Tensor:
         if self._all is None:
             batch, heads, _, size = like.shape
             shape = (len(self._blocks), 2, batch, heads, self.capacity, size)
             self._all = like.new_empty(shape)
-        return self._all[layer - self._first_layer]
+        return self._all[self._places_of[module]]
 
 
 class _Projection(PackedLinear):

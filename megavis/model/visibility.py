@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Kind = Literal["causal", "full", "two_stream", "context"]
 
@@ -148,33 +148,33 @@ class Relations:
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens so far, for every layer of this process.
+    """Keys and values of the tokens so far, for every attention module of this process.
 
     Attributes:
         capacity: tokens that will be generated at most.
-        length: tokens that every layer has stored.
+        length: tokens that every module has stored.
     """
 
     capacity: int
     length: int = 0
     _new: int = 0
-    _stored: dict[int, Tensor] = field(default_factory=dict)
-    _fixed: dict[int, Tensor] = field(default_factory=dict)
+    _stored: dict[nn.Module, Tensor] = field(default_factory=dict)
+    _fixed: dict[nn.Module, Tensor] = field(default_factory=dict)
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens of one layer and return all of that layer so far.
+    def extend(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens of one attention module and return all of that module so far.
 
         Args:
-            layer: which layer.
+            module: itself, not its number: two stacks of blocks both count from one.
             key: `[b, heads, new, head_size]`.
             value: like `key`.
 
         Returns:
             Keys and values `[b, heads, length + new, head_size]`.
         """
-        if layer not in self._stored:
-            self._stored[layer] = self._room(layer, key)
-        stored = self._stored[layer]
+        if module not in self._stored:
+            self._stored[module] = self._room(module, key)
+        stored = self._stored[module]
         keys, values = stored[0], stored[1]
         self._new = key.shape[2]
         end = self.length + self._new
@@ -182,21 +182,23 @@ class KeyValueCache:
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
 
-    def _room(self, layer: int, like: Tensor) -> Tensor:
-        """Return room for all keys and values of a layer: `[2, b, heads, capacity, head_size]`."""
+    def _room(self, module: nn.Module, like: Tensor) -> Tensor:
+        """Return room for all keys and values of a module: `[2, b, heads, capacity, head_size]`."""
         batch, heads, _, size = like.shape
         return like.new_empty(2, batch, heads, self.capacity, size)
 
-    def fixed(self, layer: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return what `make` gave when this layer asked first: of a memory, which does not grow.
+    def fixed(
+        self, module: nn.Module, make: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Return what `make` gave when this module asked first: of a memory, which does not grow.
 
         Args:
-            layer: which layer.
+            module: which attention module.
             make: gives keys and values `[b, heads, c, head_size]`.
         """
-        if layer not in self._fixed:
-            self._fixed[layer] = torch.stack(make())
-        return self._fixed[layer].unbind()
+        if module not in self._fixed:
+            self._fixed[module] = torch.stack(make())
+        return self._fixed[module].unbind()
 
     def select(self, order: Tensor) -> None:
         """Continue other sequences: int64 `[b]`, for each new one the old one that it continues."""
@@ -204,5 +206,5 @@ class KeyValueCache:
             stored.copy_(stored[:, order])
 
     def advance(self) -> None:
-        """Count the new tokens, once all layers have stored them."""
+        """Count the new tokens, once all modules have stored them."""
         self.length += self._new

@@ -7,6 +7,7 @@ from small_batches import run_layers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megavis.model.core import Block
 from megavis.model.flops import training_flops
 from megavis.model.visibility import KeyValueCache
 
@@ -84,6 +85,26 @@ def test_a_cache_gives_what_the_whole_sequence_gives(build, tmp_path, num_new):
         for start in range(0, 16, num_new):
             piece = hidden[start : start + num_new]
             parts.append(block(piece, cache))
+            cache.advance()
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_two_stacks_that_both_count_from_one_share_a_cache(build, tmp_path):
+    """Each block keeps its own keys and values, whatever its number."""
+    objective, _ = build(tmp_path / "c.yaml")
+    torch.manual_seed(0)
+    blocks = [Block(objective.core, number) for number in (1, 2, 1, 2)]
+    hidden = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0))
+
+    def run(state, cache=None):
+        for block in blocks:
+            state = block(state, cache)
+        return state
+
+    with torch.no_grad():
+        whole, cache, parts = run(hidden), KeyValueCache(capacity=16), []
+        for place in range(16):
+            parts.append(run(hidden[place : place + 1], cache))
             cache.advance()
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
 

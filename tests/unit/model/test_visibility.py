@@ -72,7 +72,7 @@ def attention(build, tmp_path):
         # Entries of q and k near 1: with larger ones a softmax passes its rounding on to gradients.
         fill = normal(0.25)
         initialization = Initialization(fill, fill, fill, fill, fill)
-        return Attention(config, 1, objective.core.groups, initialization, kind)
+        return Attention(config, objective.core.groups, initialization, kind)
 
     return make
 
