@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megavis.model.product import product
+from megavis.model.tokens import splits_tokens
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -21,7 +22,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias left over."""
         learns = torch.is_grad_enabled()
-        if self.sequence_parallel or (learns and not input_.is_cpu):
+        if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
         # What Megatron does around the product serves the gradient on a GPU, and outside of
         # training it costs more than the product of a single token.
@@ -48,10 +49,12 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
-        if input_.is_cpu and not self.sequence_parallel:
+        splits = splits_tokens(self)
+        # Megatron's own forward pass reads the flag of the layer, which says what training does.
+        if not splits and (input_.is_cpu or self.sequence_parallel):
             part = product(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         output, bias = super().forward(input_)
-        if bias is not None and self.sequence_parallel:
+        if bias is not None and splits:
             bias = copy_to_tensor_model_parallel_region(bias, self.tp_group)
         return output, bias

@@ -21,6 +21,7 @@ from megavis.model.decoding import Decoder
 from megavis.model.heads import Head
 from megavis.model.stack import LocalLayers, Predictions
 from megavis.model.stream import State
+from megavis.model.tokens import splits_tokens, whole_tokens
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
@@ -41,6 +42,7 @@ class Runner:
         *,
         cache: KeyValueCache | None = None,
         finish: Finish | None = None,
+        whole: bool = False,
     ) -> Any:
         """Return the head's output, as the objective's `loss` and `outputs` take it.
 
@@ -49,8 +51,10 @@ class Runner:
             cache: keys and values of earlier tokens; the inputs are then only the new ones.
             finish: called instead of the head, on the last stage, with the head and what it would
                 get; for what runs parts of a head many times over.
+            whole: keep all tokens on each process of a tensor group, under sequence parallelism
+                too: a sequence that is generated need not divide.
         """
-        with self.evaluating():
+        with self.evaluating(), whole_tokens() if whole else contextlib.nullcontext():
             predictions = self._walk(inputs, cache, finish)
         if cache is not None:
             cache.advance()
@@ -179,7 +183,7 @@ class Runner:
         total = normalised.float().sum(0)
         count = normalised.shape[0]
         blocks = [m for m in self.layers.modules if isinstance(m, Block)]
-        if blocks and blocks[0].config.sequence_parallel:
+        if blocks and splits_tokens(blocks[0].config):
             dist.all_reduce(total, group=self.context.tensor.group)
             count *= self.context.tensor.size
         return total / count
@@ -188,27 +192,6 @@ class Runner:
         stages = range(self.context.pipeline.size)
         parts = [self._from_stage(stage, pooled) for stage in stages]
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
-
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """Evaluate, with all tokens on each process of the tensor group: one cannot be divided.
-
-        The layers ask their own flag or their config in every forward pass; both are put back.
-        """
-        flagged: dict[int, Any] = {}
-        for root in self.layers.modules:
-            for module in root.modules():
-                for holder in (module, getattr(module, "config", None)):
-                    if getattr(holder, "sequence_parallel", False):
-                        flagged[id(holder)] = holder
-        for holder in flagged.values():
-            holder.sequence_parallel = False
-        try:
-            with self.evaluating():
-                yield
-        finally:
-            for holder in flagged.values():
-                holder.sequence_parallel = True
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -90,7 +90,7 @@ def generate_in_steps(
         cache = runner.cache(paper.num_tokens, num_sequences=lanes.num_rows)
     if step is None:
         yield lanes.best(), None
-    with runner.generating():
+    with runner.evaluating():
         while step is not None:
             since = 0 if cache is None else cache.length
             rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
@@ -99,7 +99,7 @@ def generate_in_steps(
             def finish(head: nn.Module, state: State, draws: Draws = draws) -> tuple[Tensor, ...]:
                 return drawing(head, state, draws).pack()
 
-            drawn = Drawn.unpack(runner.predictions(rows, cache=cache, finish=finish))
+            drawn = Drawn.unpack(runner.predictions(rows, cache=cache, finish=finish, whole=True))
             moved = lanes.write(step, drawn)
             if cache is not None and moved is not None:
                 cache.select(moved)
