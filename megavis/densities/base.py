@@ -108,6 +108,9 @@ class Density(ABC):
     """Dataclass of what a user may choose when tokens are drawn."""
     num_outputs: int
     """Numbers that the head gives for a position, over all processes."""
+    decoder_flops: float = 0.0
+    """Operations of the head's forward passes in training before its last matrix, for one position;
+    counted as in `model/flops.py`."""
 
     @abstractmethod
     def build_head(self) -> Head:

@@ -85,7 +85,12 @@ class Diffusion(Density):
     options_type = DiffusionChoice
 
     def __init__(
-        self, num_outputs: int, process: Process, *, build_head: Callable[[], Head]
+        self,
+        num_outputs: int,
+        process: Process,
+        *,
+        build_head: Callable[[], Head],
+        decoder_flops: float = 0.0,
     ) -> None:
         """Build.
 
@@ -93,8 +98,10 @@ class Diffusion(Density):
             num_outputs: d.
             process: see there.
             build_head: a `DenoisingHead`.
+            decoder_flops: see `Density`; in sampling every step costs as much again.
         """
         self.num_outputs, self.process, self._build = num_outputs, process, build_head
+        self.decoder_flops = decoder_flops
         self._beta: dict[torch.device, BetaNoise] = {}
 
     def build_head(self) -> Head:

@@ -21,7 +21,12 @@ class SquaredError(Density):
     """One prediction a number; what is drawn is the mean."""
 
     def __init__(
-        self, num_outputs: int, *, normalize: bool, build_head: Callable[[], Head]
+        self,
+        num_outputs: int,
+        *,
+        normalize: bool,
+        build_head: Callable[[], Head],
+        decoder_flops: float = 0.0,
     ) -> None:
         """Build.
 
@@ -30,8 +35,10 @@ class SquaredError(Density):
             normalize: score each token against its target standardised by itself ("Masked
                 Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
             build_head: the last layer, which gives `[b, q, d]`.
+            decoder_flops: see `Density`.
         """
         self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
+        self.decoder_flops = decoder_flops
 
     def build_head(self) -> Head:
         """Return the last layer."""

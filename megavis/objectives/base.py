@@ -102,8 +102,10 @@ class Objective(Trainable):
         return Workload.of_one_stream(self.num_tokens, self.num_outputs, causal=causal)
 
     def flops_per_image(self) -> float:
-        """Return the operations of a training step for one image, by the workload."""
-        return training_flops(self.config.model, self.workload())
+        """Return the operations of a training step for one image, by workload and density."""
+        work = self.workload()
+        decoder = 3 * work.num_read * self.density.decoder_flops
+        return training_flops(self.config.model, work) + decoder
 
     @abstractmethod
     def initialization(self) -> Initialization:

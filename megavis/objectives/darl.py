@@ -74,6 +74,7 @@ class DARL(PatchSequences):
                 self.patch_width,
                 normalize=paper.normalize_targets,
                 build_head=self._build_head,
+                decoder_flops=self._decoder_flops(),
             )
         process = Process(
             beta=(paper.noise_a, paper.noise_b),
@@ -83,10 +84,26 @@ class DARL(PatchSequences):
             temperature=paper.sampling_temperature,
             seed=self.config.seed,
         )
-        return Diffusion(self.patch_width, process, build_head=self._build_head)
+        return Diffusion(
+            self.patch_width,
+            process,
+            build_head=self._build_head,
+            decoder_flops=self._decoder_flops(),
+        )
 
     def _build_head(self) -> PatchHead:
         return PatchHead(self.core, self.patch_width, self.paper)
+
+    def _decoder_flops(self) -> float:
+        paper, noisy_width = self.paper, 0
+        if self.is_diffusion:
+            noisy_width = self.patch_width + paper.condition_on_gamma * paper.patch_size**2
+        return decoder_flops(
+            self.config.model,
+            paper.decoder_kind,
+            paper.num_decoder_layers,
+            noisy_width=noisy_width,
+        )
 
     @functools.cached_property
     def ids(self) -> Ids | None:
@@ -107,19 +124,6 @@ class DARL(PatchSequences):
         count, queries = self.num_tokens, self.num_tokens * self.paper.two_streams
         visible = float(count) if queries else (count + 1) / 2
         return Workload(count + queries, count, visible, count, self.num_outputs)
-
-    def flops_per_image(self) -> float:
-        """Return the operations of a training step for one image, those of the decoder too."""
-        paper, noisy_width = self.paper, 0
-        if self.is_diffusion:
-            noisy_width = self.patch_width + paper.condition_on_gamma * paper.patch_size**2
-        decoder = decoder_flops(
-            self.config.model,
-            paper.decoder_kind,
-            paper.num_decoder_layers,
-            noisy_width=noisy_width,
-        )
-        return super().flops_per_image() + 3 * self.num_tokens * decoder
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want photographs."""
