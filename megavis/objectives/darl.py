@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.tokens import Ids
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
@@ -35,7 +36,6 @@ from megavis.objectives.darl_decoders import PatchHead, decoder_flops
 from megavis.objectives.darl_layers import SequenceEmbedding
 from megavis.objectives.darl_sequences import PatchSequences
 from megavis.objectives.generates import Known
-from megavis.objectives.image_tokens import Ids
 from megavis.schedules.base import Step
 from megavis.tokenizers.patches import pixel_range
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.composition.tokens import patches_of
 from megavis.densities.diffusion import Diffusion
 from megavis.model.orders import fixed_order, take_places
 from megavis.objectives.base import Objective
 from megavis.objectives.darl_config import DARLConfig
 from megavis.objectives.darl_layers import START, DARLInputs
-from megavis.objectives.image_tokens import patches_of
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
 from megavis.tokenizers.patches import to_uint8, unpatchify

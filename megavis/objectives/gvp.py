@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.tokens import Ids, Patches, Tokens
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
@@ -46,7 +47,6 @@ from megavis.objectives.gvp_layers import (
     content_alone,
     two_streams,
 )
-from megavis.objectives.image_tokens import Ids, Patches, Tokens
 from megavis.schedules.base import Arrangement, Step
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from megavis.composition.tokens import check_images, open_ids_tokenizer
 from megavis.config.errors import UserError
-from megavis.objectives.image_tokens import check_images, open_ids_tokenizer
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer

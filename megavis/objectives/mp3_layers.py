@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megavis.composition.tokens import patches_of
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.model.core import Core
@@ -21,7 +22,6 @@ from megavis.model.patches import PatchEmbedding
 from megavis.model.positions import grid_coordinates
 from megavis.model.relative import OFF_GRID
 from megavis.model.stream import State, Stream
-from megavis.objectives.image_tokens import patches_of
 from megavis.tokenizers.frames import standardize_frames
 from megavis.tokenizers.patches import to_uint8, unpatchify
 
