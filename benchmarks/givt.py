@@ -59,7 +59,7 @@ def sampler(objective: GIVT, runner: Runner, count: int, **options: object) -> C
 def training(objective: GIVT, runner: Runner, count: int) -> Contestants:
     """Return a whole step's forward and backward pass, and that of the loss alone."""
     layers, device = runner.layers.modules, runner.context.device
-    moments = torch.rand(count, 2, *objective.latent_shape)
+    moments = torch.rand(count, 2, *objective.reads.shape)
     batch = Batch(moments, torch.zeros(count, dtype=torch.int64), torch.arange(count)).to(device)
     sequence = objective.sequence(batch)
     parameters = [p for layer in layers for p in layer.parameters()]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_check.kernels import seconds_of, synchronize
 from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
@@ -21,6 +22,8 @@ from megavis.model.stack import LocalLayers
 from megavis.objectives.igpt import IGPT
 from megavis.parallel.launch import Launch
 from megavis.sampling.sampler import Sampler
+from megavis.schedules.base import Step
+from megavis.schedules.one_by_one import OneByOne
 
 PRESET = "igpt/l_32.yaml"
 Way = Callable[[Runner, IGPT, int, Settings], float]
@@ -120,8 +123,14 @@ def graphed_place(runner: Runner, objective: IGPT, batch: int, settings: Setting
     device, given = runner.context.device, objective.num_tokens // 2
     ids = torch.zeros(batch, objective.num_tokens, dtype=torch.int64, device=device)
     cache = runner.cache(objective.num_tokens, num_sequences=batch)
-    runner.predictions(objective.inputs_at(ids, 0, given), cache=cache)
-    inputs = objective.inputs_at(ids, given, given + 1)
+    plan = OneByOne.along(torch.arange(objective.num_tokens, device=device)[None])
+
+    def inputs_at(place: int, since: int) -> tuple[Tensor, ...]:
+        step = Step(plan, place, slice(place, place + 1), 0, "")
+        return objective.rows(ids, step, (), since)
+
+    runner.predictions(inputs_at(given - 1, 0), cache=cache)
+    inputs = inputs_at(given, given)
 
     def place() -> object:
         return runner.predictions(inputs, cache=cache)

@@ -1,1 +1,1 @@
-"""What papers are composed of, besides schedules and densities: tokens, asking, condition, reader."""
+"""What papers are composed of besides schedules and densities."""

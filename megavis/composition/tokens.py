@@ -1,200 +1,260 @@
-"""What a model reads or predicts of an image: patches of pixels, or ids of a discrete tokenizer.
+"""What a model reads or predicts of an image, and the way back.
 
-"Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning", section
-5: one kind is read and one predicted (p2p, p2d, d2d). "Denoising Autoregressive Representation
-Learning", appendix B.4: patches in, ids out.
+- `Colours`: palette ids, a token a pixel.
+- `Patches`: squares of standardised pixels; `Frames`: those of a spectrogram.
+- `Ids`: of a codebook, as shards hold them or as a frozen tokenizer makes them (`codebook.py`).
+- `Latents`: real-valued, drawn from a frozen VAE's posterior (`latents.py`).
 
-Legend: b images, T tokens of an image, q predicted ones, d numbers of a patch, v ids.
+Legend: b images, n tokens of an image, d numbers of a token, v ids.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.data.manifest import Manifest
+from megavis.data.batch import Batch
+from megavis.data.manifest import PALETTE_NAME, Manifest
 from megavis.model.core import Core
 from megavis.model.embeddings import token_embedding
-from megavis.model.init import normal
+from megavis.model.init import Fill, normal
 from megavis.model.patches import PatchEmbedding
+from megavis.tokenizers.frames import standardize_frames
+from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.patches import patchify, standardize, to_uint8, unpatchify
 
-if TYPE_CHECKING:
-    from megavis.tokenizers.base import IdTokenizer
 
+class Tokens(ABC):
+    """One kind of token.
 
-class Tokens(Protocol):
-    """One kind of token."""
+    Attributes:
+        grid: rows and columns of the tokens of an image.
+        sample_shape: of a sample as shards hold it.
+        sample_type: likewise.
+    """
 
-    def of(self, images: Any) -> Tensor:
-        """Return the tokens `[b, T, ...]` of images, in raster order."""
+    grid: tuple[int, int]
+    sample_shape: tuple[int, ...]
+    sample_type: torch.dtype = torch.uint8
 
-    def embedding(self, core: Core) -> nn.Module:
-        """Return a map of tokens `[b, c, ...]` to `[b, c, h]`."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens n of an image."""
+        return self.grid[0] * self.grid[1]
 
-    def blank(self, images: Tensor) -> Tensor:
-        """Return tokens `[b, T, ...]` of zeros for images `[b]`, on their device."""
+    @property
+    def is_random(self) -> bool:
+        """True where the tokens of an image are drawn."""
+        return False
 
-    def to_images(self, tokens: Tensor) -> Tensor:
-        """Undo `of`: uint8 `[b, h, w, 3]`; raises UserError where nothing does."""
+    @property
+    def identity(self) -> str | None:
+        """SHA-256 of the frozen network that makes the tokens; None where none does."""
+        return None
 
+    @abstractmethod
+    def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
+        """Return the tokens of samples `[b, ...]`, as what makes them gives them.
 
-class Patches:
-    """Patches of standardised pixels."""
-
-    def __init__(self, *, image_size: int, patch_size: int) -> None:
-        self.image_size, self.patch_size = image_size, patch_size
-        self.width = 3 * patch_size**2
-
-    def of(self, images: Any) -> Tensor:
-        """Return patches float32 `[b, T, d]` of images uint8 `[b, h, w, 3]`.
+        Args:
+            samples: as shards hold them, or tokens already.
+            index: int64 `[b]`, of the samples, where tokens are drawn.
 
         Raises:
-            UserError: they have another size or type.
+            UserError: samples of another form.
         """
-        return patches_of(images, image_size=self.image_size, patch_size=self.patch_size)
 
-    def embedding(self, core: Core) -> nn.Module:
-        """Return a linear map."""
-        return PatchEmbedding(self.width, core.megatron.hidden_size)
+    def sequence(self, tokens: Tensor) -> Tensor:
+        """Return them in raster order, `[b, n]` or `[b, n, d]`."""
+        return tokens
 
+    def from_sequence(self, tokens: Tensor) -> Tensor:
+        """Undo `sequence`."""
+        return tokens
+
+    @abstractmethod
+    def check(self, manifest: Manifest, name: str) -> Iterator[str]:
+        """Yield what is wrong with shards for a paper of this name, a sentence each."""
+
+    @abstractmethod
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Return a map of tokens `[b, c, ...]` to `[b, c, h]`."""
+
+    @abstractmethod
     def blank(self, images: Tensor) -> Tensor:
-        """Return patches `[b, T, d]` of zeros."""
-        count = (self.image_size // self.patch_size) ** 2
-        return torch.zeros(len(images), count, self.width, device=images.device)
+        """Return tokens of zeros in raster order for images `[b]`, on their device."""
 
-    def to_images(self, tokens: Tensor) -> Tensor:
-        """Return the nearest images uint8 `[b, h, w, 3]`."""
-        return to_uint8(unpatchify(tokens, self.patch_size))
+    def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
+        """Draw tokens as their tokenizer's training assumed them; None where it assumed nothing."""
+        return None
+
+    @abstractmethod
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Undo `of`: uint8 `[b, h, w, 3]`.
+
+        Args:
+            tokens: as `of` gives them.
+            folder: of the run, which may hold what decodes them.
+
+        Raises:
+            UserError: nothing does.
+        """
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where nothing makes images of these tokens."""
+        self.to_images(self.of(self.blank_batch(1, torch.device("cpu")).inputs), folder)
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return samples of zeros, all of class 0."""
+        return blank_batch(num_images, self.sample_shape, self.sample_type, device)
 
 
-class Ids:
-    """Ids of a frozen tokenizer, given as shards or made on the way; scored by cross-entropy."""
+class Colours(Tokens):
+    """Ids of a palette: a pixel each, as palette shards hold them."""
 
-    def __init__(
-        self, *, image_size: int, num_tokens: int, vocabulary_size: int, tokenizer: str | None
-    ) -> None:
+    sample_type = torch.int64
+
+    def __init__(self, *, image_size: int, vocabulary_size: int, windows: bool = False) -> None:
         """Build.
 
         Args:
             image_size: side of the images in pixels.
-            num_tokens: T.
-            vocabulary_size: v.
-            tokenizer: run folder of what makes ids of images; None where only ids come.
+            vocabulary_size: v, most colours that a palette may have.
+            windows: samples are cut out of larger images.
         """
-        self.image_size, self.num_tokens = image_size, num_tokens
-        self.vocabulary_size, self.run_folder = vocabulary_size, tokenizer
+        self.grid, self.vocabulary_size = (image_size, image_size), vocabulary_size
+        self.sample_shape, self.windows = (image_size**2,), windows
 
-    def of(self, images: Any) -> Tensor:
-        """Return ids int64 `[b, T]` of images uint8 `[b, h, w, 3]`; ids `[b, T]` stay.
-
-        Raises:
-            UserError: images without a tokenizer, or of another size.
-        """
-        if images.ndim == 2:
-            return images.long()
-        if images.is_meta:
-            # There are shapes alone: nothing to encode, and no tokenizer is asked for.
-            return images.new_zeros(len(images), self.num_tokens, dtype=torch.int64)
-        if self.run_folder is None:
-            raise UserError("ids are wanted; name what makes them of images in objective.tokenizer")
-        check_images(images, self.image_size)
-        return self.tokenizer.to(images.device).encode(images)
-
-    def check_ids(self, ids: Tensor) -> None:
-        """Want ids of the codebook. Reads numbers off the device: not for a step of training.
-
-        Raises:
-            UserError: one is negative, or not below the vocabulary size.
-        """
-        smallest, largest = int(ids.min()), int(ids.max())
-        if smallest < 0 or largest >= self.vocabulary_size:
+    def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
+        """Return ids int64 `[b, n]`."""
+        if samples.shape[1:] != self.sample_shape or samples.is_floating_point():
             raise UserError(
-                f"the ids reach from {smallest} to {largest}; objective.vocabulary_size"
-                f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
+                f"the images have shape {list(samples.shape)} and type {samples.dtype}; this run"
+                f" takes ids [b, {self.num_tokens}]"
             )
+        ids: Tensor = samples.long()
+        return ids
 
-    @cached_property
-    def tokenizer(self) -> IdTokenizer:
-        """The tokenizer, frozen.
-
-        Raises:
-            UserError: it gives no ids, or others than the config says.
-        """
-        assert self.run_folder is not None
-        opened = open_ids_tokenizer(self.run_folder)
-        where = f"objective.tokenizer: {self.run_folder}"
-        if opened.vocabulary_size != self.vocabulary_size:
-            raise UserError(
-                f"{where} has {opened.vocabulary_size} ids; objective.vocabulary_size is"
-                f" {self.vocabulary_size}"
-            )
-        given = opened.num_tokens(self.image_size)
-        if given != self.num_tokens:
-            raise UserError(
-                f"{where} makes {given} ids of an image of {self.image_size}² pixels;"
-                f" objective.patch_size makes {self.num_tokens} tokens"
-            )
-        return opened
-
-    def check(self, manifest: Manifest) -> Iterator[str]:
-        """Yield what is wrong with ids shards, a sentence each."""
-        if manifest.num_tokens != self.num_tokens:
-            yield f"holds {manifest.num_tokens} ids an image; the config has {self.num_tokens}"
-        if manifest.vocabulary_size != self.vocabulary_size:
+    def check(self, manifest: Manifest, name: str) -> Iterator[str]:
+        """Want palette shards of this size, with no more colours than logits."""
+        size = self.grid[0]
+        if manifest.kind != "palette":
+            yield f"holds {manifest.kind} shards; {name} wants palette shards"
+        if manifest.image_size != size and not self.windows:
+            yield f"holds images of {manifest.image_size}² pixels; data.image_size is {size}"
+        if manifest.vocabulary_size > self.vocabulary_size:
             yield (
-                f"holds ids below {manifest.vocabulary_size}; objective.vocabulary_size is"
-                f" {self.vocabulary_size}"
+                f"has a palette of {manifest.vocabulary_size} colours;"
+                f" objective.vocabulary_size is {self.vocabulary_size}"
             )
-        elif self.run_folder is not None:
-            made_by = self.tokenizer.identity()
-            if manifest.identity != made_by:
-                yield (
-                    f"was made by the tokenizer {str(manifest.identity)[:12]}; that of"
-                    f" objective.tokenizer, {self.run_folder}, is {made_by[:12]}"
-                )
 
-    def embedding(self, core: Core) -> nn.Module:
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
         """Return a table, split over the tensor group."""
-        return token_embedding(core, self.vocabulary_size, normal(0.02))
+        return token_embedding(core, self.vocabulary_size, fill or normal(0.02))
 
     def blank(self, images: Tensor) -> Tensor:
-        """Return ids int64 `[b, T]`, all 0."""
+        """Return ids of the first colour, int64 `[b, n]`."""
         return images.new_zeros(len(images), self.num_tokens)
 
-    def to_images(self, tokens: Tensor) -> Tensor:
-        """Return the tokenizer's images of ids `[b, T]`; raises UserError where there is none."""
-        if self.run_folder is None:
-            raise UserError("pictures of ids want what made them: name it in objective.tokenizer")
-        return self.tokenizer.to(tokens.device).decode(tokens)
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where the run folder has no palette."""
+        Palette.load(folder / PALETTE_NAME)
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Return the colours of ids; raises UserError where the run folder has no palette."""
+        palette = Palette.load(folder / PALETTE_NAME)
+        # A model may have more outputs than the palette colours; it learns never to use them.
+        known = tokens.clamp(max=palette.num_tokens - 1)
+        colours = palette.decode(known.cpu().numpy()).reshape(-1, *self.grid, 3)
+        return torch.from_numpy(colours)
 
 
-def patches_of(images: Any, *, image_size: int, patch_size: int) -> Tensor:
-    """Return standardised patches float32 `[b, T, d]` in raster order of uint8 `[b, h, w, 3]`.
+class Patches(Tokens):
+    """Patches of standardised pixels."""
 
-    Raises:
-        UserError: the images have another size or type.
-    """
-    check_images(images, image_size)
-    return patchify(standardize(images), patch_size)
+    def __init__(self, *, image_size: int, patch_size: int) -> None:
+        side = image_size // patch_size
+        self.image_size, self.patch_size, self.grid = image_size, patch_size, (side, side)
+        self.width, self.sample_shape = 3 * patch_size**2, (image_size, image_size, 3)
+
+    def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
+        """Return patches float32 `[b, n, d]` of images uint8 `[b, h, w, 3]`.
+
+        Raises:
+            UserError: they have another size or type.
+        """
+        check_images(samples, self.image_size)
+        return patchify(standardize(samples), self.patch_size)
+
+    def check(self, manifest: Manifest, name: str) -> Iterator[str]:
+        """Want photographs."""
+        if manifest.kind != "jpeg":
+            yield f"holds {manifest.kind} shards; {name} wants jpeg shards"
+
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Return a linear map."""
+        return PatchEmbedding(self.width, core.megatron.hidden_size)
+
+    def blank(self, images: Tensor) -> Tensor:
+        """Return patches `[b, n, d]` of zeros."""
+        return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
+
+    def check_images(self, folder: Path) -> None:
+        """Accept any run: patches are pixels."""
+
+    def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
+        """Return the nearest images uint8 `[b, h, w, 3]`."""
+        return to_uint8(unpatchify(tokens, self.patch_size))
 
 
-def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
-    """Open what `objective.tokenizer` names; raises UserError where it gives no ids."""
-    from megavis.tokenizers.base import IdTokenizer, open_tokenizer
+class Frames(Tokens):
+    """Frames of spectrograms, each a one-dimensional patch."""
 
-    try:
-        opened = open_tokenizer(run_folder)
-    except UserError as error:
-        raise UserError(f"objective.tokenizer: {error}") from None
-    if not isinstance(opened, IdTokenizer):
-        raise UserError(f"objective.tokenizer: {run_folder} gives latents, not ids")
-    return opened
+    sample_type = torch.float32
+
+    def __init__(self, count: int, width: int) -> None:
+        """Build for so many frames of `width` numbers."""
+        self.grid, self.width, self.sample_shape = (1, count), width, (count, width)
+
+    def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
+        """Return standardised frames float32 `[b, n, d]`."""
+        return standardize_frames(samples)
+
+    def check(self, manifest: Manifest, name: str) -> Iterator[str]:
+        """Want frames of this number and width."""
+        if manifest.kind != "frames":
+            yield f"holds {manifest.kind} shards; {name} wants frames shards here"
+        elif manifest.frame_shape != self.sample_shape:
+            yield (
+                f"holds frames {list(manifest.frame_shape or ())}; data.frames is"
+                f" {self.sample_shape}"
+            )
+
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Return a linear map."""
+        return PatchEmbedding(self.width, core.megatron.hidden_size)
+
+    def blank(self, images: Tensor) -> Tensor:
+        """Return frames of zeros."""
+        return torch.zeros(len(images), *self.sample_shape, device=images.device)
+
+    def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
+        """Raise UserError: frames have no picture."""
+        raise UserError("frames of a spectrogram are no images that could be drawn")
+
+
+def blank_batch(
+    num_images: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Batch:
+    """Return a batch of zeros: inputs `[num_images, *shape]`, all of class 0."""
+    zeros = torch.zeros(num_images, dtype=torch.int64, device=device)
+    return Batch(torch.zeros(num_images, *shape, dtype=dtype, device=device), zeros, zeros)
 
 
 def check_images(images: Any, side: int) -> None:

@@ -116,6 +116,19 @@ class Density(ABC):
     def build_head(self) -> Head:
         """Return the last layer."""
 
+    def corrupted(self, tokens: Tensor, index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what is scored in training, and what the head reads besides hidden states.
+
+        Args:
+            tokens: the true ones `[b, q, ...]`.
+            index: int64 `[b]`, of the samples, which decides random draws.
+        """
+        return tokens, ()
+
+    def nothing_more(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return what stands for that where nothing is scored, for rows `[b, m, ...]`."""
+        return ()
+
     @abstractmethod
     def per_token_loss(self, predictions: Any, targets: Any) -> Tensor:
         """Return the loss of each predicted token, float32 `[b, q]`.

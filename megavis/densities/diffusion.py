@@ -130,6 +130,16 @@ class Diffusion(Density):
         """Return what is predicted, `[b, n, d]`."""
         return noise if self.process.predicts == "noise" else clean
 
+    def corrupted(self, tokens: Tensor, index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Draw noise and γ; return what is predicted, and what the head reads."""
+        noise, gamma = self.draw_noise(index, tokens.shape[1])
+        return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
+
+    def nothing_more(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return zeros `[b, m, d + 1]`."""
+        shape = (*rows.shape[:2], self.num_outputs + 1)
+        return (torch.zeros(shape, device=rows.device),)
+
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return L_SIMP's squared error a number: `[b, q]`."""
         return (predictions.float() - targets).square().mean(-1)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.densities.base import Density
 from megavis.model.heads import Head
-
-PLACED = -1
-"""The target of a token that shows its place."""
 
 
 class Place(Density):
@@ -40,12 +38,17 @@ class Place(Density):
         """Return a logit for each place of each token: `[b, n, n]`."""
         return predictions[:, self.num_skipped :]
 
+    def corrupted(self, tokens: Tensor, index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the places int64 `[b, n]` of tokens in raster order."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return places.expand(len(tokens), -1), ()
+
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return nats `[b, n]`; 0 where the place is shown.
+        """Return nats `[b, n]`.
 
         Args:
             predictions: as the head gives them.
-            targets: true places int64 `[b, n]`, `PLACED` where shown.
+            targets: true places int64 `[b, n]`.
         """
         logits = self.outputs(predictions).float().transpose(1, 2)
-        return F.cross_entropy(logits, targets, ignore_index=PLACED, reduction="none")
+        return F.cross_entropy(logits, targets, reduction="none")

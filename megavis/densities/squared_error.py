@@ -25,6 +25,7 @@ class SquaredError(Density):
         num_outputs: int,
         *,
         normalize: bool,
+        num_skipped: int = 0,
         build_head: Callable[[], Head],
         decoder_flops: float = 0.0,
     ) -> None:
@@ -34,11 +35,12 @@ class SquaredError(Density):
             num_outputs: d.
             normalize: score each token against its target standardised by itself ("Masked
                 Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
-            build_head: the last layer, which gives `[b, q, d]`.
+            num_skipped: rows in front whose predictions count nothing.
+            build_head: the last layer, which gives `[b, num_skipped + q, d]`.
             decoder_flops: see `Density`.
         """
         self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
-        self.decoder_flops = decoder_flops
+        self.num_skipped, self.decoder_flops = num_skipped, decoder_flops
 
     def build_head(self) -> Head:
         """Return the last layer."""
@@ -48,16 +50,16 @@ class SquaredError(Density):
         """Return the squared error a number: `[b, q]`.
 
         Args:
-            predictions: `[b, q, d]`.
+            predictions: `[b, num_skipped + q, d]`.
             targets: likewise, not yet standardised.
         """
         if self.normalize:
             targets = normalize_patches(targets)
-        return (predictions.float() - targets).square().mean(-1)
+        return (self.outputs(predictions).float() - targets).square().mean(-1)
 
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return the predictions `[b, q, d]`."""
-        return predictions
+        return predictions[:, self.num_skipped :]
 
     def drawing(self, options: object, *, scored: bool) -> Drawing:
         """Return what draws the mean.

@@ -8,6 +8,8 @@ Legend: b images, s tokens, h hidden size, d numbers of a patch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -60,11 +62,35 @@ class TokenHead(Head):
 
     norm: LastNorm
 
-    def __init__(self, core: Core, num_outputs: int, fill: Fill = xavier_uniform) -> None:
+    def __init__(
+        self,
+        core: Core,
+        num_outputs: int,
+        fill: Fill = xavier_uniform,
+        *,
+        num_skipped: int = 0,
+        hands_on: str | None = None,
+    ) -> None:
+        """Build.
+
+        Args:
+            core: sizes and groups.
+            num_outputs: numbers for each token.
+            fill: of the matrix.
+            num_skipped: tokens in front that predict nothing.
+            hands_on: name of a tensor that is carried here, and given after the predictions.
+        """
         super().__init__(core, LastNorm(core))
+        self.num_skipped, self.hands_on = num_skipped, hands_on
         self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
 
-    def forward(self, state: State) -> Tensor:
-        """Map `[s, b, h]` to `[b, s, num_outputs]`, whole on every process of the tensor group."""
-        hidden = Stream.unpack(state, self.core.carries).hidden
-        return self.linear(self.norm.whole(hidden))
+    def forward(self, state: State) -> Any:
+        """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, whole on every process.
+
+        Where something is handed on, a pair.
+        """
+        stream = Stream.unpack(state, self.core.carries)
+        predictions = self.linear(self.norm.whole(stream.hidden))[:, self.num_skipped :]
+        if self.hands_on is None:
+            return predictions
+        return predictions, stream.carried[self.hands_on]

@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.condition import Condition
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -28,7 +29,6 @@ from megavis.model.heads import Head
 from megavis.model.init import Initialization
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
-from megavis.objectives.generates import Condition
 from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.base import Schedule

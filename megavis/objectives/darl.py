@@ -11,70 +11,101 @@ Legend: b images, T patches, d numbers of a patch, v ids.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megavis.composition.tokens import Ids
+from megavis.composition.asking import Asking, Query, Shift
+from megavis.composition.codebook import Ids
+from megavis.composition.reader import Slot, places, vector
+from megavis.composition.tokens import Patches
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
 from megavis.densities.categorical import Categorical
 from megavis.densities.diffusion import Diffusion, Process
 from megavis.densities.squared_error import SquaredError
-from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, vision_transformer
-from megavis.model.orders import take_places
-from megavis.model.positions import carried_names
-from megavis.model.visibility import Kind
-from megavis.objectives.base import Sequence
+from megavis.model.orders import fixed_order, take_places
+from megavis.objectives.composition import Composition
 from megavis.objectives.darl_config import DARLConfig, position_kind
 from megavis.objectives.darl_decoders import PatchHead, decoder_flops
-from megavis.objectives.darl_layers import SequenceEmbedding
-from megavis.objectives.darl_sequences import PatchSequences
-from megavis.objectives.generates import Known
-from megavis.schedules.base import Step
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
 from megavis.tokenizers.patches import pixel_range
 
 
-class DARL(PatchSequences):
+class DARL(Composition):
     """Patch after patch."""
 
     config_type = DARLConfig
     num_copies = 3
 
     @property
-    def visibility_kind(self) -> Kind:
-        """A causal Transformer, or the two streams of appendix A.5."""
-        return "two_stream" if self.paper.two_streams else "causal"
+    def paper(self) -> DARLConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, DARLConfig)
+        return self.config.objective
 
     @property
     def position_kind(self) -> PositionKind:
         """Decomposed rotary ones, unless the config says otherwise (section 3.4)."""
         return position_kind(self.config)
 
+    @functools.cached_property
+    def reads(self) -> Patches:
+        """Patches of pixels."""
+        size = self.config.data.image_size
+        return Patches(image_size=size, patch_size=self.paper.patch_size)
+
+    @functools.cached_property
+    def predicts(self) -> Ids | Patches:
+        """What is read, or ids of a frozen tokenizer (appendix B.4)."""
+        paper = self.paper
+        if paper.loss != "ids":
+            return self.reads
+        assert paper.vocabulary_size is not None
+        return Ids(
+            image_size=self.config.data.image_size,
+            side=paper.grid_side(self.config),
+            vocabulary_size=paper.vocabulary_size,
+            tokenizer=paper.tokenizer,
+        )
+
+    @functools.cached_property
+    def schedule(self) -> OneByOne:
+        """Patch after patch in the config's order; features by rows where each has its own."""
+        paper, side = self.paper, self.paper.grid_side(self.config)
+        is_random = paper.order == "random"
+        kind = "raster" if is_random else paper.order
+        shared = fixed_order(kind, height=side, width=side, block=paper.order_block)
+        seed = self.config.seed if is_random else None
+        return OneByOne(Orders(shared, seed=seed), name="patch {}")
+
+    @functools.cached_property
+    def asks(self) -> Asking:
+        """By the patch before, or by the query stream of appendix A.5.
+
+        "The input token is the last image patch which the model doesn't need during pre-training"
+        (section 4.1): features read it too.
+        """
+        return Query(starts=True) if self.paper.two_streams else Shift("content")
+
     @property
-    def carries(self) -> tuple[str, ...]:
-        """Groups of two streams, coordinates of rotary positions, noisy patches."""
-        groups = ("content_groups", "query_groups") if self.paper.two_streams else ()
-        noisy = ("noisy",) if self.is_diffusion else ()
-        return (*groups, *carried_names(self.position_kind), *noisy)
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Noisy patches."""
+        return ("noisy",) if self.paper.loss == "diffusion" else ()
 
     @functools.cached_property
     def density(self) -> Categorical | Diffusion | SquaredError:
-        """Pixels by squared error or out of noise, or ids."""
-        paper = self.paper
-        if self.ids is not None:
-            return Categorical(self.core, self.ids.vocabulary_size, fill=normal(0.02))
-        if not self.is_diffusion:
+        """Pixels by squared error or out of noise, or ids (sections 3.2, 3.3)."""
+        paper, width = self.paper, self.reads.width
+        if isinstance(self.predicts, Ids):
+            return Categorical(self.core, self.predicts.vocabulary_size, fill=normal(0.02))
+        head, work = functools.partial(PatchHead, self.core, width, paper), self._decoder_flops()
+        if paper.loss == "mse":
             return SquaredError(
-                self.patch_width,
-                normalize=paper.normalize_targets,
-                build_head=self._build_head,
-                decoder_flops=self._decoder_flops(),
+                width, normalize=paper.normalize_targets, build_head=head, decoder_flops=work
             )
         process = Process(
             beta=(paper.noise_a, paper.noise_b),
@@ -84,20 +115,24 @@ class DARL(PatchSequences):
             temperature=paper.sampling_temperature,
             seed=self.config.seed,
         )
-        return Diffusion(
-            self.patch_width,
-            process,
-            build_head=self._build_head,
-            decoder_flops=self._decoder_flops(),
-        )
+        return Diffusion(width, process, build_head=head, decoder_flops=work)
 
-    def _build_head(self) -> PatchHead:
-        return PatchHead(self.core, self.patch_width, self.paper)
+    def slots(self) -> dict[str, Slot]:
+        """Return patches, positions, start token, and with two streams the query."""
+        core, fill = self.core, normal(0.02)
+        slots = {
+            "patches": Slot("content", lambda: self.reads.embedding(core)),
+            "positions": Slot("positions", places(core, self.position_kind, self.reads.grid, fill)),
+            "start": Slot("start", vector(core, fill)),
+        }
+        if self.paper.two_streams:
+            slots["query"] = Slot("query", vector(core, fill))
+        return slots
 
     def _decoder_flops(self) -> float:
         paper, noisy_width = self.paper, 0
-        if self.is_diffusion:
-            noisy_width = self.patch_width + paper.condition_on_gamma * paper.patch_size**2
+        if paper.loss == "diffusion":
+            noisy_width = self.reads.width + paper.condition_on_gamma * paper.patch_size**2
         return decoder_flops(
             self.config.model,
             paper.decoder_kind,
@@ -105,100 +140,44 @@ class DARL(PatchSequences):
             noisy_width=noisy_width,
         )
 
-    @functools.cached_property
-    def ids(self) -> Ids | None:
-        """The ids that are predicted; None where pixels are."""
-        paper = self.paper
-        if paper.loss != "ids":
-            return None
-        assert paper.vocabulary_size is not None
-        return Ids(
-            image_size=self.config.data.image_size,
-            num_tokens=self.num_tokens,
-            vocabulary_size=paper.vocabulary_size,
-            tokenizer=paper.tokenizer,
-        )
-
-    def workload(self) -> Workload:
-        """Return one stream, or both; keys and values are those of the first alone."""
-        count, queries = self.num_tokens, self.num_tokens * self.paper.two_streams
-        visible = float(count) if queries else (count + 1) / 2
-        return Workload(count + queries, count, visible, count, self.num_outputs)
-
-    def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want photographs."""
-        if manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; {self.paper.name} wants jpeg shards"
-
-    @functools.cached_property
-    def tokenizer_identity(self) -> str | None:
-        """SHA-256 of the tokenizer whose ids are predicted."""
-        return None if self.ids is None else self.ids.tokenizer.identity()
-
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe is followed (section 4, table 8)."""
         return vision_transformer()
 
-    def build_embedding(self) -> nn.Module:
-        """Return the start token, the patch embedding and the positions."""
-        return SequenceEmbedding(
-            self.core,
-            self.patch_width,
-            side=self.paper.grid_side(self.config),
-            positions=self.position_kind,
-            queries=self.paper.two_streams,
-        )
-
-    def sequence(self, batch: Batch) -> Sequence:
-        """Put the patches into order; with diffusion, draw γ and ε for each."""
-        patches = self.patches_of(batch.inputs)
-        order = self.orders(batch.sample_index)
-        clean = take_places(patches, order)
-        if self.ids is not None:
-            targets = take_places(self.ids.of(batch.inputs), order)
-            return Sequence(self.inputs_of(clean, order), (targets,))
-        density = self.density
-        if not isinstance(density, Diffusion):
-            return Sequence(self.inputs_of(clean, order), (clean,))
-        noise, gamma = density.draw_noise(batch.sample_index, self.num_tokens)
-        inputs = self.inputs_of(clean, order, density.noisy(clean, noise, gamma))
-        return Sequence(inputs, (density.target(clean, noise),))
-
-    def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the squared error a number: L_MSE, or L_SIMP of sections 3.2 and 3.3; nats of ids.
+    def inputs_from(
+        self,
+        inputs: Any,
+        *,
+        order: Tensor | None = None,
+        gamma: Tensor | float | None = None,
+        sample_index: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return the inputs for images.
 
         Args:
-            predictions: as the head gives them.
-            targets: patches or noise `[b, T, d]`, or ids `[b, T]`.
+            inputs: images uint8 `[b, h, w, 3]`.
+            order: int64 `[b, T]`, patches in raster order; that of the config where absent.
+            gamma: with diffusion, for all patches, or `[b, T, 1]` in the order; drawn where absent.
+            sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
         """
-        return self.token_losses(predictions, targets).mean()
-
-    # What `Generates` asks for.
+        patches = self.reads.of(inputs)
+        index = torch.arange(len(patches)) if sample_index is None else sample_index
+        index = index.to(patches.device)
+        plan = self.schedule.draw(index) if order is None else OneByOne.along(order)
+        rows, density = self.training_rows(patches, plan), self.density
+        if not isinstance(density, Diffusion):
+            return rows
+        noise, drawn = density.draw_noise(index, self.num_tokens)
+        if gamma is not None:
+            drawn = torch.as_tensor(gamma, device=drawn.device).expand_as(drawn)
+        return (*rows, density.noisy(take_places(patches, plan.order), noise, drawn))
 
     def generation(self) -> DARL:
         """Return itself; raises UserError where predictions are not what is read."""
-        if self.ids is not None:
+        if self.paper.loss == "ids":
             raise UserError(
                 "with objective.loss ids the model reads patches and names ids, so it cannot go on"
                 " from what it has drawn"
             )
         return self
-
-    def blank_tokens(self, images: Tensor) -> Tensor:
-        """Return patches `[b, T, d]` of zeros."""
-        return torch.zeros(len(images), self.num_tokens, self.patch_width, device=images.device)
-
-    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return the patches of images uint8 `[b, h, w, 3]`."""
-        return self.patches_of(inputs)
-
-    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the tokens that are not cached; the last predicts a patch."""
-        return self.inputs_between(tokens, step.plan.order, since, step.asked.stop)
-
-    def check_images(self, folder: Path) -> None:
-        """Accept any run: patches are pixels."""
-
-    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Put patches together."""
-        return self.images_of(tokens)

@@ -5,77 +5,16 @@ Legend: b images, n positions of the sequence, p positions given, H and W pixels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from megavis.config.errors import UserError
+from megavis.composition.condition import Condition, Known
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
 from megavis.densities.base import Density
 from megavis.schedules.base import Schedule, Step
-
-Known = tuple[Tensor, ...]
-"""What a model knows of each image besides its tokens; batch first."""
-
-OnFirstStage = Callable[[Callable[[nn.Module], Tensor]], Tensor]
-"""Runs a job on the first layer, wherever that is, and returns its result everywhere."""
-
-
-class Condition:
-    """What else is known of an image that is generated: nothing, unless a paper says otherwise."""
-
-    names: tuple[str, ...] = ()
-    """Conditions that can be given: `labels`, `image`."""
-
-    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
-        """Return what the model takes for conditions of `count` images.
-
-        Raises:
-            UserError: a value is out of range, missing, or no condition of this model.
-        """
-        for name in values:
-            if name not in self.names:
-                raise UserError(f"this model is not conditioned on {name}")
-        return ()
-
-    def nothing(self, known: Known) -> Known:
-        """Return what stands for no condition, in the form of `known`.
-
-        Raises:
-            UserError: the model was not trained without its condition.
-        """
-        raise UserError(
-            "guidance wants a model that was trained with objective.label_dropout; this one has no"
-            " prediction without a class"
-        )
-
-    def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
-        """Compute once what all steps of generation need."""
-        return known
-
-    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
-        """Return the conditions of a picture of so many images, of examples where they matter.
-
-        Raises:
-            UserError: examples are needed and there are none.
-        """
-        return {}
-
-    def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Return conditions of images int64 `[b]` that are drawn from nothing, in equal shares.
-
-        Raises:
-            UserError: images are drawn from something alone.
-        """
-        return {}
-
-    def shown(self, examples: Batch) -> list[Tensor]:
-        """Return images uint8 `[b, H, W, 3]` that stand in front of what is drawn from them."""
-        return []
 
 
 class Generates(Protocol):

@@ -9,55 +9,170 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megavis.data.batch import Batch
-from megavis.densities.gaussians import Predictions
-from megavis.model.visibility import Kind
-from megavis.objectives.base import Sequence
-from megavis.objectives.generates import Known
-from megavis.objectives.givt_base import LatentTokens
-from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig
-from megavis.objectives.givt_layers import CausalEmbedding
+from megavis.composition.asking import TRANSFORMED, Asking, Shift
+from megavis.composition.condition import Labels
+from megavis.composition.latents import Latents
+from megavis.composition.reader import Rows, Slot, places
+from megavis.config.choices import PositionKind
+from megavis.config.errors import UserError
+from megavis.data.manifest import Manifest
+from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
+from megavis.model.adapter import Adapter
+from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
+from megavis.model.mixture import ScaleForm
+from megavis.model.patches import TokenHead
+from megavis.objectives.composition import Composition
+from megavis.objectives.givt_config import NO_NULL_LABEL, GIVTConfig, LatentTokensConfig
 from megavis.objectives.trainable import Likelihood
-from megavis.schedules.base import Step
+from megavis.schedules.base import Schedule
 from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
 
 
-class GIVT(LatentTokens):
+class GIVT(Composition):
     """Next-token prediction of latents."""
 
     config_type: ClassVar[type[LatentTokensConfig]] = GIVTConfig
+    usual_share = 0.0
+    num_special_rows = 0
+    """Rows of the table of labels between the classes and the null label."""
 
     @property
-    def visibility_kind(self) -> Kind:
-        """Each place sees those before it."""
-        return "causal"
+    def paper(self) -> LatentTokensConfig:
+        """The paper's section of the config."""
+        assert isinstance(self.config.objective, LatentTokensConfig)
+        return self.config.objective
 
-    def build_embedding(self) -> CausalEmbedding:
-        """Return labels, latents and positions."""
-        return CausalEmbedding(
-            self.core, self.paper, self.position_kind, num_rows=self.num_label_rows
+    @property
+    def position_kind(self) -> PositionKind:
+        """Learned positions, unless the config says otherwise."""
+        return self.config.model.positions or "learned"
+
+    @property
+    def has_transform(self) -> bool:
+        """True with an adapter (section 3.3)."""
+        return self.paper.adapter_blocks > 0
+
+    @cached_property
+    def reads(self) -> Latents:
+        """Latents, drawn from the VAE's posterior (section 3.1)."""
+        paper, size = self.paper, self.config.data.image_size
+        return Latents(
+            channels=paper.latent_channels,
+            side=size // paper.downsampling,
+            stacked=paper.stacked_latents,
+            seed=self.config.seed,
+            tokenizer=paper.tokenizer,
+            beta=paper.tokenizer_beta,
+            image_size=size,
         )
 
     @cached_property
-    def schedule(self) -> OneByOne:
+    def orders(self) -> Orders:
+        """Raster order."""
+        return Orders(torch.arange(self.num_tokens))
+
+    @cached_property
+    def schedule(self) -> Schedule:
         """Token after token in raster order."""
         return OneByOne(self.orders)
 
-    def generation(self) -> GIVT:
-        """Return itself."""
-        return self
+    @cached_property
+    def asks(self) -> Asking:
+        """By the token before."""
+        return Shift("asked")
 
-    def sequence(self, batch: Batch) -> Sequence:
-        """Draw latents and drop some labels."""
-        latents = self.latents(batch.inputs, batch.sample_index)
-        return Sequence((latents, self.training_rows(batch)), self.plain_targets(latents))
+    @cached_property
+    def condition(self) -> Labels:
+        """The class."""
+        return Labels(
+            self.paper.num_classes,
+            dropout=self.paper.label_dropout,
+            seed=self.config.seed,
+            num_special_rows=self.num_special_rows,
+        )
+
+    @cached_property
+    def density(self) -> Gaussians:
+        """A mixture of Gaussians, or one with a full covariance."""
+        paper = self.paper
+        if paper.covariance == "full":
+            return CorrelatedGaussian(
+                paper.num_outputs, self.scale_form, build_head=self._build_head
+            )
+        return GaussianMixture(
+            paper.num_outputs,
+            self.scale_form,
+            num_components=paper.num_components,
+            build_head=self._build_head,
+        )
+
+    @property
+    def scale_form(self) -> ScaleForm:
+        """From outputs to scales."""
+        return ScaleForm(self.paper.scale_activation, self.paper.scale_floor)
+
+    def _build_head(self) -> TokenHead:
+        return TokenHead(
+            self.core,
+            self.paper.num_outputs,
+            normal(self.paper.head_std),
+            num_skipped=self.asks.num_front,
+            hands_on=TRANSFORMED if self.has_transform else None,
+        )
+
+    def slots(self) -> dict[str, Slot]:
+        """Return adapter, labels (the first row is one), latents and positions."""
+        core = self.core
+        width, size = core.megatron.hidden_size, self.reads.width
+        fill = normal(width**-0.5)
+        adapter = {"adapter": Slot("transform", self._build_adapter)}
+        return (adapter if self.has_transform else {}) | {
+            "labels": Slot("start", lambda: Rows(self.condition.num_rows, width)),
+            # Flax's default for a dense layer.
+            "linear": Slot(
+                "content", lambda: self.reads.embedding(core, truncated_normal(size**-0.5))
+            ),
+            "positions": Slot("positions", places(core, self.position_kind, self.reads.grid, fill)),
+        }
+
+    def _build_adapter(self) -> Adapter:
+        size, paper = self.reads.width, self.paper
+        bottleneck = paper.adapter_bottleneck or 4 * size
+        return Adapter(size, num_blocks=paper.adapter_blocks, bottleneck=bottleneck)
+
+    def initialization(self) -> Initialization:
+        """Return the released code's: LeCun's for attention, Xavier's for the MLP."""
+        lecun = truncated_normal(self.config.model.hidden_size**-0.5)
+        return Initialization(lecun, lecun, lecun, xavier_uniform, xavier_uniform)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want what latents come from, and labels that the table has."""
+        yield from super().check_data(manifest)
+        yield from self.condition.check_classes(len(manifest.class_names))
+
+    @property
+    def missing_null_label(self) -> str | None:
+        """A sentence where the table of labels has classes and no null label."""
+        if self.paper.has_null_label or not self.paper.num_classes:
+            return None
+        return f"objective.label_dropout {NO_NULL_LABEL}"
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """A token's density is one over its d numbers; the adapter preserves volumes."""
+        size, given = self.reads.width, None
+        if self.paper.num_classes:
+            given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
+        words = "number of the VAE's latents"
+        return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
 
     def inputs_from(
         self,
@@ -70,48 +185,31 @@ class GIVT(LatentTokens):
         """Return what the first layer takes.
 
         Args:
-            inputs: as `latents` takes them. Tokens pass the adapter by.
+            inputs: as `Latents.of` takes them. Tokens pass the adapter by.
             labels: int64 `[b]`; -1 or None: no class.
-            sample_index: as `latents` takes it.
+            sample_index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
 
         Raises:
             UserError: a shape or a label is wrong.
         """
-        latents = self.latents(inputs, sample_index)
-        rows = self.label_rows(labels, len(latents), latents.device)
-        if latents.ndim == 3:
-            return self._places(latents, rows, 0, self.num_tokens)
-        return latents, rows
+        latents = self.reads.of(inputs, sample_index)
+        plan = self.schedule.for_features(torch.arange(len(latents), device=latents.device))
+        rows = self.training_rows(latents, plan)
+        return (*rows, self.condition.rows(labels, len(latents), latents.device))
 
-    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the places that are not cached, the last of which is asked for.
+    def generation(self) -> GIVT:
+        """Return itself."""
+        return self
 
-        Args:
-            tokens: `[b, n, d]` as the adapter gives them; those before the asked one are read.
-            step: the asked place.
-            known: rows of the labels int64 `[b]`, and what an encoder gave.
-            since: first place.
+    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of latents.
+
+        Raises:
+            UserError: an adapter mixes all latents, so that a part of its tokens knows the rest.
         """
-        rows, *memory = known
-        return *self._places(tokens, rows, since, step.asked.stop), *memory
-
-    def _places(self, tokens: Tensor, rows: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the inputs of the places [start, stop), of which each sees the token before it."""
-        before = tokens[:, max(start - 1, 0) : stop - 1]
-        if start == 0:
-            before = F.pad(before, (0, 0, 1, 0))
-        places = torch.arange(start, stop, device=tokens.device)[None]
-        return before, rows, places
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """A token's density is one over its d numbers; the adapter preserves volumes."""
-        size, given = self.token_size, None
-        if self.num_classes:
-            given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
-        words = "number of the VAE's latents"
-        return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
-
-    def loss(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return nats a token (equation 2), the mean over tokens and images."""
-        return self.nats(predictions, targets).mean()
+        if self.has_transform:
+            raise UserError(
+                "with objective.adapter_blocks a token depends on the whole image: no part of an"
+                " image can be given"
+            )
+        return super().transform(layer, tokens)

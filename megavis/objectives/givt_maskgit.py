@@ -12,27 +12,71 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.data.batch import Batch
-from megavis.densities.gaussians import Predictions
-from megavis.model.flops import Workload
-from megavis.model.visibility import Kind
-from megavis.objectives.base import Sequence
-from megavis.objectives.generates import Known
-from megavis.objectives.givt_base import LatentTokens
-from megavis.objectives.givt_layers import MaskedEmbedding
+from megavis.composition.asking import TRANSFORMED, Mask
+from megavis.composition.reader import Reader, Slot
+from megavis.model.embeddings import to_stream
+from megavis.model.init import filled, normal
+from megavis.model.stream import State, Stream
+from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_maskgit_config import MaskGITConfig
-from megavis.schedules.base import Step
 from megavis.schedules.masked import Rounds
 
+MASKED, VISIBLE, REPLACEMENT = range(3)
+"""Rows after the classes in the table of labels, as released."""
 
-class GIVTMaskGIT(LatentTokens):
+
+class MaskedReader(Reader):
+    """All tokens after the label, some of them hidden; half of the width says which."""
+
+    def __init__(self, paper: MaskGITConfig, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.paper, self.first_special = paper, paper.num_classes or 1
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> State:
+        """Embed.
+
+        Args:
+            inputs: tokens `[b, n, d]`, or on their grid where the adapter has not seen them; their
+                places; the mask, bool `[b, n]`, true where a token is hidden; and rows of the
+                labels int64 `[b]`.
+
+        Returns:
+            `[1 + n, b, h]`, the label first, and with an adapter the tokens.
+        """
+        tokens, places, mask, labels = inputs
+        tokens = self.transformed(tokens) if tokens.ndim == 4 else tokens
+        is_hidden = mask[..., None]
+        marks = torch.where(is_hidden, self._special(MASKED), self._special(VISIBLE))
+        if self.paper.masked_input == "zeros":
+            embedded = self.embed_content(tokens.masked_fill(is_hidden, 0.0))
+        else:
+            embedded = torch.where(
+                is_hidden, self._special(REPLACEMENT), self.embed_content(tokens)
+            )
+        # As released, every second number of each.
+        both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
+        label = self.part("start")(labels)[:, None]
+        cells = self.cells(places)
+        label = label + self.front_rows(label, {}).sum(1, keepdim=True)
+        hidden = torch.cat([label, self.add_positions(both, cells, "positions")], dim=1)
+        carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
+        # For rotary positions the label stands in the corner.
+        carried |= self.coordinates_of(F.pad(cells, (0, 0, 1, 0)))
+        return Stream(to_stream(hidden, self.core), carried).pack()
+
+    def _special(self, row: int) -> Tensor:
+        table: Tensor = self.part("start").weight
+        return table[self.first_special + row]
+
+
+class GIVTMaskGIT(GIVT):
     """Prediction of hidden latents."""
 
     config_type = MaskGITConfig
     num_special_rows = 3
-    num_skipped = 1
 
     @property
     def masked(self) -> MaskGITConfig:
@@ -40,42 +84,35 @@ class GIVTMaskGIT(LatentTokens):
         assert isinstance(self.config.objective, MaskGITConfig)
         return self.config.objective
 
-    @property
-    def visibility_kind(self) -> Kind:
-        """All see all."""
-        return "full"
-
-    def workload(self) -> Workload:
-        """Count the label as well."""
-        return Workload.of_one_stream(self.num_tokens + 1, self.num_outputs, causal=False)
-
-    def build_embedding(self) -> MaskedEmbedding:
-        """Return labels, latents, marks of what is hidden, and positions."""
-        return MaskedEmbedding(
-            self.core, self.masked, self.position_kind, num_rows=self.num_label_rows
-        )
-
     @cached_property
     def schedule(self) -> Rounds:
         """A share of the tokens is hidden; images are drawn in rounds."""
         return Rounds(self.orders, least_masking=self.masked.least_masking, seed=self.config.seed)
 
-    def generation(self) -> GIVTMaskGIT:
-        """Return itself."""
-        return self
+    @cached_property
+    def asks(self) -> Mask:
+        """By what stands for a hidden token; the label stands in front."""
+        return Mask(num_front=1)
 
-    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
-        """Return all tokens, rows of the labels, and which tokens are hidden."""
-        assert step.hidden is not None
-        (rows,) = known
-        return tokens.masked_fill(step.hidden[..., None], 0.0), rows, step.hidden
+    @property
+    def likelihood(self) -> None:
+        """Hidden tokens are guessed, each by itself."""
+        return None
 
-    def sequence(self, batch: Batch) -> Sequence:
-        """Draw latents and mask, and drop some labels."""
-        latents = self.latents(batch.inputs, batch.sample_index)
-        mask = self.schedule.draw(batch.sample_index).is_predicted
-        inputs = (latents, self.training_rows(batch), mask)
-        return Sequence(inputs, (*self.plain_targets(latents), mask))
+    def slots(self) -> dict[str, Slot]:
+        """Return those of the causal model, and the label's position."""
+        width = self.core.megatron.hidden_size
+        slots = super().slots()
+        if self.position_kind == "learned":
+            fill = normal(width**-0.5)
+            slots["label_position"] = Slot("front", lambda: filled(width, fill=fill))
+        return slots
+
+    def build_embedding(self) -> MaskedReader:
+        """Return labels, latents, marks of what is hidden, and positions."""
+        return MaskedReader(
+            self.masked, self.core, self.asks, self.slots(), num_columns=self.reads.grid[1]
+        )
 
     def inputs_from(
         self,
@@ -89,26 +126,16 @@ class GIVTMaskGIT(LatentTokens):
         """Return what the first layer takes.
 
         Args:
-            inputs: as `latents` takes them. Tokens pass the adapter by.
+            inputs: as `Latents.of` takes them. Tokens pass the adapter by.
             labels: int64 `[b]`; -1 or None: no class.
             mask: bool `[b, n]`, true where a token is hidden; nothing when absent.
-            sample_index: as `latents` takes it.
+            sample_index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
 
         Raises:
             UserError: a shape or a label is wrong.
         """
-        latents = self.latents(inputs, sample_index)
-        rows = self.label_rows(labels, len(latents), latents.device)
+        latents = self.reads.of(inputs, sample_index)
         if mask is None:
             mask = torch.zeros(len(latents), self.num_tokens, dtype=torch.bool)
-        return latents, rows, mask.to(latents.device)
-
-    def loss(self, predictions: Predictions, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return nats a hidden token, the mean over each image's and then over the images.
-
-        The released code weighs every hidden token of the batch alike, which would make the loss
-        depend on how a batch is cut into parts.
-        """
-        mask = targets[-1]
-        nats = self.nats(predictions, targets) * mask
-        return (nats.sum(1) / mask.sum(1).clamp(min=1)).mean()
+        rows = self.training_rows(latents, self.schedule.hiding(mask.to(latents.device)))
+        return (*rows, self.condition.rows(labels, len(latents), latents.device))

@@ -21,7 +21,7 @@ from megavis.config.schema import ModelConfig
 from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig
 from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
 from megavis.objectives.givt_flax import block_weights, dense, encoder_block_weights, norm
-from megavis.objectives.givt_layers import REPLACEMENT
+from megavis.objectives.givt_maskgit import REPLACEMENT
 from megavis.objectives.givt_maskgit_config import MaskGITConfig
 from megavis.objectives.givt_released import Arrays, adapter_weights
 

@@ -8,49 +8,37 @@ for each token) are two settings of one model.
 
 p2p: patches in, pixels out; p2d: patches in, ids out; d2d: ids in and out (section 5).
 
-Legend: b images, T patches, S condition tokens, K predicted groups, c content and q query tokens,
-d numbers of a patch.
+Legend: b images, T patches, S condition tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megavis.composition.tokens import Ids, Patches, Tokens
+from megavis.composition.asking import Query
+from megavis.composition.codebook import Ids
+from megavis.composition.condition import Condition
+from megavis.composition.reader import Slot, places, vector
+from megavis.composition.tokens import Patches
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
 from megavis.densities.categorical import Categorical
 from megavis.densities.squared_error import SquaredError
-from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, vision_transformer
-from megavis.model.orders import take_places
-from megavis.model.patches import TokenHead
-from megavis.model.positions import carried_names
-from megavis.model.visibility import Kind
-from megavis.objectives.base import Objective, Sequence
-from megavis.objectives.generates import Known
+from megavis.model.patches import TokenHead, WholeLinear
+from megavis.objectives.composition import Composition
 from megavis.objectives.gvp_condition import PooledFeatures
 from megavis.objectives.gvp_config import GVPConfig
 from megavis.objectives.gvp_grouping import Grouping
-from megavis.objectives.gvp_layers import (
-    TwoStreamEmbedding,
-    TwoStreams,
-    content_alone,
-    two_streams,
-)
-from megavis.schedules.base import Arrangement, Step
 
 
-class GVP(Objective):
+class GVP(Composition):
     """Group after group, in any order."""
 
     config_type = GVPConfig
@@ -63,46 +51,33 @@ class GVP(Objective):
         return self.config.objective
 
     @property
-    def visibility_kind(self) -> Kind:
-        """Content and query stream (section 4.2)."""
-        return "two_stream"
-
-    @property
     def position_kind(self) -> PositionKind:
         """Sin-cos as MAE has them, unless the config says otherwise; the paper names no kind."""
         return self.config.model.positions or "sincos"
 
-    @property
-    def carries(self) -> tuple[str, ...]:
-        """Groups, and coordinates for rotary positions."""
-        return ("content_groups", "query_groups", *carried_names(self.position_kind))
-
-    @property
-    def num_tokens(self) -> int:
-        """Patches of an image."""
-        return self.paper.num_patches(self.config)
-
     @functools.cached_property
-    def density(self) -> Categorical | SquaredError:
-        """A unit Gaussian of each number of a patch, or a categorical distribution of ids."""
-        if isinstance(self.predicted, Ids):
-            return Categorical(self.core, self.predicted.vocabulary_size, fill=normal(0.02))
-        width = 3 * self.paper.patch_size**2
-        return SquaredError(
-            width,
-            normalize=self.paper.normalize_targets,
-            build_head=functools.partial(TokenHead, self.core, width),
-        )
-
-    @functools.cached_property
-    def content(self) -> Tokens:
-        """What the model reads."""
+    def reads(self) -> Ids | Patches:
+        """Ids (d), or patches of pixels (p)."""
         return self._ids() if self.paper.variant == "d2d" else self._patches()
 
     @functools.cached_property
-    def predicted(self) -> Tokens:
-        """What the model predicts."""
-        return self._ids() if self.paper.variant == "p2d" else self.content
+    def predicts(self) -> Ids | Patches:
+        """What is read, or ids in its place (p2d)."""
+        return self._ids() if self.paper.variant == "p2d" else self.reads
+
+    def _patches(self) -> Patches:
+        size = self.config.data.image_size
+        return Patches(image_size=size, patch_size=self.paper.patch_size)
+
+    def _ids(self) -> Ids:
+        assert self.paper.vocabulary_size is not None
+        size = self.config.data.image_size
+        return Ids(
+            image_size=size,
+            side=size // self.paper.patch_size,
+            vocabulary_size=self.paper.vocabulary_size,
+            tokenizer=self.paper.tokenizer,
+        )
 
     @functools.cached_property
     def schedule(self) -> Grouping:
@@ -112,103 +87,67 @@ class GVP(Objective):
             self.paper, num_tokens=self.num_tokens, bounds=bounds, seed=self.config.seed
         )
 
-    def _patches(self) -> Patches:
-        return Patches(
-            image_size=self.config.data.image_size,
-            patch_size=self.paper.patch_size,
-        )
+    @functools.cached_property
+    def asks(self) -> Query:
+        """By a query stream, or (table 10) by the token before alone."""
+        paper = self.paper
+        return Query(num_front=paper.num_condition_tokens, queries=paper.streams == "two")
 
     @functools.cached_property
-    def extra(self) -> PooledFeatures | None:
-        """What y_extra is, where it is no learned vector."""
+    def condition(self) -> Condition:
+        """y_extra, where it is no learned vector."""
         paper = self.paper
         if paper.condition_size is None:
-            return None
+            return Condition()
         assert paper.tokenizer is not None
-        return PooledFeatures(
-            image_size=self.config.data.image_size,
-            size=paper.condition_size,
-            tokenizer=paper.tokenizer,
+        size = self.config.data.image_size
+        return PooledFeatures(image_size=size, size=paper.condition_size, tokenizer=paper.tokenizer)
+
+    @functools.cached_property
+    def density(self) -> Categorical | SquaredError:
+        """A unit Gaussian of each number of a patch, or a categorical distribution of ids."""
+        paper = self.paper
+        if isinstance(self.predicts, Ids):
+            return Categorical(self.core, self.predicts.vocabulary_size, fill=normal(0.02))
+        width = self.predicts.width
+        return SquaredError(
+            width,
+            normalize=paper.normalize_targets,
+            # In one stream condition tokens before the last predict nothing.
+            num_skipped=0 if paper.streams == "two" else paper.num_condition_tokens - 1,
+            build_head=functools.partial(TokenHead, self.core, width),
         )
 
-    def _conditions(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return what the first layer takes besides both streams."""
-        return () if self.extra is None else (self.extra.of(images),)
+    def slots(self) -> dict[str, Slot]:
+        """Return H⁽⁰⁾ = [y; x] + E_pos and G⁽⁰⁾ = w + E_pos (section 4.1).
 
-    def _ids(self) -> Ids:
-        assert self.paper.vocabulary_size is not None
-        return Ids(
-            image_size=self.config.data.image_size,
-            num_tokens=self.num_tokens,
-            vocabulary_size=self.paper.vocabulary_size,
-            tokenizer=self.paper.tokenizer,
-        )
-
-    def workload(self) -> Workload:
-        """Return both streams; keys and values are those of content alone."""
-        first, last = self.paper.bounds(self.config)
-        seen, read = self.paper.num_condition_tokens + last, self.num_tokens - first
-        if self.paper.streams == "one":
-            return Workload(seen, seen, float(seen), seen, self.num_outputs)
-        return Workload(seen + read, seen, float(seen), read, self.num_outputs)
-
-    def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want photographs; d2d also takes the ids that they were made to."""
-        if manifest.kind == "ids" and self.paper.variant == "d2d":
-            assert isinstance(self.predicted, Ids)
-            yield from self.predicted.check(manifest)
-        elif manifest.kind != "jpeg":
-            wanted = "jpeg or ids" if self.paper.variant == "d2d" else "jpeg"
-            yield f"holds {manifest.kind} shards; gvp wants {wanted} shards"
-        elif self.paper.variant == "d2d" and self.paper.tokenizer is None:
-            yield "holds images; name what makes ids of them in objective.tokenizer"
+        The paper writes G⁽⁰⁾ = w without positions. Then all tokens of a group would get one and
+        the same prediction, and requirement (1) of section 4.1 wants g(x_{z<t}, z_t), which knows
+        z_t.
+        """
+        core, fill, paper = self.core, normal(0.02), self.paper
+        slots = {
+            "linear_content": Slot("content", lambda: self.reads.embedding(core)),
+            "positions": Slot("positions", places(core, self.position_kind, self.reads.grid, fill)),
+            "query": Slot("query", vector(core, fill)),
+        }
+        if paper.condition_size is not None:
+            size, width = paper.condition_size, core.megatron.hidden_size
+            slots["linear_condition"] = Slot("front", lambda: WholeLinear(size, width))
+        elif paper.num_condition_tokens:
+            slots["condition"] = Slot("front", vector(core, fill, paper.num_condition_tokens))
+        return slots
 
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe section 5 follows."""
         return vision_transformer()
 
-    def build_embedding(self) -> nn.Module:
-        """Return the start of both streams."""
-        return TwoStreamEmbedding(
-            self.core,
-            self.content.embedding(self.core),
-            side=self.config.data.image_size // self.paper.patch_size,
-            condition=self.paper.num_condition_tokens,
-            positions=self.position_kind,
-            condition_size=self.paper.condition_size,
-        )
-
-    def sequence(self, batch: Batch) -> Sequence:
-        """Draw order and groups, and ask for what they predict."""
-        content = predicted = self.content.of(batch.inputs)
-        if self.predicted is not self.content:
-            predicted = self.predicted.of(batch.inputs)
-        plan = self.schedule.draw(batch.sample_index)
-        asked, asked_groups = plan.order[:, plan.first_asked :], plan.groups[:, plan.first_asked :]
-        inputs = (*self._streams(content, plan), *self._conditions(batch.inputs))
-        return Sequence(inputs, (take_places(predicted, asked), asked_groups))
-
-    def _streams(self, tokens: Tensor, plan: Arrangement) -> TwoStreams:
-        """Return what the first layer takes, nothing that no loss reads among it."""
-        seen, groups = plan.order[:, : plan.num_content], plan.groups[:, : plan.num_content]
-        content = take_places(tokens, seen)
-        if self.paper.streams == "one":
-            return content_alone(content, seen, groups)
-        first = plan.first_asked
-        return two_streams(content, seen, groups, plan.order[:, first:], plan.groups[:, first:])
-
-    def inputs_for_features(
-        self, inputs: Tensor, sample_index: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Return the content stream alone, in raster order, with the causal mask kept.
-
-        "For linear probing, we keep the causal mask to maintain the same feature distribution"
-        (section 5); the groups are typical ones of training, without a draw.
-        """
-        content = self.content.of(inputs)
-        plan = self.schedule.for_features(len(content), content.device)
-        content = take_places(content, plan.order)
-        return (*content_alone(content, plan.order, plan.groups), *self._conditions(inputs))
+    @property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of the tokenizer of images."""
+        if isinstance(self.condition, PooledFeatures):
+            return self.condition.tokenizer.identity()
+        return super().tokenizer_identity
 
     def inputs_from(
         self,
@@ -231,48 +170,14 @@ class GVP(Objective):
             UserError: the order is no permutation, the boundaries do not increase, or an id is none
                 of the codebook's.
         """
-        content = self.content.of(inputs)
-        if isinstance(self.content, Ids):
-            self.content.check_ids(content)
+        content = self.reads.of(inputs)
+        if isinstance(self.reads, Ids):
+            self.reads.check_ids(content)
         index = torch.arange(len(content)) if sample_index is None else sample_index
         plan = self.schedule.chosen(index.to(content.device), order, boundaries)
         if self.paper.streams == "two":
             plan = dataclasses.replace(plan, num_content=self.num_tokens, first_asked=0)
-        streams = self._streams(content, plan)
-        return (*streams, *self._conditions(inputs))
-
-    def loss(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the error of a token, the mean over the predicted tokens of each image.
-
-        Equation (6): the tokens of G_0 are given and count nothing.
-
-        Args:
-            predictions: as `build_head` gives them.
-            targets: tokens `[b, q, ...]` and their groups `[b, q]`.
-        """
-        tokens, groups = targets
-        errors = self.density.per_token_loss(self._asked(predictions), tokens)
-        predicted = (groups > 0).float()
-        return ((errors * predicted).sum(1) / predicted.sum(1)).mean()
-
-    def outputs(self, predictions: Tensor) -> Tensor:
-        """Return patches `[b, q, d]` or logits `[b, q, v]`, in the order of z."""
-        return self.density.outputs(self._asked(predictions))
-
-    def _asked(self, predictions: Tensor) -> Tensor:
-        """Leave out what condition tokens before the last would predict in one stream."""
-        return predictions[:, -self.num_tokens :] if self.paper.streams == "one" else predictions
-
-    @functools.cached_property
-    def tokenizer_identity(self) -> str | None:
-        """SHA-256 of the tokenizer of images."""
-        if self.paper.tokenizer is None:
-            return None
-        source = self.extra or self.predicted
-        assert isinstance(source, Ids | PooledFeatures)
-        return source.tokenizer.identity()
-
-    # What `Generates` asks for.
+        return (*self.training_rows(content, plan), *self.condition.for_features(inputs))
 
     @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:
@@ -295,32 +200,3 @@ class GVP(Objective):
         for fault in [text for text, holds in faults.items() if holds]:
             raise UserError(f"a model with objective.{fault}; pictures need one trained without")
         return self
-
-    def blank_tokens(self, images: Tensor) -> Tensor:
-        """Return patches or ids of zeros."""
-        return self.content.blank(images)
-
-    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return patches or ids in raster order."""
-        return self.content.of(inputs)
-
-    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
-        """Return both streams, with queries for the tokens of a step alone."""
-        order, groups = step.plan.order, step.plan.groups.expand(len(tokens), -1)
-        order = order.expand(len(tokens), -1)
-        return two_streams(
-            tokens[:, : step.known],
-            order[:, : step.known],
-            groups[:, : step.known],
-            order[:, step.asked],
-            groups[:, step.asked],
-        )
-
-    def check_images(self, folder: Path) -> None:
-        """Raise UserError where ids are predicted and nothing decodes them."""
-        if isinstance(self.predicted, Ids):
-            self.to_images(self.blank_tokens(torch.zeros(1, dtype=torch.int64)), folder)
-
-    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Put patches together, or decode ids."""
-        return self.content.to_images(tokens)

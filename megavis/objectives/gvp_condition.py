@@ -10,18 +10,24 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megavis.composition.tokens import check_images, open_ids_tokenizer
+from megavis.composition.codebook import open_ids_tokenizer
+from megavis.composition.condition import Condition, Known
+from megavis.composition.reader import Role
+from megavis.composition.tokens import check_images
 from megavis.config.errors import UserError
+from megavis.data.batch import Batch
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer
 
 
-class PooledFeatures:
+class PooledFeatures(Condition):
     """y_extra: the mean of a frozen tokenizer's features over an image (appendix E).
 
     The paper leaves open which features: here what is looked up in the codebook, before it is.
     """
+
+    roles: tuple[Role, ...] = ("front",)
 
     def __init__(self, *, image_size: int, size: int, tokenizer: str) -> None:
         """Build.
@@ -33,14 +39,18 @@ class PooledFeatures:
         """
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
 
-    def of(self, images: Tensor) -> Tensor:
+    def training(self, batch: Batch) -> Known:
+        """Return the features of a batch's images."""
+        return self.for_features(batch.inputs)
+
+    def for_features(self, samples: Tensor) -> Known:
         """Return float32 `[b, e]` of images uint8 `[b, h, w, 3]`.
 
         Raises:
             UserError: they have another size or type.
         """
-        check_images(images, self.image_size)
-        return self.tokenizer.to(images.device).features(images).mean(1)
+        check_images(samples, self.image_size)
+        return (self.tokenizer.to(samples.device).features(samples).mean(1),)
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:

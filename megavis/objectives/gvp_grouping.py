@@ -17,7 +17,6 @@ from megavis.model.orders import Constant, random_orders
 from megavis.objectives import gvp_segmentation as segmentation
 from megavis.objectives.gvp_boundaries import fault_of_boundaries
 from megavis.objectives.gvp_config import GVPConfig
-from megavis.objectives.gvp_layers import raster
 from megavis.schedules.base import Arrangement
 from megavis.schedules.groups import Groups
 
@@ -53,7 +52,7 @@ class Grouping(Groups):
         if self.paper.order == "random":
             order = random_orders(index, self.num_tokens, seed=self.seed)
         else:
-            order = raster(index, self.num_tokens)
+            order = torch.arange(self.num_tokens, device=index.device).expand(len(index), -1)
         return self._arranged(order, self._boundaries(index))
 
     def _arranged(self, order: Tensor, boundaries: Tensor) -> Arrangement:
@@ -87,9 +86,9 @@ class Grouping(Groups):
         ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)
         return self._arranged(order, ends)
 
-    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+    def for_features(self, index: Tensor) -> Arrangement:
         """Return raster order and typical groups of training, without a draw."""
-        paper = self.paper
+        paper, device, num_images = self.paper, index.device, len(index)
         if paper.segmentation == "given":
             boundaries = self._given.on(device)
         else:

@@ -18,9 +18,10 @@ class AllAtOnce(Schedule):
 
     def draw(self, index: Tensor) -> Arrangement:
         """Ask for all tokens."""
-        return self.for_features(len(index), index.device)
+        order = self.orders.shared(index.device)
+        groups = torch.ones_like(order)
+        return Arrangement(order, groups, num_content=order.shape[1], predicts_all=True)
 
-    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+    def for_features(self, index: Tensor) -> Arrangement:
         """Ask for all tokens."""
-        order = self.orders.shared(device)
-        return Arrangement(order, torch.ones_like(order), num_content=order.shape[1])
+        return self.draw(index)

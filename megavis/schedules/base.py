@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
@@ -32,6 +31,7 @@ class Arrangement:
         first_asked: positions `[first_asked, n)` are predicted in some image.
         num_given: positions `[0, num_given)` are given when images are generated.
         num_placed: the first positions, whose place in the image is shown.
+        predicts_all: every position is predicted in every image.
     """
 
     order: Tensor
@@ -40,6 +40,7 @@ class Arrangement:
     first_asked: int = 0
     num_given: int = 0
     num_placed: int = 0
+    predicts_all: bool = False
 
     @property
     def num_positions(self) -> int:
@@ -122,9 +123,14 @@ class Schedule(ABC):
     def draw(self, index: Tensor) -> Arrangement:
         """Return the arrangement of training for samples `index`, int64 `[b]`."""
 
+    @property
+    def has_random_features(self) -> bool:
+        """True where the arrangement of features is drawn."""
+        return False
+
     @abstractmethod
-    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
-        """Return the arrangement, free of chance, in which features are read."""
+    def for_features(self, index: Tensor) -> Arrangement:
+        """Return the arrangement in which features of samples int64 `[b]` are read."""
 
     def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
         """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""

@@ -43,12 +43,18 @@ class Context(Schedule):
         ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         return self._arranged(order, self.num_context(ratio), self.num_placed)
 
-    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+    def for_features(self, index: Tensor) -> Arrangement:
         """Let all read all, and every token show its place."""
-        order = torch.arange(self.num_positions, device=device).expand(num_images, -1)
+        order = torch.arange(self.num_positions, device=index.device).expand(len(index), -1)
         return self._arranged(order, self.num_positions, self.num_positions)
 
     def _arranged(self, order: Tensor, num_context: int, num_placed: int) -> Arrangement:
         positions = torch.arange(self.num_positions, device=order.device)
         asked = (positions >= num_placed).long()[None]
-        return Arrangement(order, asked, num_content=num_context, num_placed=num_placed)
+        return Arrangement(
+            order,
+            asked,
+            num_content=num_context,
+            num_placed=num_placed,
+            predicts_all=num_placed == 0,
+        )

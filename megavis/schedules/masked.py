@@ -58,9 +58,9 @@ class Masked(Schedule):
         groups = take_places(hidden.long(), order)
         return Arrangement(order, groups, num_content=order.shape[1])
 
-    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+    def for_features(self, index: Tensor) -> Arrangement:
         """Hide nothing."""
-        order = self.orders.shared(device)
+        order = self.orders.shared(index.device)
         return Arrangement(order, torch.zeros_like(order), num_content=order.shape[1])
 
 
@@ -75,6 +75,15 @@ class MaskedShare(Masked):
         """See `Masked`."""
         count = self.orders.num_positions
         return uniform(index, count, seed=self.seed, purpose="bert-mask") < self.share
+
+    @property
+    def has_random_features(self) -> bool:
+        """True: hidden for features too, "to keep inputs in-distribution" (iGPT, section 4.6)."""
+        return True
+
+    def for_features(self, index: Tensor) -> Arrangement:
+        """Hide what training hides."""
+        return self.draw(index)
 
 
 @dataclass(frozen=True)

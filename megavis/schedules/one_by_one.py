@@ -35,16 +35,17 @@ class OneByOne(Schedule):
         """Return the orders of samples `[b]`."""
         return self.along(self.orders.of(index))
 
-    def for_features(self, num_images: int, device: torch.device) -> Arrangement:
+    def for_features(self, index: Tensor) -> Arrangement:
         """Return the order that needs no draw."""
-        return self.along(self.orders.shared(device))
+        return self.along(self.orders.shared(index.device))
 
     @staticmethod
     def along(order: Tensor) -> Arrangement:
         """Return the arrangement of a given order int64 `[b or 1, n]`."""
         count = order.shape[1]
         groups = torch.arange(1, count + 1, device=order.device)[None]
-        return Arrangement(order, groups, num_content=count)
+        # Nothing follows the last.
+        return Arrangement(order, groups, num_content=count - 1, predicts_all=True)
 
     def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
         """Return the orders that images of these numbers have in training."""

@@ -6,6 +6,8 @@ import torch
 from megavis.model import product
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
+from megavis.schedules.base import Step
+from megavis.schedules.one_by_one import OneByOne
 
 LAYER_NORM = "model.normalization=layer_norm"
 SHAPES = [
@@ -17,11 +19,17 @@ SHAPES = [
 ]
 
 
+def inputs_at(objective, ids, start, stop):
+    """Return the inputs of the places [start, stop)."""
+    plan = OneByOne.along(torch.arange(objective.num_tokens)[None])
+    return objective.rows(ids, Step(plan, stop - 1, slice(stop - 1, stop), 0, ""), (), start)
+
+
 def logits_piece_by_piece(runner, objective, cache, ids, num_given):
     """Return logits `[b, n, v]`: the first `num_given` places in one pass, then one at a time."""
     parts, stops = [], [num_given, *range(num_given + 1, ids.shape[1] + 1)]
     for stop in stops:
-        inputs = objective.inputs_at(ids, cache.length, stop)
+        inputs = inputs_at(objective, ids, cache.length, stop)
         parts.append(objective.outputs(runner.predictions(inputs, cache=cache)))
     return torch.cat(parts, dim=1)
 
@@ -50,7 +58,7 @@ def test_sequences_are_exchanged_in_the_cache(build, tmp_path):
     cache = runner.cache(16, num_sequences=3)
     logits_piece_by_piece(runner, objective, cache, ids[:, :9], 1)
     cache.select(order)
-    inputs = objective.inputs_at(ids[order], 9, 10)
+    inputs = inputs_at(objective, ids[order], 9, 10)
     logits = objective.outputs(runner.predictions(inputs, cache=cache))
     whole = objective.outputs(runner.predictions(objective.inputs_from(ids[order])))
     torch.testing.assert_close(logits[:, 0], whole[:, 9], rtol=1e-5, atol=1e-4)

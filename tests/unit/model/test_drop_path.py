@@ -61,7 +61,7 @@ def samples_of(objective, name, count=COUNT):
     if name == "givt":
         return batch_of(torch.zeros(count, 2, 4, 3, 3).half())
     paper = objective.paper if isinstance(objective, Classification) else objective
-    paper.__dict__["_tokenizer"] = Latents()
+    paper.reads.__dict__["tokenizer"] = Latents()
     return batch_of(photographs(1, 12).expand(count, -1, -1, -1))
 
 

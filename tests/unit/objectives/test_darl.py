@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from small_batches import batch_of, photographs, run_layers
 
+from megavis.composition.asking import START
 from megavis.config.errors import UserError
 from megavis.densities.diffusion import with_gamma
 from megavis.model.stream import from_bits
-from megavis.objectives.darl_layers import START
 
 CONFIG = """\
 name: small
@@ -79,19 +79,21 @@ def test_a_noisy_patch_touches_its_own_place_alone(build, decoder):
 def test_targets_and_inputs_stand_in_order(build, order):
     objective, runner = build(*ORDERS[order], *DIFFUSION)
     images = photographs(2, SIDE)
-    tokens, places, asked, noisy = objective.sequence(batch_of(images)).inputs
+    inputs = objective.sequence(batch_of(images)).inputs
+    tokens, places, noisy = *inputs[:2], inputs[-1]
     (targets,) = objective.sequence(batch_of(images)).targets
-    patches = objective.patches_of(images)
-    orders = objective.orders(torch.arange(2))
+    patches = objective.reads.of(images)
+    orders = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
     for image in range(2):
-        assert places[image].tolist() == [START, *orders[image, :-1].tolist()]
+        assert places.expand(2, -1)[image].tolist() == [START, *orders[image, :-1].tolist()]
         for place, cell in enumerate(orders[image].tolist()):
             assert torch.equal(targets[image, place], patches[image, cell])
             if place + 1 < PATCHES:
                 assert torch.equal(tokens[image, place + 1], patches[image, cell])
-    assert torch.equal(asked, orders if objective.paper.two_streams else orders[:, :0])
+    if objective.paper.two_streams:
+        assert torch.equal(inputs[3], orders)
     assert noisy.shape == (2, PATCHES, WIDTH + 1)
-    carried = runner.layers.modules[0]((tokens, places, asked, noisy))
+    carried = runner.layers.modules[0](inputs)
     names = objective.carries
     assert torch.equal(from_bits(carried[1 + names.index("noisy")]), noisy)
     coordinates = carried[1 + names.index("coordinates")][0].tolist()
@@ -171,10 +173,10 @@ def test_decoders_by_plain_formulas(build, decoder):
 def test_noise_is_a_function_of_seed_and_sample(build):
     objective, _ = build(*DIFFUSION)
     images = photographs(4, SIDE)
-    whole = objective.sequence(batch_of(images)).inputs[3]
-    part = objective.sequence(batch_of(images[2:], first=2)).inputs[3]
+    whole = objective.sequence(batch_of(images)).inputs[-1]
+    part = objective.sequence(batch_of(images[2:], first=2)).inputs[-1]
     assert torch.equal(whole[2:], part)
-    assert not torch.equal(objective.sequence(batch_of(images, first=9)).inputs[3][0], whole[0])
+    assert not torch.equal(objective.sequence(batch_of(images, first=9)).inputs[-1][0], whole[0])
 
 
 @pytest.mark.parametrize("predicts", ["clean", "noise"])
@@ -182,8 +184,8 @@ def test_targets_and_noisy_patches_belong_together(build, predicts):
     objective, _ = build(*DIFFUSION, f"objective.predicts={predicts}")
     sequence = objective.sequence(batch_of(photographs(2, SIDE)))
     noise, gamma = objective.density.draw_noise(torch.arange(2), PATCHES)
-    clean = objective.patches_of(photographs(2, SIDE))
-    packed = sequence.inputs[3]
+    clean = objective.reads.of(photographs(2, SIDE))
+    packed = sequence.inputs[-1]
     assert torch.equal(packed[..., -1:], gamma)
     torch.testing.assert_close(packed[..., :-1], gamma.sqrt() * clean + (1 - gamma).sqrt() * noise)
     assert torch.equal(sequence.targets[0], noise if predicts == "noise" else clean)
@@ -200,7 +202,7 @@ def test_pure_noise_trains_to_the_solution_of_squared_error(build):
     images = photographs(400, SIDE)
     inputs = objective.inputs_from(images, gamma=0.0)
     (targets,) = objective.sequence(batch_of(images)).targets
-    noisy = inputs[3].flatten(0, 1)
+    noisy = inputs[-1].flatten(0, 1)
     with torch.no_grad():
         *before, head = runner.layers.modules
         output = head.outputs(run_layers(before, inputs)).flatten(0, 1)
@@ -218,9 +220,9 @@ def test_pure_noise_trains_to_the_solution_of_squared_error(build):
 def test_features_read_every_patch(build):
     objective, runner = build(*DIFFUSION, *ORDERS["random"])
     batch = batch_of(photographs(2, SIDE))
-    tokens, places, asked, _ = objective.feature_inputs(batch)
+    tokens, places, _, asked, *_ = objective.feature_inputs(batch)
     assert places[0].tolist() == [START, *range(PATCHES)]
-    assert torch.equal(tokens[:, 1:], objective.patches_of(batch.inputs))
+    assert torch.equal(tokens[:, 1:], objective.reads.of(batch.inputs))
     assert asked.shape == (2, 0)
     assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
 

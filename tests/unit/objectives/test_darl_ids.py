@@ -29,7 +29,8 @@ def run_folder(tmp_path_factory):
 def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, words):
     objective, runner = build_paper(CONFIG.format(run=run_folder), *words)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
-    ids, order = open_tokenizer(run_folder).encode(images), objective.orders(torch.arange(2))
+    ids = open_tokenizer(run_folder).encode(images)
+    order = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
     sequence = objective.sequence(batch_of(images))
     predictions = runner.predictions(sequence.inputs)
     logits = objective.outputs(predictions)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_batches import run_layers
 
 from megavis.config.errors import UserError
@@ -48,16 +49,16 @@ def test_stacked_latents_stand_as_the_released_code_has_them():
 def test_latents_are_drawn_afresh_and_follow_the_sample(make):
     objective, _ = make()
     batch = batch_of()
-    first = objective.latents(batch.inputs, batch.sample_index)
-    again = objective.latents(batch.inputs[2:], batch.sample_index[2:])
+    first = objective.reads.of(batch.inputs, batch.sample_index)
+    again = objective.reads.of(batch.inputs[2:], batch.sample_index[2:])
     torch.testing.assert_close(first[2:], again, rtol=0, atol=0)
-    later = objective.latents(batch.inputs, batch.sample_index + 100)
+    later = objective.reads.of(batch.inputs, batch.sample_index + 100)
     assert not torch.equal(first, later)
     mean, scale = batch.inputs.float().unbind(1)
-    many = objective.latents(batch.inputs[:1].expand(20_000, -1, -1, -1, -1), torch.arange(20_000))
+    many = objective.reads.of(batch.inputs[:1].expand(20_000, -1, -1, -1, -1), torch.arange(20_000))
     torch.testing.assert_close(many.mean(0), mean[0], rtol=0, atol=0.04)
     torch.testing.assert_close(many.std(0), scale[0], rtol=0.04, atol=0.01)
-    torch.testing.assert_close(objective.latents(batch.inputs, None), mean)
+    torch.testing.assert_close(objective.reads.of(batch.inputs, None), mean)
 
 
 class FirstPixels:
@@ -74,17 +75,23 @@ class FirstPixels:
 def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
     words = ["objective.encoder_layers=1", "objective.num_classes=0", "objective.tokenizer=vae"]
     objective, runner = make("objective.name=givt_encoder_decoder", *words)
-    objective.__dict__["_tokenizer"] = FirstPixels()
+    objective.reads.__dict__["tokenizer"] = FirstPixels()
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(256, (3, 2, 32, 32, 3), generator=generator, dtype=torch.uint8)
     none, index = torch.full((3,), -1), torch.arange(3)
     sequence = objective.sequence(Batch(pairs, none, index))
-    latents, _, seen = sequence.inputs
-    assert torch.equal(latents.flatten(1), pairs[:, 1].flatten(1)[:, :64].float())
+    tokens, *_, seen = sequence.inputs
+
+    def rows_of(images):
+        """The tokens of their latents, 16 places of 4 channels, after a start token."""
+        latents = images.flatten(1)[:, :64].float().view(-1, 4, 16).transpose(1, 2)
+        return F.pad(latents[:, :-1], (0, 0, 1, 0))
+
+    assert torch.equal(tokens, rows_of(pairs[:, 1]))
     torch.testing.assert_close(seen, pairs[:, 0] / 127.5 - 1.0)
     alone = objective.sequence(Batch(pairs[:, 0], none, index))
-    assert torch.equal(alone.inputs[0].flatten(1), pairs[:, 0].flatten(1)[:, :64].float())
-    assert torch.equal(alone.inputs[2], seen)
+    assert torch.equal(alone.inputs[0], rows_of(pairs[:, 0]))
+    assert torch.equal(alone.inputs[-1], seen)
     loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
     assert bool(torch.isfinite(loss))
     assert objective.likelihood.given == "the image"
@@ -161,7 +168,7 @@ def test_labels_are_dropped_as_often_as_asked(make):
     objective, _ = make("objective.label_dropout=0.25")
     index = torch.arange(20_000)
     batch = Batch(torch.empty(len(index)), torch.full((len(index),), 2), index)
-    rows = objective.training_rows(batch)
+    (rows,) = objective.condition.training(batch)
     assert set(rows.tolist()) == {2, 3}
     assert abs(float((rows == 3).float().mean()) - 0.25) < 0.01
 
@@ -232,8 +239,8 @@ def test_a_known_density_of_one_token_is_recovered(make):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
     def nats_of(latents):
-        rows = torch.zeros(len(latents), dtype=torch.int64)
-        predictions = run_layers(modules, (latents[..., None, None], rows))
+        inputs = objective.inputs_from(latents[..., None, None])
+        predictions = run_layers(modules, inputs)
         return objective.loss(predictions, (latents[:, None],))
 
     for _ in range(200):

@@ -64,7 +64,7 @@ def test_outputs_and_likelihood_are_the_released_codes(tmp_path, name):
     tokens = torch.from_numpy(values["tokens"])
     outputs = run.outputs(tokens, **conditions(values))
     torch.testing.assert_close(outputs, torch.from_numpy(values["logits"]), **TOLERANCE)
-    nats = run.objective.nats(outputs, (tokens,))
+    nats = run.objective.density.per_token_loss(outputs, tokens)
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
@@ -88,7 +88,7 @@ def test_a_density_of_each_channel_is_read(tmp_path):
     torch.testing.assert_close(
         outputs[..., 1:], torch.from_numpy(values["logits"])[..., 1:], **TOLERANCE
     )
-    nats = run.objective.nats(outputs, (tokens,))
+    nats = run.objective.density.per_token_loss(outputs, tokens)
     torch.testing.assert_close(nats, torch.from_numpy(values["nll"]), rtol=0, atol=1e-3)
 
 
@@ -134,7 +134,7 @@ def test_stacked_layers_and_an_adapter_are_read(tmp_path):
     # What the adapter gave follows the density's parameters.
     expected = torch.from_numpy(adapter["y"]).flatten(1, 2)
     torch.testing.assert_close(outputs[0][..., -16:], expected, **TOLERANCE)
-    back = run.runner.layers.modules[0].latents(outputs[0][..., -16:])
+    back = run.objective.undo(run.runner.layers.modules[0], outputs[0][..., -16:])
     torch.testing.assert_close(back, latents, **TOLERANCE)
 
 
@@ -206,13 +206,13 @@ def test_images_are_encoded_on_their_way(encoding):
     objective, vae = encoding
     images = torch.randint(256, (3, 32, 32, 3), dtype=torch.uint8)
     mean, scale = vae.encode(images).unbind(1)
-    torch.testing.assert_close(objective.latents(images, None), mean)
+    torch.testing.assert_close(objective.reads.of(images, None), mean)
     index = torch.arange(3)
-    away = (objective.latents(images, index) - mean) / scale
-    other = (objective.latents(images, index + 3) - mean) / scale
+    away = (objective.reads.of(images, index) - mean) / scale
+    other = (objective.reads.of(images, index + 3) - mean) / scale
     assert not torch.equal(away, other)
     assert abs(float(away.std()) - 1.0) < 0.05
-    assert objective.decode(mean).shape == images.shape
+    assert objective.reads.to_images(mean).shape == images.shape
 
 
 def test_an_imported_vae_has_the_beta_that_is_given(tmp_path, capsys):

@@ -7,8 +7,8 @@ import torch
 
 from megavis.model.stream import Stream
 from megavis.model.visibility import Visibility
-from megavis.objectives.gvp_layers import TwoStreamEmbedding, two_streams
 from megavis.objectives.gvp_segmentation import groups_of
+from megavis.schedules.base import Arrangement
 
 SIDE, PATCHES = 3, 9
 
@@ -49,9 +49,9 @@ def by_megavis(embedding, num_tokens, condition, order, boundaries):
     z = torch.tensor([order]) - 1
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
     patches = torch.zeros(1, num_tokens, 48)
-    stream = Stream.unpack(
-        embedding(two_streams(patches, z, groups, z, groups)), ("content_groups", "query_groups")
-    )
+    plan = Arrangement(z, groups, num_content=num_tokens)
+    rows = embedding.asking.rows(patches, plan, known=num_tokens, asked=slice(0, num_tokens))
+    stream = Stream.unpack(embedding(rows), ("content_groups", "query_groups"))
     mask = Visibility("two_stream", **stream.carried).dense_mask(len(stream.hidden))[0]
     places = z[0].argsort() + condition  # where the tokens of raster order stand
     content = torch.cat([torch.arange(condition), places])
@@ -67,14 +67,11 @@ def draw_case(source):
 
 
 def test_visibility_is_that_of_the_equations(build_gvp):
-    objective, runner = build_gvp()
-    patches = runner.layers.modules[0].linear_content
-    embeddings = {
-        condition: TwoStreamEmbedding(
-            objective.core, patches, side=SIDE, condition=condition, positions="none"
-        )
-        for condition in range(4)
-    }
+    embeddings = {}
+    for condition in range(4):
+        words = [f"objective.num_condition_tokens={condition}", "model.positions=none"]
+        _, runner = build_gvp(*words)
+        embeddings[condition] = runner.layers.modules[0]
     source = random.Random(0)
     for _ in range(500):
         case = draw_case(source)
@@ -104,7 +101,9 @@ def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
     seen_by = by_megavis(embedding, num_tokens, condition, order, boundaries)
     z = torch.tensor([order]) - 1
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
-    inputs = two_streams(torch.randn(1, num_tokens, 48), z, groups, z, groups)
+    plan = Arrangement(z, groups, num_content=num_tokens)
+    patches = torch.randn(1, num_tokens, 48)
+    inputs = objective.asks.rows(patches, plan, known=num_tokens, asked=slice(0, num_tokens))
     stream = Stream.unpack(embedding(inputs), objective.carries)
     hidden = stream.hidden.detach().requires_grad_()
     state = stream.with_hidden(hidden).pack()

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from megavis.model.core import Block
 from megavis.model.stream import Stream
-from megavis.objectives.gvp_layers import two_streams
 from megavis.objectives.gvp_segmentation import groups_of
+from megavis.schedules.base import Arrangement
 
 PATCHES, WIDTH, HEADS = 9, 16, 2
 EACH_ITS_OWN = tuple(range(PATCHES))
@@ -30,15 +30,8 @@ def streams(build_gvp):
         z = torch.tensor([order])
         groups = groups_of(torch.tensor([boundaries]), PATCHES)
         patches = torch.randn(1, PATCHES, 48, generator=torch.Generator().manual_seed(2))
-        state = embedding(
-            two_streams(
-                patches[:, z[0, :seen]],
-                z[:, :seen],
-                groups[:, :seen],
-                z[:, asked],
-                groups[:, asked],
-            )
-        )
+        plan = Arrangement(z, groups, num_content=seen)
+        state = embedding(objective.asks.rows(patches[:, z[0]], plan, known=seen, asked=asked))
         before = Stream.unpack(state, objective.carries).hidden
         for block in blocks:
             state = block(state)

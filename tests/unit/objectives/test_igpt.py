@@ -132,7 +132,7 @@ def test_random_order_permutes_pixels_with_their_places(build, tmp_path):
     objective, _ = build(tmp_path / "c.yaml", "objective.order=random")
     ids, _ = draw()
     sequence = objective.sequence(batch_of(ids))
-    entering, pixels = sequence.inputs
+    entering, _, pixels = sequence.inputs
     ordered = sequence.targets[0]
     assert sorted(pixels[0].tolist()) == list(range(16))
     assert pixels[0].tolist() != list(range(16))

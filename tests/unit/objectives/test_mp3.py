@@ -158,8 +158,9 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
             wave = torch.tensor([*map(math.sin, waves), *map(math.cos, waves)])
             wanted = wave if place in told[image].tolist() else torch.zeros(32)
             torch.testing.assert_close(added[image, place], wanted, rtol=1e-4, atol=1e-4)
-            is_target = int(sequence.targets[0][image, place]) == place
-            assert is_target == (place not in told[image].tolist())
+            assert int(sequence.targets[0][image, place]) == place
+            counts = bool(sequence.targets[1][image, place])
+            assert counts == (place not in told[image].tolist())
     logits = torch.randn(3, 21, 20, generator=torch.Generator().manual_seed(1))
     nats = [
         -float(logits[b, 1 + p].log_softmax(-1)[p])

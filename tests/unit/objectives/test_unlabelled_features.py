@@ -51,7 +51,7 @@ training: {{steps: 3, batch_size: 8}}
 """
         objective, runner = build_paper(text, *words, std=0.3)
         paper = objective.paper if isinstance(objective, Classification) else objective
-        paper.__dict__["_tokenizer"] = FirstPixels()
+        paper.reads.__dict__["tokenizer"] = FirstPixels()
         return objective, runner
 
     return make
@@ -116,10 +116,11 @@ def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
 @pytest.mark.parametrize("name", ["causal", "masked"])
 def test_features_are_those_of_the_null_label_with_nothing_hidden(make, name):
     objective, _ = make(name)
-    latents, rows, *mask = objective.feature_inputs(random_batch(name, 5))
-    assert latents.shape == (5, 4, 4, 4)
-    assert rows.tolist() == [objective.num_label_rows - 1] * 5
-    assert not any(each.any() for each in mask)
+    tokens, _, third, rows = objective.feature_inputs(random_batch(name, 5))
+    assert tokens.shape == (5, 16, 4)
+    assert rows.tolist() == [objective.condition.null_row] * 5
+    assert objective.condition.null_row == objective.condition.num_rows - 1
+    assert name == "causal" or not third.any()
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
@@ -133,4 +134,5 @@ def test_a_run_without_a_null_label_is_refused_by_its_key(make, name):
             make(name, *words, *more)
     # Without classes no input holds one.
     objective, _ = make(name, *words, "objective.num_classes=0")
-    assert len(np.unique(objective.feature_inputs(random_batch(name, 3))[1])) == 1
+    rows = objective.feature_inputs(random_batch(name, 3))[3]
+    assert len(np.unique(rows)) == 1

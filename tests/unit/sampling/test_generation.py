@@ -36,7 +36,7 @@ def generate_without_cache(runner, objective, prefix, choose):
     ids = torch.zeros(len(prefix), objective.num_tokens, dtype=torch.int64)
     ids[:, : prefix.shape[1]] = prefix
     for place in range(prefix.shape[1], objective.num_tokens):
-        order = objective.schedule.for_features(1, ids.device).order
+        order = objective.schedule.for_features(torch.zeros(1).long()).order
         inputs = objective.inputs_from(to_raster(ids, order))
         logits = objective.outputs(runner.predictions(inputs))[:, place]
         ids[:, place] = torch.tensor(

@@ -85,7 +85,7 @@ def test_orders_are_averaged(sampler):
 
 
 def to_raster_images(objective, patches):
-    return objective.content.to_images(patches)
+    return objective.reads.to_images(patches)
 
 
 def test_nothing_is_drawn_from_nothing(sampler):

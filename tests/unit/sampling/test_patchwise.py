@@ -12,6 +12,7 @@ from megavis.model.orders import take_places, to_raster
 from megavis.parallel.random import normal
 from megavis.sampling.pictures import Gallery, pixels_of
 from megavis.sampling.sampler import Sampler
+from megavis.schedules.one_by_one import OneByOne
 
 CONFIG = """\
 name: small
@@ -54,6 +55,13 @@ def sampler(build, tmp_path):
     return sampler
 
 
+def sequence_of(objective, patches, order):
+    """Return the inputs of training for patches that stand in the order already."""
+    plan = OneByOne.along(order)
+    rows = objective.asks.rows(patches, plan, known=plan.num_content, asked=slice(0, 16))
+    return (*rows, *objective.density.nothing_more(rows[0]))
+
+
 def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
     """Each patch after a whole training pass, whose other places are not looked at."""
     patches = torch.zeros(len(order), 16, 48)
@@ -61,7 +69,7 @@ def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
     *before, head = runner.layers.modules
     for place in range(prefix.shape[1], 16):
         with torch.no_grad():
-            state = run_layers(before, objective.inputs_of(patches, order))
+            state = run_layers(before, sequence_of(objective, patches, order))
             output = head.outputs(state)[:, place : place + 1]
             if objective.paper.loss == "mse":
                 patches[:, place] = head.decode(output, None)[:, 0]
@@ -80,8 +88,8 @@ def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
 def test_drawing_with_a_cache_equals_whole_passes(sampler, words, num_given):
     drawing, numbers = sampler(*words, seed=2), torch.arange(4, 7)
     objective = drawing.paper
-    order = objective.orders(numbers)
-    prefix = take_places(objective.patches_of(photographs(3, 16)), order)[:, :num_given]
+    order = objective.schedule.draw(numbers).order.expand(len(numbers), -1)
+    prefix = take_places(objective.reads.of(photographs(3, 16)), order)[:, :num_given]
     drawn = drawing.tokens(numbers, given=prefix)
     expected = drawn_by_whole_passes(drawing.runner, objective, order, prefix, numbers, seed=2)
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
@@ -165,7 +173,10 @@ def test_normalised_targets_draw_nothing(build, tmp_path):
 
 def test_raster_and_back(build):
     objective, _ = build(*SHAPES[2][0])
-    order, patches = objective.orders(torch.arange(3)), objective.patches_of(photographs(3, 16))
+    order, patches = (
+        objective.schedule.draw(torch.arange(3)).order.expand(3, -1),
+        objective.reads.of(photographs(3, 16)),
+    )
     assert torch.equal(
-        objective.images_of(to_raster(take_places(patches, order), order)), photographs(3, 16)
+        objective.reads.to_images(to_raster(take_places(patches, order), order)), photographs(3, 16)
     )

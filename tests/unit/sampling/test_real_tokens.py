@@ -93,11 +93,11 @@ def test_predictions_stand_beside_image_and_target(make, monkeypatch):
     examples = Batch(colours.expand(2, 2, 32, 32, 3), torch.tensor([-1, -1]), torch.arange(2))
     asked = []
 
-    def decode(latents):
+    def decode(latents, folder=None):
         asked.append(latents)
         return torch.full((len(latents), 32, 32, 3), 7, dtype=torch.uint8)
 
-    monkeypatch.setattr(sampler.paper, "decode", decode)
+    monkeypatch.setattr(sampler.paper.reads, "to_images", decode)
     grid = picture([sampler], examples, num_images=2, num_copies=2, batch_size=3)
     # Images of 32², enlarged four times, with lines of two pixels between them.
     assert grid.shape == (2 * 130 + 2, 4 * 130 + 2, 3)
@@ -146,7 +146,7 @@ def test_beam_search_goes_on_from_the_likeliest(make):
         tokens = sampler.tokens(IMAGES, conditions={"labels": LABELS})
         paper = sampler.paper
         predictions = sampler.runner.predictions(paper.inputs_from(tokens, labels=LABELS))
-        return -paper.nats(predictions, (tokens,)).sum(1)
+        return -paper.density.per_token_loss(predictions, tokens).sum(1)
 
     found, plain = log_likelihood(make(beams=3, fans=4)), log_likelihood(make())
     assert bool((found > plain).all())

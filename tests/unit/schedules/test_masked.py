@@ -89,5 +89,7 @@ def test_a_share_is_hidden_in_any_order_of_the_tokens():
     assert hidden.float().mean() == pytest.approx(0.3, abs=0.01)
     assert torch.equal(permuted.draw(index).groups, hidden[:, order])
     assert plain.is_random
-    features = plain.for_features(3, index.device)
-    assert not features.groups.any()
+    features = plain.for_features(index)
+    assert torch.equal(features.groups, hidden), "hidden for features too"
+    rounds = Rounds(Orders(order), least_masking=0.3, seed=4)
+    assert not rounds.for_features(index).groups.any()

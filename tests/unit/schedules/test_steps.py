@@ -39,7 +39,7 @@ def test_orders_are_shared_or_drawn_for_each_image():
     drawn = OneByOne(Orders(torch.arange(6), seed=3))
     assert drawn.is_random
     assert torch.equal(drawn.draw(index).order, random_orders(index, 6, seed=3))
-    assert drawn.for_features(2, index.device).order.tolist() == [list(range(6))]
+    assert drawn.for_features(torch.arange(2)).order.tolist() == [list(range(6))]
     shared = OneByOne(Orders(torch.arange(6)))
     assert not shared.is_random
     assert shared.draw(index).order.tolist() == [list(range(6))]
@@ -87,7 +87,7 @@ def test_a_context_is_the_first_of_a_random_order():
     assert plan.order.tolist() == expected
     assert (plan.num_content, plan.num_placed) == (2, 1)
     assert schedule.draw(index, 0.5).num_content == 4
-    features = schedule.for_features(2, index.device)
+    features = schedule.for_features(torch.arange(2))
     assert (features.num_content, features.num_placed) == (8, 8)
     assert not features.is_predicted.any()
     assert schedule.is_random

@@ -1,0 +1,174 @@
+"""What else a model knows of an image: nothing, its class, what an encoder makes of another image.
+
+Legend: b images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megavis.composition.reader import Role
+from megavis.config.errors import UserError
+from megavis.data.batch import Batch
+from megavis.parallel.random import uniform
+
+Known = tuple[Tensor, ...]
+"""What a model knows of each image besides its tokens; batch first."""
+
+OnFirstStage = Callable[[Callable[[nn.Module], Tensor]], Tensor]
+"""Runs a job on the first layer, wherever that is, and returns its result everywhere."""
+
+
+class Condition:
+    """Nothing, unless a subclass says otherwise."""
+
+    names: tuple[str, ...] = ()
+    """Conditions that can be given: `labels`, `image`."""
+    roles: tuple[Role, ...] = ()
+    """Parts of the first layer that take them, in the order of `Known`."""
+
+    def training(self, batch: Batch) -> Known:
+        """Return what training shows of a batch; random draws depend on seed and sample alone."""
+        return ()
+
+    def for_features(self, samples: Tensor) -> Known:
+        """Return what features of samples, as shards hold them, may know: never the class."""
+        return ()
+
+    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
+        """Return what the model takes for conditions of `count` images.
+
+        Raises:
+            UserError: a value is out of range, missing, or no condition of this model.
+        """
+        for name in values:
+            if name not in self.names:
+                raise UserError(f"this model is not conditioned on {name}")
+        return ()
+
+    def nothing(self, known: Known) -> Known:
+        """Return what stands for no condition, in the form of `known`.
+
+        Raises:
+            UserError: the model was not trained without its condition.
+        """
+        raise UserError(
+            "guidance wants a model that was trained with objective.label_dropout; this one has no"
+            " prediction without a class"
+        )
+
+    def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
+        """Compute once what all steps of generation need."""
+        return known
+
+    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+        """Return the conditions of a picture of so many images, of examples where they matter.
+
+        Raises:
+            UserError: examples are needed and there are none.
+        """
+        return {}
+
+    def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Return conditions of images int64 `[b]` that are drawn from nothing, in equal shares.
+
+        Raises:
+            UserError: images are drawn from something alone.
+        """
+        return {}
+
+    def shown(self, examples: Batch) -> list[Tensor]:
+        """Return images uint8 `[b, H, W, 3]` that stand in front of what is drawn from them."""
+        return []
+
+
+class Labels(Condition):
+    """The class of an image: a row of a table, the last of which may stand for no class."""
+
+    names: tuple[str, ...] = ("labels",)
+    roles: tuple[Role, ...] = ("start",)
+
+    def __init__(
+        self, num_classes: int, *, dropout: float, seed: int, num_special_rows: int = 0
+    ) -> None:
+        """Build.
+
+        Args:
+            num_classes: 0 where there are none.
+            dropout: probability that training shows the null label; 0: there is none.
+            seed: with the sample decides that.
+            num_special_rows: rows of the table between the classes and the null label.
+        """
+        self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
+        self.has_null_label = num_classes > 0 and dropout > 0
+        # Without classes one row stands for all images.
+        self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
+        self.null_row = self.num_rows - 1 if num_classes else 0
+
+    def training(self, batch: Batch) -> Known:
+        """Return rows int64 `[b]` of the labels, some dropped; of no label the null label's."""
+        if not self.num_classes:
+            return (torch.zeros_like(batch.labels),)
+        rows = self._rows(batch.labels)
+        if not self.has_null_label:
+            return (rows,)
+        draws = uniform(batch.sample_index, 1, seed=self.seed, purpose="label-dropout")
+        return (torch.where(draws[:, 0] < self.dropout, self.null_row, rows),)
+
+    def for_features(self, samples: Tensor) -> Known:
+        """Return the null label's row for each sample."""
+        return (self.rows(None, len(samples), samples.device),)
+
+    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
+        """Return the rows of the labels int64 `[b]`; of the null label where none are named."""
+        super().given(values, count, device)
+        return (self.rows(values.get("labels"), count, device),)
+
+    def rows(self, labels: Tensor | None, count: int, device: torch.device) -> Tensor:
+        """Return the table's rows int64 `[b]` of classes `[b]`; -1 and None: no class.
+
+        Raises:
+            UserError: a label is out of range, or none is given to a model that wants one.
+        """
+        if labels is None and (self.has_null_label or not self.num_classes):
+            return torch.full((count,), self.null_row, device=device)
+        if not self.num_classes:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+        labels = torch.full((count,), -1) if labels is None else labels
+        lowest = -1 if self.has_null_label else 0
+        if int(labels.min()) < lowest or int(labels.max()) >= self.num_classes:
+            null = " or -1 for no class" if lowest else ", without a null label"
+            raise UserError(f"labels must lie in 0..{self.num_classes - 1}{null}")
+        return self._rows(labels.to(device))
+
+    def _rows(self, labels: Tensor) -> Tensor:
+        return torch.where(labels < 0, self.null_row, labels)
+
+    def nothing(self, known: Known) -> Known:
+        """Return the null label's row for each image."""
+        if not self.has_null_label:
+            return super().nothing(known)
+        rows, *others = known
+        return torch.full_like(rows, self.null_row), *others
+
+    def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Return classes that take turns."""
+        return {"labels": numbers % self.num_classes} if self.num_classes else {}
+
+    def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
+        """Return classes evenly spread, equals together."""
+        if not self.num_classes:
+            return {}
+        return {"labels": torch.arange(num_images) * self.num_classes // num_images}
+
+    def check_classes(self, num_given: int) -> list[str]:
+        """Return what is wrong with data of so many classes."""
+        wanted = self.num_classes
+        if num_given > wanted > 0:
+            return [f"has {num_given} classes; objective.num_classes is {wanted}"]
+        if wanted and not num_given:
+            return ["has no labels; set objective.num_classes to 0, or give labelled shards"]
+        return []

@@ -1,0 +1,200 @@
+"""Latents of a VAE as tokens: shards of them or images and the VAE, and the way back.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 3.1: latents are drawn from the VAE's
+posterior, anew whenever an image is read.
+
+Legend: b images, n tokens of d numbers, c channels and h, w of the latents, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.composition.tokens import Tokens
+from megavis.config.errors import UserError
+from megavis.data.manifest import Manifest
+from megavis.model.core import Core
+from megavis.model.init import Fill
+from megavis.model.patches import PatchEmbedding
+from megavis.parallel.random import normal
+from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
+
+if TYPE_CHECKING:
+    from megavis.tokenizers.base import LatentTokenizer
+
+
+class Latents(Tokens):
+    """Real-valued tokens, drawn from mean and scale."""
+
+    sample_type = torch.float16
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        side: int,
+        stacked: int,
+        seed: int,
+        tokenizer: str | None,
+        beta: float | None,
+        image_size: int,
+    ) -> None:
+        """Build.
+
+        Args:
+            channels: c.
+            side: h and w.
+            stacked: neighbours of a row in a token.
+            seed: with the sample decides what is drawn.
+            tokenizer: run folder of the VAE; None where only latents come.
+            beta: that the VAE's run must have; None: any.
+            image_size: side of the VAE's images in pixels.
+        """
+        self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
+        self.run_folder, self.beta, self.image_size = tokenizer, beta, image_size
+        self.grid, self.width = (side, side // stacked), channels * stacked
+        self.sample_shape = (2, *self.shape)
+
+    @property
+    def is_random(self) -> bool:
+        """True: latents are drawn from the VAE's posterior (section 3.1)."""
+        return True
+
+    @property
+    def identity(self) -> str | None:
+        """SHA-256 of the VAE of images."""
+        return None if self.run_folder is None else self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        return self.tokenizer.identity()
+
+    def check(self, manifest: Manifest, name: str) -> Iterator[str]:
+        """Want latents of this grid, or images and a VAE."""
+        if manifest.kind == "latents":
+            yield from self._check_latents(manifest)
+        elif manifest.kind != "jpeg":
+            yield f"holds {manifest.kind} shards; {name} wants latents shards"
+        elif self.run_folder is None:
+            yield "holds images; name the VAE's run folder in objective.tokenizer, or give latents"
+
+    def _check_latents(self, manifest: Manifest) -> Iterator[str]:
+        if manifest.latent_shape != self.shape:
+            yield (
+                f"holds latents of shape {list(manifest.latent_shape or ())}; the config's"
+                f" (objective.latent_channels, data.image_size / objective.downsampling) is"
+                f" {list(self.shape)}"
+            )
+        elif self.run_folder is not None and self._identity != manifest.identity:
+            yield (
+                f"was made by the VAE {str(manifest.identity)[:12]}; that of objective.tokenizer,"
+                f" {self.run_folder}, is {self._identity[:12]}"
+            )
+
+    def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
+        """Return latents `[b, c, h, w]`, or tokens `[b, n, d]` as they are.
+
+        Args:
+            samples: mean and scale `[b, 2, c, h, w]` as shards hold them, latents, tokens, or with
+                a VAE images uint8 `[b, H, W, 3]`.
+            index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
+
+        Raises:
+            UserError: the shape is none of these.
+        """
+        if samples.shape[1:] == (self.num_tokens, self.width):
+            return samples.float()
+        if samples.shape[1:] == self.shape and samples.is_floating_point():
+            return samples.float()
+        if samples.dtype == torch.uint8 and self.run_folder is not None:
+            samples = self.tokenizer.to(samples.device).encode(samples)
+        if samples.shape[1:] != (2, *self.shape):
+            raise UserError(
+                f"the inputs have shape {list(samples.shape)}; this run takes latents"
+                f" [b, {', '.join(map(str, self.shape))}], their mean and scale [b, 2, ...],"
+                f" or tokens [b, {self.num_tokens}, {self.width}]"
+            )
+        mean, scale = samples.float().unbind(1)
+        if index is None:
+            return mean
+        count = mean[0].numel()
+        noise = normal(index, count, seed=self.seed, purpose="posterior")
+        return mean + scale * noise.view_as(mean)
+
+    def sequence(self, tokens: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of latents `[b, c, h, w]`."""
+        if tokens.ndim == 3:
+            return tokens
+        return to_tokens(stack(tokens, self.stacked)).contiguous()
+
+    def from_sequence(self, tokens: Tensor) -> Tensor:
+        """Return latents `[b, c, h, w]` of tokens `[b, n, d]`."""
+        return unstack(to_grid(tokens, height=self.grid[0]), self.stacked)
+
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Return a linear map."""
+        options = {} if fill is None else {"fill": fill}
+        return PatchEmbedding(self.width, core.megatron.hidden_size, **options)
+
+    def blank(self, images: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of zeros."""
+        return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
+
+    def prior(self, images: Tensor, *, seed: int) -> Tensor:
+        """Draw latents `[b, c, h, w]` from N(0, 1), what the VAE takes the world for."""
+        count = self.shape[0] * self.shape[1] * self.shape[2]
+        return normal(images, count, seed=seed, purpose="prior").view(-1, *self.shape)
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where the config names no VAE, or one that does not fit."""
+        self.to_images(torch.zeros(1, *self.shape), folder)
+
+    def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
+        """Return images uint8 `[b, H, W, 3]` of latents `[b, c, h, w]`.
+
+        Raises:
+            UserError: the config names no VAE, or one of other latents.
+        """
+        if self.run_folder is None:
+            raise UserError("pictures want the VAE: name its run folder in objective.tokenizer")
+        return self.tokenizer.to(tokens.device).decode(tokens)
+
+    @cached_property
+    def tokenizer(self) -> LatentTokenizer:
+        """The VAE, frozen.
+
+        Raises:
+            UserError: it gives no latents, others than the config says, or has another β.
+        """
+        from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
+
+        assert self.run_folder is not None
+        self._check_beta(Path(self.run_folder))
+        tokenizer = open_tokenizer(self.run_folder)
+        if not isinstance(tokenizer, LatentTokenizer):
+            raise UserError(f"objective.tokenizer: {self.run_folder} gives ids, not latents")
+        given = tokenizer.latent_shape(self.image_size)
+        if given != self.shape:
+            raise UserError(
+                f"objective.tokenizer: {self.run_folder} gives latents of shape {list(given)};"
+                f" the config's (objective.latent_channels, data.image_size /"
+                f" objective.downsampling) is {list(self.shape)}"
+            )
+        return tokenizer
+
+    def _check_beta(self, run_folder: Path) -> None:
+        """Raise UserError where the VAE's run says another β than the config wants."""
+        from megavis.tokenizers.base import objective_section
+
+        found = objective_section(run_folder).get("beta")
+        if self.beta is not None and found != self.beta:
+            raise UserError(
+                f"objective.tokenizer: {run_folder} is a VAE of beta {found}; this config wants one"
+                f" of beta {self.beta} (objective.tokenizer_beta)"
+            )

@@ -1,0 +1,192 @@
+"""The first layer of every paper: named parts that embed what tokens are, where, and under what.
+
+The key of a part is its parameters' name, and parts are built in the order of the keys, so that
+names and initial weights are the paper's own choice.
+
+Legend: b images, m rows, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.composition.asking import Asking
+from megavis.config.choices import PositionKind
+from megavis.model.core import MEMORY, Core
+from megavis.model.embeddings import grid_positions, to_stream
+from megavis.model.init import Fill, filled, normal
+from megavis.model.positions import Positions, cell_coordinates
+from megavis.model.stream import State, Stream, as_bits
+from megavis.tokenizers.latents import to_grid, to_tokens
+
+Role = Literal[
+    "content", "positions", "asked_positions", "start", "query", "mask", "front", "transform",
+    "memory",
+]  # fmt: skip
+"""What a part is for:
+
+- `content`: embeds tokens `[b, m, ...]` to `[b, m, h]`.
+- `positions`, `asked_positions`: `Positions` of content and of what is asked for.
+- `start`: a vector, or a table by class, in place of a token before the first.
+- `query`, `mask`: a vector that stands for a token that is asked for, or hidden.
+- `front`: vectors in front of all rows, or a map of a condition to one.
+- `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
+- `memory`: an encoder of a condition, to which blocks attend.
+"""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A part of the first layer that is not built yet."""
+
+    role: Role
+    build: Callable[[], nn.Module | nn.Parameter]
+
+
+class Rows(nn.Module):
+    """A table of learned vectors, whole on every process."""
+
+    def __init__(self, num_rows: int, hidden_size: int, fill: Fill | None = None) -> None:
+        super().__init__()
+        self.weight = filled(num_rows, hidden_size, fill=fill or normal(1.0))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Look up int64 `[...]`: `[..., hidden_size]`."""
+        return F.embedding(index, self.weight)
+
+
+def vector(core: Core, fill: Fill, count: int | None = None) -> Callable[[], nn.Parameter]:
+    """Return what builds a learned vector `[h]`, or so many `[count, h]`."""
+    width = core.megatron.hidden_size
+    shape = (width,) if count is None else (count, width)
+    return lambda: filled(*shape, fill=fill)
+
+
+def places(
+    core: Core, kind: PositionKind, grid: tuple[int, int], fill: Fill
+) -> Callable[[], Positions]:
+    """Return what builds positions on a grid of rows and columns."""
+    return lambda: grid_positions(core, kind, grid, fill=fill)
+
+
+class Reader(nn.Module):
+    """Embeds rows: content, positions, and what stands for tokens that are not there."""
+
+    def __init__(
+        self,
+        core: Core,
+        asking: Asking,
+        slots: Mapping[str, Slot],
+        *,
+        num_columns: int,
+        conditions: Sequence[Role] = (),
+        extras: Sequence[str] = (),
+    ) -> None:
+        """Build the parts in their order.
+
+        Args:
+            core: sizes and groups.
+            asking: how tokens ask.
+            slots: the parts, by the names of their parameters.
+            num_columns: of the grid of tokens.
+            conditions: roles of the parts that take a condition, in the order of the inputs.
+            extras: names of the floats, last among the inputs, that travel through to the head.
+        """
+        super().__init__()
+        self.core, self.asking, self.num_columns = core, asking, num_columns
+        self.conditions, self.extras = tuple(conditions), tuple(extras)
+        self._names = {slot.role: name for name, slot in slots.items()}
+        for name, slot in slots.items():
+            setattr(self, name, slot.build())
+
+    def part(self, role: Role) -> Any:
+        """Return the part of a role; None where there is none."""
+        name = self._names.get(role)
+        return None if name is None else getattr(self, name)
+
+    def embed_content(self, tokens: Tensor) -> Tensor:
+        """Return `[b, m, h]` of tokens `[b, m, ...]`."""
+        hidden: Tensor = self.part("content")(tokens)
+        return hidden
+
+    def add_positions(
+        self, hidden: Tensor, cells: Tensor, role: Literal["positions", "asked_positions"]
+    ) -> Tensor:
+        """Add what absolute positions add to `hidden` `[b, m, h]` at cells `[b or 1, m, 2]`."""
+        placed: Tensor = self.part(role)(hidden, cells)
+        return placed
+
+    def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
+        """Return what stands for a token, `[h]` like `hidden`: zeros where there is no part."""
+        part: Tensor | None = self.part(role)
+        return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
+
+    def start_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+        """Return what stands before the first token, `[h]` or `[b, 1, h]`, like `hidden`."""
+        part = self.part("start")
+        start: Tensor = part(known["start"])[:, None] if "start" in known else part
+        return start.to(hidden.dtype)
+
+    def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+        """Return the rows in front, `[b, S, h]` like `hidden`; none where there is no part."""
+        part = self.part("front")
+        if part is None:
+            return hidden[:, :0]
+        if "front" in known:
+            rows: Tensor = part(known["front"])[:, None]
+            return rows.to(hidden.dtype)
+        vectors: Tensor = part.to(hidden.dtype).view(-1, hidden.shape[-1])
+        return vectors.expand(len(hidden), -1, -1)
+
+    def coordinates_of(self, cells: Tensor) -> Mapping[str, Tensor]:
+        """Return what rotary and relative positions carry to the blocks."""
+        carried: Mapping[str, Tensor] = self.part("positions").carried(cells)
+        return carried
+
+    def transformed(self, tokens: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of those on their grid `[b, d, h, w]`, transformed."""
+        return to_tokens(self.part("transform")(tokens)).contiguous()
+
+    def untransformed(self, tokens: Tensor, num_rows: int) -> Tensor:
+        """Undo `transformed`, for a grid of so many rows: tokens `[b, n, d]`."""
+        return to_tokens(self.part("transform").inverse(to_grid(tokens, height=num_rows)))
+
+    def cells(self, places: Tensor) -> Tensor:
+        """Return row and column int64 `[..., 2]` of places in raster order."""
+        return cell_coordinates(places, self.num_columns)
+
+    def encoded(self, condition: Tensor) -> Tensor:
+        """Encode a condition, once for all steps of generation: `[b, c, h]`."""
+        encoded: Tensor = self.part("memory")(condition)
+        return encoded.transpose(0, 1)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> State:
+        """Embed.
+
+        Args:
+            inputs: the rows, as the asking kind gives them, then conditions, then extras. A memory
+                of three dimensions is one that `encoded` gave.
+
+        Returns:
+            The `State` of `[m, b, h]`, and the tensors of `core.carries`.
+        """
+        rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
+        known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
+        extras = map(as_bits, inputs[len(self.conditions) :])
+        embedded = self.asking.embed(self, rows, known)
+        carried = {
+            **embedded.carried,
+            **self.coordinates_of(embedded.coordinates),
+            **dict(zip(self.extras, extras, strict=True)),
+        }
+        if "memory" in known:
+            seen = known["memory"]
+            memory = self.encoded(seen) if seen.ndim == 4 else seen
+            carried[MEMORY] = memory.transpose(0, 1).contiguous()
+        ordered = {name: carried[name] for name in self.core.carries if name in carried}
+        return Stream(to_stream(embedded.hidden, self.core), ordered).pack()

@@ -1,0 +1,265 @@
+"""A paper as a composition: what is read and predicted, what is known when, how a token asks.
+
+A composition names its words (tokens, schedule, asking, density, condition) and the parts of its
+first layer; sequences, loss, features and generation follow from them.
+
+Legend: b images, n positions of the sequence, q predicted ones.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.composition.asking import TRANSFORMED, Asking
+from megavis.composition.asking import Rows as AskedRows
+from megavis.composition.condition import Condition, Known
+from megavis.composition.reader import Reader, Slot
+from megavis.composition.tokens import Tokens
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.core import MEMORY
+from megavis.model.flops import Workload
+from megavis.model.orders import take_places, to_raster
+from megavis.model.positions import carried_names
+from megavis.model.visibility import Kind
+from megavis.objectives.base import Objective, Sequence
+from megavis.schedules.base import Arrangement, Step
+from megavis.tokenizers.latents import to_grid
+
+
+class Composition(Objective):
+    """A paper in the words of the grammar."""
+
+    @property
+    def has_transform(self) -> bool:
+        """True where the first layer holds a learned, invertible transform of the tokens."""
+        return False
+
+    @property
+    @abstractmethod
+    def reads(self) -> Tokens:
+        """What goes in."""
+
+    @property
+    def predicts(self) -> Tokens:
+        """What comes out: what is read, unless a paper says otherwise."""
+        return self.reads
+
+    @property
+    @abstractmethod
+    def asks(self) -> Asking:
+        """How a token asks to be predicted."""
+
+    @cached_property
+    def condition(self) -> Condition:
+        """What else is known: nothing, unless a paper says otherwise."""
+        return Condition()
+
+    @abstractmethod
+    def slots(self) -> dict[str, Slot]:
+        """Return the parts of the first layer, by the names of their parameters."""
+
+    @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Names of what the density's head reads besides hidden states."""
+        return ()
+
+    # What follows.
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image."""
+        return self.predicts.num_tokens
+
+    @property
+    def visibility_kind(self) -> Kind:
+        """That of the asking kind."""
+        return self.asks.visibility
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """Who sees whom, transformed tokens, coordinates, what the head reads, a memory."""
+        return (
+            *self.asks.extra_tensors,
+            *((TRANSFORMED,) if self.has_transform else ()),
+            *carried_names(self.position_kind),
+            *self.extra_tensors,
+            *((MEMORY,) if "memory" in self.condition.roles else ()),
+        )
+
+    @property
+    def carries_gradient(self) -> bool:
+        """A transform learns from the loss on its tokens, an encoder from what reads its memory."""
+        return self.has_transform or "memory" in self.condition.roles
+
+    @property
+    def has_random_sequence(self) -> bool:
+        """True where tokens or arrangements are drawn."""
+        return self.reads.is_random or self.schedule.is_random
+
+    @property
+    def has_random_features(self) -> bool:
+        """True where tokens or arrangements of features are drawn."""
+        return self.reads.is_random or self.schedule.has_random_features
+
+    @property
+    def keeps_keys(self) -> bool:
+        """True where the keys and values of a token do not change as others follow."""
+        return self.asks.keeps_keys
+
+    @property
+    def tokenizer_identity(self) -> str | None:
+        """SHA-256 of what makes the tokens."""
+        return self.predicts.identity or self.reads.identity
+
+    def workload(self) -> Workload:
+        """Return what is computed for an image of training."""
+        plan = self.schedule.draw(torch.zeros(1, dtype=torch.int64))
+        return self.asks.workload(plan, self.num_outputs)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want what the tokens come from."""
+        yield from self.reads.check(manifest, self.config.objective.name)
+
+    def build_embedding(self) -> nn.Module:
+        """Return the first layer."""
+        return Reader(
+            self.core,
+            self.asks,
+            self.slots(),
+            num_columns=self.reads.grid[1],
+            conditions=self.condition.roles,
+            extras=self.extra_tensors,
+        )
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return samples of zeros."""
+        return self.reads.blank_batch(num_images, device)
+
+    def samples(self, inputs: Any) -> Any:
+        """Return what tokens are made of, of what shards hold: all of it by default."""
+        return inputs
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Draw tokens, arrangement and condition, and ask for what the arrangement predicts."""
+        index, samples = batch.sample_index, self.samples(batch.inputs)
+        read = predicted = self.reads.of(samples, index)
+        if self.predicts is not self.reads:
+            predicted = self.predicts.of(samples, index)
+        plan = self.schedule.draw(index)
+        asked = self._at(self.predicts.sequence(predicted), plan, plan.first_asked)
+        scored, extra = self.density.corrupted(asked, index)
+        rows = self.training_rows(read, plan)
+        inputs = (*rows, *self.condition.training(batch), *extra)
+        targets = () if self.has_transform else (scored,)
+        return Sequence(inputs, (*targets, *self._weights(plan, len(scored))))
+
+    def training_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
+        """Return the rows that predict all that an arrangement asks for.
+
+        Args:
+            read: tokens as the tokenizer gives them.
+            plan: the arrangement.
+        """
+        asked = slice(plan.first_asked, plan.num_positions)
+        content = self._at(self.reads.sequence(read), plan, 0, plan.num_content)
+        rows = self.asks.rows(content, plan, known=plan.num_content, asked=asked)
+        return self._for_transform(read, rows)
+
+    def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
+        """Return the rows that hold all tokens; arguments as `training_rows` has them."""
+        content = self._at(self.reads.sequence(read), plan, 0)
+        return self._for_transform(read, self.asks.feature_rows(content, plan))
+
+    def _at(self, tokens: Tensor, plan: Arrangement, start: int, stop: int | None = None) -> Tensor:
+        """Return the tokens at positions [start, stop) of a plan, of those in raster order."""
+        if not self.asks.permutes:
+            return tokens
+        return take_places(tokens, plan.order[:, start:stop])
+
+    def _for_transform(self, read: Tensor, rows: AskedRows) -> AskedRows:
+        """Put tokens that a learned transform has not seen in place of the rows', on their grid."""
+        if not self.has_transform or read.ndim == 3:
+            return rows
+        tokens = self.reads.sequence(read)
+        return to_grid(tokens, height=self.reads.grid[0]).contiguous(), *rows[1:]
+
+    def _weights(self, plan: Arrangement, count: int) -> tuple[Tensor, ...]:
+        """Return which of the asked positions count, `[b, q]`; nothing where all do."""
+        if plan.predicts_all:
+            return ()
+        weights = plan.is_predicted.float().expand(count, -1)
+        return (weights if self.asks.permutes else to_raster(weights, plan.order),)
+
+    def inputs_for_features(
+        self, inputs: Tensor, sample_index: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return all tokens in the arrangement of features, without the class."""
+        read = self.reads.of(self.samples(inputs), sample_index)
+        index = torch.zeros(len(read)).long() if sample_index is None else sample_index
+        plan = self.schedule.for_features(index.to(read.device))
+        rows = self.feature_rows(read, plan)
+        known = self.condition.for_features(inputs)
+        return (*rows, *known, *self.density.nothing_more(rows[0]))
+
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the loss of a token, the mean over the predicted ones of each image.
+
+        Args:
+            predictions: as the head gives them.
+            targets: tokens `[b, q, ...]`, unless a transform gives them; weights `[b, q]` where
+                not all are predicted.
+        """
+        scored = None if self.has_transform else targets[0]
+        weights = targets[not self.has_transform :]
+        losses = self.density.per_token_loss(predictions, scored)
+        if not weights:
+            return losses.mean()
+        return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
+
+    # Generation, for papers that generate; see `Generates`.
+
+    def blank_tokens(self, images: Tensor) -> Tensor:
+        """Return tokens of zeros."""
+        return self.reads.blank(images)
+
+    def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return tokens of what shards hold, as the tokenizer gives them."""
+        return self.reads.of(inputs, index)
+
+    def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
+        """Draw tokens as their tokenizer's training assumed them, if it did."""
+        return self.reads.prior(images, seed=seed)
+
+    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
+        """Return the inputs of a step, but for what is cached."""
+        rows = self.asks.rows(
+            tokens, step.plan, known=step.known, asked=step.asked, since=since, hidden=step.hidden
+        )
+        return (*rows, *known, *self.density.nothing_more(rows[0]))
+
+    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return tokens `[b, n, ...]` as the model predicts them."""
+        return self.reads.sequence(tokens)
+
+    def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+        """Return tokens as the tokenizer gives them, of those that the model predicts."""
+        if self.has_transform:
+            assert isinstance(layer, Reader)
+            tokens = layer.untransformed(tokens, self.reads.grid[0])
+        return self.reads.from_sequence(tokens)
+
+    def check_images(self, folder: Path) -> None:
+        """Raise UserError where nothing makes images of the tokens."""
+        self.reads.check_images(folder)
+
+    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
+        """Return images uint8 `[b, H, W, 3]` of tokens as `undo` gives them."""
+        return self.reads.to_images(tokens, folder)
