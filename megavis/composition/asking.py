@@ -260,7 +260,7 @@ class Query(Asking):
         Args:
             num_front: condition rows in front, which stand in group 0.
             starts: a start token stands in front, in group 0.
-            queries: False leaves the queries away: the last content row before a position predicts
+            queries: False leaves the queries away: the last content row before a token predicts
                 it.
         """
         self.num_front, self.starts, self.queries = num_front, starts, queries
