@@ -11,7 +11,6 @@ Memory is what autograd keeps for the backward pass, each storage once; weights 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,26 +48,20 @@ class MAE(nn.Module):
 
     def __init__(self, objective: Any, mask_ratio: float) -> None:
         super().__init__()
-        from megavis.model.core import Block, Core
+        from megavis.model.core import Block
         from megavis.model.patches import LastNorm, PatchEmbedding
 
-        core = replace(objective.core, visibility_kind="full", carries=())
+        core = objective.core.with_stack(visibility_kind="full", carries=())
         size = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 16}
-        narrow = core.config.model_copy(update={"model": core.config.model.model_copy(update=size)})
-        decoder = Core.create(
-            narrow,
-            groups=core.groups,
-            initialization=core.initialization,
-            visibility_kind="full",
-        )
-        wide, self.count = core.config.model.hidden_size, objective.num_places
+        decoder = core.with_stack(name="decoder", model=core.model.model_copy(update=size))
+        wide, self.count = core.model.hidden_size, objective.num_places
         self.kept = objective.num_context(mask_ratio)
         numbers = 3 * objective.paper.patch_size**2
         self.embed, self.to_decoder = PatchEmbedding(numbers, wide), nn.Linear(wide, 512)
         self.token, self.mask = nn.Parameter(torch.zeros(wide)), nn.Parameter(torch.zeros(512))
         self.places = nn.Parameter(torch.zeros(self.count, wide))
         self.decoder_places = nn.Parameter(torch.zeros(self.count + 1, 512))
-        layers = core.config.model.num_layers
+        layers = core.model.num_layers
         self.encoder = nn.ModuleList(Block(core, i + 1) for i in range(layers))
         self.decoder = nn.ModuleList(Block(decoder, i + 1) for i in range(8))
         self.norm, self.last_norm = LastNorm(core), LastNorm(decoder)
@@ -104,7 +97,7 @@ def mp3_loss(options: Any, mask_ratio: float, *, full: bool = False) -> tuple[nn
 
     objective = open_objective(options, mask_ratio)
     if full:
-        objective.core = replace(objective.core, visibility_kind="full")
+        objective.core = objective.core.with_stack(visibility_kind="full")
     network = Stack(objective.layer_plans(), objective.loss)
     size = objective.config.data.image_size
     images = torch.randint(256, (options.batch_size, size, size, 3), dtype=torch.uint8)

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megavis.config.schema import RunConfig
+from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS
 from megavis.model.attention import Attention, CrossAttention
 from megavis.model.drop_path import SAMPLES, draw_kept, drop_path_of
@@ -27,59 +27,90 @@ from megavis.model.stream import State, Stream
 from megavis.model.tokens import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
 
+BLOCKS = "blocks"
+"""Name of a paper's first stack, in the names of parameters."""
+
 MEMORY = "memory"
 """Name under which what an encoder gave travels, `[c, b, h]`: blocks then attend to it as well."""
 
 
 @dataclass(frozen=True)
+class StackSpec:
+    """What one stack of equal blocks has of its own.
+
+    Attributes:
+        name: begins the names of its blocks, and names its draws of drop path.
+        model: width, heads, MLP, number of blocks, norms, biases and dropout.
+        visibility_kind: which token sees which.
+        initialization: how the matrices of a block start.
+        carries: names of the tensors that travel beside the hidden states; see `Stream`. Where
+            there is a `drop_path`, `SAMPLES` is the last.
+        drop_path: probability that the last block leaves out what a part of it adds to an image;
+            those before it less often, the first never (`drop_path.py`).
+        relative_grid: rows and columns of the grid on which attention has a bias for each offset.
+            Wants `coordinates` among the tensors that are carried.
+        may_split_tokens: sequences are split over the tensor group where the layout has sequence
+            parallelism; without, they are whole on every process.
+    """
+
+    name: str
+    model: ModelConfig
+    visibility_kind: Kind
+    initialization: Initialization
+    carries: tuple[str, ...] = ()
+    drop_path: float = 0.0
+    relative_grid: tuple[int, int] | None = None
+    may_split_tokens: bool = True
+
+
+@dataclass(frozen=True)
 class Core:
-    """What is needed to build any layer of a model: sizes, groups and initial weights."""
+    """What is needed to build any layer around one stack: its sizes, groups, initial weights."""
 
     config: RunConfig
-    megatron: TransformerConfig
     groups: ProcessGroupCollection
-    initialization: Initialization
-    visibility_kind: Kind
-    carries: tuple[str, ...] = ()
-    """Names of the tensors that travel beside the hidden states; see `Stream`."""
-    drop_path: float = 0.0
-    """Probability that the last block leaves out what a part of it adds to an image; those before
-    it less often, the first never (`drop_path.py`)."""
-    relative_grid: tuple[int, int] | None = None
-    """Rows and columns of the grid on which attention has a bias for each offset. Wants
-    `coordinates` among the tensors that are carried."""
+    stack: StackSpec
+    megatron: TransformerConfig
+    """The stack's sizes in Megatron's words."""
+
+    @classmethod
+    def create(cls, config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec) -> Core:
+        """Translate the stack into Megatron's config."""
+        return cls(config, groups, stack, megatron_config(config, groups, stack))
+
+    def with_stack(self, **changes: Any) -> Core:
+        """Return a core of the same run for a stack that differs in fields of `StackSpec`."""
+        return self.create(self.config, self.groups, replace(self.stack, **changes))
+
+    @property
+    def model(self) -> ModelConfig:
+        """The stack's sizes."""
+        return self.stack.model
+
+    @property
+    def initialization(self) -> Initialization:
+        """How the matrices of a block start."""
+        return self.stack.initialization
+
+    @property
+    def visibility_kind(self) -> Kind:
+        """Which token sees which."""
+        return self.stack.visibility_kind
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """Names of the tensors that travel beside the hidden states."""
+        return self.stack.carries
+
+    @property
+    def drop_path(self) -> float:
+        """Probability that the last block leaves out what a part of it adds to an image."""
+        return self.stack.drop_path
 
     @property
     def has_memory(self) -> bool:
         """True where blocks attend to what an encoder gave, after they attend to themselves."""
         return MEMORY in self.carries
-
-    @classmethod
-    def create(
-        cls,
-        config: RunConfig,
-        *,
-        groups: ProcessGroupCollection,
-        initialization: Initialization,
-        visibility_kind: Kind,
-        carries: tuple[str, ...] = (),
-        drop_path: float = 0.0,
-        relative_grid: tuple[int, int] | None = None,
-    ) -> Core:
-        """Translate megavis's config into Megatron's.
-
-        Where there is a `drop_path`, `SAMPLES` is carried too, after all others.
-        """
-        return cls(
-            config,
-            megatron_config(config, groups, initialization),
-            groups,
-            initialization,
-            visibility_kind,
-            (*carries, SAMPLES) if drop_path else carries,
-            drop_path,
-            relative_grid,
-        )
 
     def relations(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
@@ -95,14 +126,15 @@ class Core:
 
 
 def megatron_config(
-    config: RunConfig, groups: ProcessGroupCollection, initialization: Initialization
+    config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec
 ) -> TransformerConfig:
-    """Return Megatron's config for these sizes, with its CUDA-only fusions off.
+    """Return Megatron's config for a stack's sizes, with its CUDA-only fusions off.
 
     The tensor size is that of the groups, not of the file: an evaluation may read a run in
     another layout than the one it was trained in.
     """
-    model, tensor_size = config.model, groups.tp.size()
+    model, tensor_size = stack.model, groups.tp.size()
+    splits_tokens = stack.may_split_tokens and config.parallel.sequence_parallel
     settings: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -115,10 +147,10 @@ def megatron_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=tensor_size,
-        sequence_parallel=config.parallel.sequence_parallel and tensor_size > 1,
+        sequence_parallel=splits_tokens and tensor_size > 1,
         # Its MLP reads these; all other layers are given theirs.
-        init_method=initialization.mlp_input,
-        output_layer_init_method=initialization.mlp_output,
+        init_method=stack.initialization.mlp_input,
+        output_layer_init_method=stack.initialization.mlp_output,
         # Weights drawn on the CPU are the same at every tensor-parallel size.
         use_cpu_initialization=True,
         bias_activation_fusion=False,
@@ -143,7 +175,7 @@ class FeedForward(MLP):
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=core.groups.tp,
         )
-        dropout = core.config.model.mlp_dropout
+        dropout = core.model.mlp_dropout
         if dropout:
             drop = SplitDropout(dropout, core.groups.tp)
             self.activation_func = nn.Sequential(_Activation(config.activation_func), drop)
@@ -165,7 +197,7 @@ class Block(TransformerLayer):
 
     def __init__(self, core: Core, number: int) -> None:
         initialization, parallel = core.initialization, core.config.parallel
-        model = core.config.model
+        model = core.model
         norm = GainNorm if model.norm_bias == "last" else Norm
         attention = {
             "initialization": initialization,
@@ -175,7 +207,7 @@ class Block(TransformerLayer):
         seen = {
             "visibility_kind": core.visibility_kind,
             "rotary_scale": model.position_scale,
-            "relative_grid": core.relative_grid,
+            "relative_grid": core.stack.relative_grid,
         }
         add_attended = add_to_residual(model.residual_dropout)
         cross: dict[str, Any] = {}
@@ -271,13 +303,13 @@ class Block(TransformerLayer):
 
     def _draw_kept(self, samples: Tensor) -> Tensor:
         """Return what attention, MLP and cross-attention are multiplied by for each image."""
-        config, number = self.core.config, self.layer_number
+        core, number = self.core, self.layer_number
         return draw_kept(
             samples,
-            num_parts=2 + self.core.has_memory,
-            rate=drop_path_of(number, config.model.num_layers, self.core.drop_path),
-            seed=config.seed,
-            number=number,
+            num_parts=2 + core.has_memory,
+            rate=drop_path_of(number, core.model.num_layers, core.drop_path),
+            seed=core.config.seed,
+            block=number if core.stack.name == BLOCKS else f"{core.stack.name}-{number}",
         )
 
 

@@ -30,7 +30,9 @@ def drop_path_of(number: int, num_layers: int, rate: float) -> float:
     return rate * (number - 1) / max(1, num_layers - 1)
 
 
-def draw_kept(samples: Tensor, *, num_parts: int, rate: float, seed: int, number: int) -> Tensor:
+def draw_kept(
+    samples: Tensor, *, num_parts: int, rate: float, seed: int, block: int | str
+) -> Tensor:
     """Return what each part of a block is multiplied by: float32 `[p, b, 1]`, 0 or 1 / (1 - rate).
 
     Args:
@@ -38,9 +40,9 @@ def draw_kept(samples: Tensor, *, num_parts: int, rate: float, seed: int, number
         num_parts: p.
         rate: probability of 0.
         seed: of the run.
-        number: of the block.
+        block: number of the block, with the name of its stack where it is not the first.
     """
-    draws = uniform(samples, num_parts, seed=seed, purpose=f"drop-path-{number}")
+    draws = uniform(samples, num_parts, seed=seed, purpose=f"drop-path-{block}")
     return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
 
 

@@ -44,7 +44,7 @@ def grid_positions(
         width=width,
         hidden_size=core.megatron.hidden_size,
         fill=fill,
-        scale=core.config.model.position_scale,
+        scale=core.model.position_scale,
     )
 
 

@@ -22,8 +22,8 @@ from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.densities.base import Density
-from megavis.model.core import Block, Core
-from megavis.model.drop_path import carries_samples
+from megavis.model.core import BLOCKS, Block, Core, StackSpec
+from megavis.model.drop_path import SAMPLES, carries_samples
 from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
 from megavis.model.init import Initialization
@@ -41,15 +41,16 @@ class Objective(Trainable):
 
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
-        self.core = Core.create(
-            config,
-            groups=context.megatron_groups(),
-            initialization=self.initialization(),
-            visibility_kind=self.visibility_kind,
-            carries=self.carries,
+        stack = StackSpec(
+            BLOCKS,
+            config.model,
+            self.visibility_kind,
+            self.initialization(),
+            carries=(*self.carries, SAMPLES) if config.drop_path else self.carries,
             drop_path=config.drop_path,
             relative_grid=self.relative_grid,
         )
+        self.core = Core.create(config, context.megatron_groups(), stack)
 
     @property
     @abstractmethod

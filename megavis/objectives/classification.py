@@ -54,7 +54,7 @@ class Classification(Trainable):
         self.settings, self.paper = config.finetune, paper
         self.processes = context.data.group
         if self.settings.visibility == "full":
-            paper.core = dataclasses.replace(paper.core, visibility_kind="full")
+            paper.core = paper.core.with_stack(visibility_kind="full")
 
     def composition(self) -> Objective:
         """Return the paper whose blocks these are."""

@@ -12,9 +12,6 @@ Legend: b images, s places, h hidden size, d numbers of a patch.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -107,7 +104,7 @@ class PatchHead(Head):
 
     def __init__(self, core: Core, patch_width: int, paper: DARLConfig) -> None:
         super().__init__(core, LastNorm(core))
-        inner = core_of_decoder(core)
+        inner = core_of_decoder(core, paper.num_decoder_layers)
         self.noisy: NoisyEmbedding | None = None
         if paper.loss == "diffusion":
             self.noisy = NoisyEmbedding(
@@ -138,11 +135,16 @@ class PatchHead(Head):
         return self.decoder(output, self.noisy(noisy))
 
 
-def core_of_decoder(core: Core) -> Core:
+def core_of_decoder(core: Core, num_layers: int) -> Core:
     """Return a core for blocks that take whole sequences, in which all see all."""
-    megatron = copy.copy(core.megatron)
-    megatron.sequence_parallel = False
-    return replace(core, megatron=megatron, visibility_kind="full", carries=())
+    return core.with_stack(
+        name="decoder",
+        model=core.model.model_copy(update={"num_layers": num_layers}),
+        visibility_kind="full",
+        carries=(),
+        drop_path=0.0,
+        may_split_tokens=False,
+    )
 
 
 def whole_norm(core: Core) -> Norm:

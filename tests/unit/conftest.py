@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import numpy as np
@@ -53,7 +52,7 @@ def build_paper(context, tmp_path):
         config = load_config(path, words, objectives=objective_configs()).config
         objective = build_objective(config, context)
         if visibility is not None:
-            objective.core = dataclasses.replace(objective.core, visibility_kind=visibility)
+            objective.core = objective.core.with_stack(visibility_kind=visibility)
         plans = objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
         torch.manual_seed(0)

@@ -65,7 +65,7 @@ def test_dense_mask_is_the_definition(kind):
 def attention(build, tmp_path):
     """Attention of any visibility kind, from one seed."""
     objective, _ = build(tmp_path / "c.yaml")
-    config = megatron_config(objective.config, objective.core.groups, objective.initialization())
+    config = megatron_config(objective.config, objective.core.groups, objective.core.stack)
 
     def make(kind):
         torch.manual_seed(0)

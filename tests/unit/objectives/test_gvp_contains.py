@@ -4,8 +4,6 @@ Section 3.3 of the paper: with a group for each token they are autoregressive mo
 order iGPT, in any order XLNet), with one predicted group masked modelling.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -42,7 +40,7 @@ def streams(build_gvp):
 
 def through(core, blocks, kind, hidden, **carried):
     """Run the same weights under another visibility."""
-    other = replace(core, visibility_kind=kind, carries=tuple(carried))
+    other = core.with_stack(visibility_kind=kind, carries=tuple(carried))
     state = Stream(hidden, carried).pack()
     for number, block in enumerate(blocks, start=1):
         twin = Block(other, number)
