@@ -233,6 +233,12 @@ class Block(TransformerLayer):
         self.recomputes = parallel.activation_checkpointing == "full"
         self.is_last = number == model.num_layers
 
+    @property
+    def feature_norm(self) -> nn.Module:
+        """The norm in front of attention."""
+        norm: nn.Module = self.input_layernorm
+        return norm
+
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """Run the layer on what the one before gave; `cache` when sequences are generated."""
         stream = Stream.unpack(state, self.core.carries)

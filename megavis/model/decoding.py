@@ -52,12 +52,13 @@ class Decoder(KeyValueCache):
 
     @staticmethod
     def suits(blocks: Sequence[Block]) -> bool:
-        """True where tokens see those before them and no more, and this process has the weights.
+        """True for one stack whose tokens see those before them alone, with weights at hand.
 
         Under ZeRO-3 it has them only while a module runs.
         """
         return bool(blocks) and all(
-            block.core.visibility_kind == "causal"
+            block.core is blocks[0].core
+            and block.core.visibility_kind == "causal"
             and not block.core.has_memory
             and all(p.numel() for p in block.parameters())
             for block in blocks

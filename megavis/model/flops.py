@@ -45,6 +45,11 @@ class Workload:
 
 def training_flops(model: ModelConfig, work: Workload) -> float:
     """Return the operations of one image's forward and backward pass."""
+    return 3 * forward_flops(model, work)
+
+
+def forward_flops(model: ModelConfig, work: Workload) -> float:
+    """Return the operations of one image's forward pass through a stack and the map above it."""
     width = model.hidden_size
 
     def block(num_tokens: int) -> float:
@@ -54,7 +59,7 @@ def training_flops(model: ModelConfig, work: Workload) -> float:
         return 2 * (num_tokens * own + (work.num_seen + work.num_memory) * 2 * width * width)
 
     head = 2 * work.num_read * width * work.num_outputs
-    return 3 * ((model.num_layers - 1) * block(work.num_tokens) + block(work.num_read) + head)
+    return (model.num_layers - 1) * block(work.num_tokens) + block(work.num_read) + head
 
 
 def peak_flops(device_name: str) -> float | None:

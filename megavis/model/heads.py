@@ -28,6 +28,11 @@ class Head(nn.Module):
         super().__init__()
         self.core, self.norm = core, norm
 
+    @property
+    def feature_norm(self) -> Norm:
+        """The last norm."""
+        return self.norm
+
 
 class VocabularyHead(Head):
     """The last norm and a projection to logits, split over the tensor group by vocabulary."""

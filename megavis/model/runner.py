@@ -84,7 +84,7 @@ class Runner:
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean over tokens of every norm's output.
+        """Return the mean over tokens of what the norms give off which features are read.
 
         "Generative Pretraining from Pixels", section 2.4: f^l = mean of n^l over the sequence, l
         from 0 (the first block's norm) to L (the norm before the head).
@@ -95,7 +95,7 @@ class Runner:
         pooled: list[Tensor] = []
         hooks = [
             norm.register_forward_hook(lambda _, __, out: pooled.append(self._pool(out)))
-            for norm in self._norms()
+            for norm in self.layers.feature_norms()
         ]
         try:
             with self.evaluating():
@@ -103,7 +103,7 @@ class Runner:
         finally:
             for hook in hooks:
                 hook.remove()
-        return self._join_stages(torch.stack(pooled))
+        return self._join_stages(tuple(pooled))
 
     @torch.no_grad()
     def on_first_stage(self, job: Callable[[torch.nn.Module], Tensor]) -> Tensor:
@@ -171,13 +171,6 @@ class Runner:
                 dist.broadcast(tensor, src=source, group=pipeline.group)
         return sent[0] if alone else tuple(sent)
 
-    def _norms(self) -> list[torch.nn.Module]:
-        """Return the norm in front of each local block, and the head's."""
-        norms = [m.input_layernorm for m in self.layers.modules if isinstance(m, Block)]
-        if self.context.is_last_stage:
-            norms.append(self.head.norm)
-        return norms
-
     def _pool(self, normalised: Tensor) -> Tensor:
         """Average `[s, b, h]` over the tokens of the whole tensor group."""
         total = normalised.float().sum(0)
@@ -188,10 +181,10 @@ class Runner:
             count *= self.context.tensor.size
         return total / count
 
-    def _join_stages(self, pooled: Tensor) -> Tensor:
+    def _join_stages(self, pooled: tuple[Tensor, ...]) -> Tensor:
+        """Stack `[b, h]` of all stages, of which one may have none."""
         stages = range(self.context.pipeline.size)
-        parts = [self._from_stage(stage, pooled) for stage in stages]
-        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+        return torch.stack([each for stage in stages for each in self._from_stage(stage, pooled)])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

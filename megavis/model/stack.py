@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from megavis.model.core import Core
 from megavis.model.declarations import GroupOptions, add_options
+from megavis.model.flops import Workload
 from megavis.model.stream import State
 from megavis.parallel.random import seeded
 
@@ -24,14 +26,33 @@ Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
 """From what the last layer gives and the targets to a scalar."""
 
 
+class GivesFeatures(Protocol):
+    """A layer off which features may be read."""
+
+    @property
+    def feature_norm(self) -> nn.Module:
+        """The norm that is called once a forward pass, on the stream of hidden states."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStack:
+    """The stack of equal blocks that a block belongs to.
+
+    Attributes:
+        core: from which its blocks are built.
+        work: what its blocks compute for an image, and the map above them.
+    """
+
+    core: Core
+    work: Workload
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """A layer that is not built yet."""
 
     name: str
     """Its part of every parameter's name, for example `blocks.3`."""
-    kind: type[nn.Module]
-    """Class of the layer, by which blocks are told from others."""
     factory: Callable[[], nn.Module]
     seed: int
     """Of the run."""
@@ -39,6 +60,13 @@ class LayerPlan:
     """Place among the layers that the gradient passes, from 0; layer-wise decay counts it."""
     options: GroupOptions = GroupOptions()
     """How the optimizer treats the layer's parameters; they may declare more of their own."""
+    stack: PlannedStack | None = None
+    """Of a block; None for any other layer."""
+    flops: float = 0.0
+    """Operations of the forward pass for one image that no stack's workload counts, such as those
+    of an encoder in the first layer or of a decoder in the last."""
+    gives_features: bool = False
+    """Features are read off this layer's norm; see `GivesFeatures`."""
 
     def build(self) -> nn.Module:
         """Build the layer with the weights that its name and the seed decide."""
@@ -86,6 +114,14 @@ class LocalLayers:
         for plan, module in zip(self.plans, self.modules, strict=True):
             for name, parameter in module.named_parameters():
                 yield f"{plan.name}.{name}", parameter
+
+    def feature_norms(self) -> list[nn.Module]:
+        """Return the norms off which features are read, from below."""
+        return [
+            cast(GivesFeatures, module).feature_norm
+            for plan, module in zip(self.plans, self.modules, strict=True)
+            if plan.gives_features
+        ]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what training keeps besides parameters, likewise."""

@@ -113,13 +113,12 @@ class AutoencoderObjective(Trainable):
     def layer_plans(self) -> list[LayerPlan]:
         """Return autoencoder and discriminator."""
         paper, size, seed = self.paper, self.config.data.image_size, self.config.seed
-        plans = [LayerPlan(paper.name, nn.Module, self.build_autoencoder, seed)]
+        plans = [LayerPlan(paper.name, self.build_autoencoder, seed)]
         if paper.adversarial_weight:
             filters, penalises = paper.discriminator_filters, paper.r1_weight > 0
             plans.append(
                 LayerPlan(
                     "discriminator",
-                    DiscriminatorLayer,
                     lambda: DiscriminatorLayer(size, filters, penalises=penalises),
                     seed,
                     options=self._discriminator_options(),

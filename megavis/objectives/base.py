@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -22,11 +21,12 @@ from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.densities.base import Density
-from megavis.model.core import BLOCKS, Block, Core, StackSpec
+from megavis.model.core import BLOCKS, Core, StackSpec
 from megavis.model.drop_path import SAMPLES, carries_samples
-from megavis.model.flops import Workload, training_flops
+from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.init import Initialization
+from megavis.model.parts import block_plans, model_flops, stacks_of
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
 from megavis.objectives.trainable import Sequence, Trainable
@@ -98,15 +98,13 @@ class Objective(Trainable):
         return False
 
     def workload(self) -> Workload:
-        """Return what is computed for an image, for the count of operations."""
+        """Return what blocks compute for an image, for the count of operations."""
         causal = self.visibility_kind == "causal"
         return Workload.of_one_stream(self.num_tokens, self.num_outputs, causal=causal)
 
     def flops_per_image(self) -> float:
-        """Return the operations of a training step for one image, by workload and density."""
-        work = self.workload()
-        decoder = 3 * work.num_read * self.density.decoder_flops
-        return training_flops(self.config.model, work) + decoder
+        """Return the operations of a training step for one image, by the list of layers."""
+        return model_flops(self.layer_plans())
 
     @abstractmethod
     def initialization(self) -> Initialization:
@@ -236,14 +234,28 @@ class Objective(Trainable):
         """Return the model: embedding, blocks, head."""
         seed, core = self.config.seed, self.core
         build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
-        embedding = LayerPlan("embedding", nn.Module, build, seed)
-        num_blocks = self.config.model.num_layers
-        head = LayerPlan("head", nn.Module, self.build_head, seed, depth=num_blocks + 1)
-        blocks = [
-            LayerPlan(f"blocks.{i}", Block, partial(Block, core, i + 1), seed, depth=i + 1)
-            for i in range(num_blocks)
-        ]
-        return [embedding, *blocks, head]
+        embedding = LayerPlan("embedding", build, seed, flops=self.encoder_flops())
+        blocks = block_plans(core, self.workload(), seed=seed, depth=1, gives_features=True)
+        upper = self.upper_layers()
+        plans = [embedding, *blocks, *upper]
+        decoder = stacks_of(plans)[-1].work.num_read * self.density.decoder_flops
+        head = LayerPlan(
+            "head",
+            self.build_head,
+            seed,
+            depth=len(plans),
+            flops=decoder,
+            gives_features=not upper,
+        )
+        return [*plans, head]
+
+    def upper_layers(self) -> list[LayerPlan]:
+        """Return bridges and blocks of further stacks, where there are any (`model/parts.py`)."""
+        return []
+
+    def encoder_flops(self) -> float:
+        """Return the operations of an encoder in the first layer, one image forward."""
+        return 0.0
 
 
 class NamesPlaces(Protocol):

@@ -25,7 +25,7 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.encoder import Encoder, encoder_model
-from megavis.model.flops import Workload, training_flops
+from megavis.model.flops import Workload, forward_flops
 from megavis.objectives.base import Objective
 from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
@@ -139,13 +139,13 @@ class GIVTEncoderDecoder(GIVT):
         visible = (tokens + 1) / 2
         return Workload(tokens, tokens, visible, tokens, self.num_outputs, num_memory=patches)
 
-    def flops_per_image(self) -> float:
-        """Count the encoder as well, its first matrix as a last one."""
+    def encoder_flops(self) -> float:
+        """Return the encoder's, its first matrix counted as a last one."""
         paper = self.conditioned
         model = encoder_model(self.config.model, paper.encoder_layers)
         numbers, patches = 3 * paper.encoder_patch_size**2, paper.num_patches(self.config)
         encoder = Workload.of_one_stream(patches, numbers, causal=False)
-        return super().flops_per_image() + training_flops(model, encoder)
+        return forward_flops(model, encoder)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want images, with targets or without, and the VAE that makes latents of them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megavis.model.core import Block
+from megavis.model.parts import distinct_layers
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.tensors import partition_dimension
 
@@ -59,11 +59,8 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
         objective: of a context with tensor size 1, so that shapes are those of whole tensors.
     """
     found: Counter[tuple[str, tuple[int, ...], bool]] = Counter()
-    plans = objective.layer_plans()
-    blocks = [plan for plan in plans if plan.kind is Block]
-    for plan in [plan for plan in plans if plan not in blocks[1:]]:
-        # Blocks differ in what they drop alone: one is built for all.
-        copies = len(blocks) if plan in blocks else 1
+    # Blocks of a stack differ in what they drop alone: one is built for all.
+    for plan, copies in distinct_layers(objective.layer_plans()):
         # Megatron draws its initial weights on the CPU; on the meta device that does nothing.
         with torch.device("meta"):
             layer = plan.build()

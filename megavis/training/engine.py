@@ -27,6 +27,7 @@ from megavis.parallel.context import ParallelContext
 from megavis.parallel.deepspeed_view import DeepSpeedView
 from megavis.parallel.random import derive_seed
 from megavis.planning.ends import DTYPES
+from megavis.planning.stages import stage_bounds
 from megavis.training.averaging import WeightAverage
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.gradients import GradientNorm
@@ -91,12 +92,11 @@ class Engine:
             num_mp=self.context.tensor.size,
             num_dp=self.context.data.size,
         )
-        return PipelineModule(
+        return _Pipeline(
             [_PlannedLayer(plan) for plan in plans],
             topology=topology,
             loss_fn=self.objective.loss,
-            # Blocks are what costs; embedding and head go with the first and the last.
-            partition_method="type:Block",
+            partition_method=stage_bounds(plans, self.context.pipeline.size),
         )
 
     def _local_layers(self, plans: list[LayerPlan], module: Any) -> LocalLayers:
@@ -245,11 +245,21 @@ class _Split:
         self._swapper = split.param_swapper
 
 
+class _Pipeline(PipelineModule):
+    """DeepSpeed's pipeline, cut where it is told."""
+
+    def _partition_layers(self, method: list[int]) -> None:
+        """Hold this process's stage; DeepSpeed's own methods know no work of a layer."""
+        self.parts = method
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=method[stage], stop=method[stage + 1])
+
+
 class _PlannedLayer(LayerSpec):
     """A plan in the form that DeepSpeed's pipeline builds lazily."""
 
     def __init__(self, plan: LayerPlan) -> None:
-        super().__init__(plan.kind)
+        super().__init__(nn.Module)
         self.plan = plan
 
     def build(self, log: bool = False) -> nn.Module:

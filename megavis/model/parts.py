@@ -1,0 +1,145 @@
+"""Stacks of blocks as parts of a model's list of layers, and what stands between two of them.
+
+A model is a list of layer plans: the first layer, the blocks of one stack or of several, bridges
+between them, the head. Stacks may differ in width, heads, visibility and number of tokens; counts
+of operations, plans and the cuts of a pipeline follow from the list.
+
+Legend: b images, s tokens, h hidden size of the stack below, w that of the stack above.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from megavis.model.core import Block, Core
+from megavis.model.embeddings import to_stream
+from megavis.model.flops import Workload, forward_flops
+from megavis.model.init import Fill, xavier_uniform
+from megavis.model.patches import LastNorm, WholeLinear
+from megavis.model.stack import LayerPlan, PlannedStack
+from megavis.model.stream import State, Stream
+
+
+class Bridge(nn.Module):
+    """Between two stacks: the norm above the lower one, and a linear map to the upper one's width.
+
+    It sees all tokens on every process of the tensor group, and splits what it gives again where
+    the upper stack has sequence parallelism; both stacks have it alike.
+    """
+
+    def __init__(self, below: Core, above: Core, fill: Fill = xavier_uniform) -> None:
+        super().__init__()
+        self.below, self.above = below, above
+        self.norm = LastNorm(below)
+        self.linear = WholeLinear(below.model.hidden_size, above.model.hidden_size, fill)
+
+    @property
+    def feature_norm(self) -> LastNorm:
+        """The norm above the lower stack."""
+        return self.norm
+
+    def forward(self, state: State) -> State:
+        """Map `[s, b, h]` to `[s', b, w]`, with what the upper stack carries."""
+        stream = Stream.unpack(state, self.below.carries)
+        hidden = self.linear(self.norm.whole(stream.hidden))
+        hidden, carried = self.enter(hidden, stream.carried)
+        named = {name: carried[name] for name in self.above.carries}
+        return Stream(to_stream(hidden, self.above), named).pack()
+
+    def enter(
+        self, hidden: Tensor, carried: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the tokens that enter the upper stack, and what is carried beside them.
+
+        A paper adds fillers and positions here.
+
+        Args:
+            hidden: `[b, s, w]`, whole on every process.
+            carried: what the lower stack carried.
+        """
+        return hidden, carried
+
+
+def block_plans(
+    core: Core, work: Workload, *, seed: int, depth: int, gives_features: bool = False
+) -> list[LayerPlan]:
+    """Return the blocks of a stack.
+
+    Args:
+        core: of the stack.
+        work: tokens of an image in this stack; `num_outputs` is what the head, or the bridge, above
+            it gives for each that it reads.
+        seed: of the run.
+        depth: of the first block; see `LayerPlan`.
+        gives_features: likewise.
+    """
+    stack = PlannedStack(core, work)
+    return [
+        LayerPlan(
+            f"{core.stack.name}.{i}",
+            partial(Block, core, i + 1),
+            seed,
+            depth + i,
+            stack=stack,
+            gives_features=gives_features,
+        )
+        for i in range(core.model.num_layers)
+    ]
+
+
+def bridge_plan(
+    name: str, build: Callable[[], Bridge], *, seed: int, depth: int, flops: float = 0.0
+) -> LayerPlan:
+    """Return a bridge as a layer, off whose norm features are read.
+
+    Its matrix is counted with the stack below, `flops` what else it computes for an image.
+    """
+    return LayerPlan(name, build, seed, depth, flops=flops, gives_features=True)
+
+
+def stacks_of(plans: Iterable[LayerPlan]) -> list[PlannedStack]:
+    """Return the stacks of a model, from below."""
+    return [plan.stack for plan, _ in distinct_layers(plans) if plan.stack is not None]
+
+
+def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int]]:
+    """Yield a block of each stack, which stands for so many, and every other layer once."""
+    for stack, group in itertools.groupby(plans, lambda plan: plan.stack):
+        layers = list(group)
+        if stack is None:
+            yield from ((plan, 1) for plan in layers)
+        else:
+            yield layers[0], len(layers)
+
+
+def model_flops(plans: Sequence[LayerPlan]) -> float:
+    """Return the operations of one image's forward and backward pass through these layers."""
+    stacks = sum(forward_flops(stack.core.model, stack.work) for stack in stacks_of(plans))
+    return 3 * (stacks + sum(plan.flops for plan in plans))
+
+
+def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
+    """Return where each block stands in a list of layers, and what it weighs in a pipeline stage.
+
+    A block weighs as much as an average block of its stack, in blocks of the first stack. Other
+    layers stay with the block before them, and the first one with the block after it; of these,
+    only what no stack's workload counts adds weight: encoders and decoders, not maps of tokens.
+    """
+    places = [i for i, plan in enumerate(plans) if plan.stack is not None]
+    costs = [_block_flops(stack) for i in places if (stack := plans[i].stack) is not None]
+    starts = [0, *places[1:], len(plans)]
+    others = (
+        sum(plan.flops for plan in plans[start:end]) for start, end in itertools.pairwise(starts)
+    )
+    weights = [(cost + other) / costs[0] for cost, other in zip(costs, others, strict=True)]
+    return places, weights
+
+
+def _block_flops(stack: PlannedStack) -> float:
+    model, work = stack.core.model, stack.work
+    head = 2 * work.num_read * model.hidden_size * work.num_outputs
+    return (forward_flops(model, work) - head) / model.num_layers

@@ -1,0 +1,124 @@
+"""Two stacks of blocks in one list of layers: what is counted, cut and read off follows from it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+FOLDER = Path(__file__).parents[2] / "two_stacks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _found():
+    """As if the two files lay in `megavis/objectives`."""
+    from megavis import objectives
+
+    objectives.__path__.append(str(FOLDER))
+    yield
+    objectives.__path__.remove(str(FOLDER))
+
+
+@pytest.fixture
+def two_stacks(build, tmp_path):
+    """The objective and its runner; 16 pixels, two blocks of 16 and two of 8."""
+    return build(tmp_path / "c.yaml", "objective.name=two_stacks", "objective.upper_size=8")
+
+
+def test_a_query_sees_the_pixels_before_its_own(two_stacks):
+    """By the gradient: through the lower stack, the bridge and the upper stack."""
+    objective, runner = two_stacks
+    ids = torch.randint(32, (1, 16), generator=torch.Generator().manual_seed(0))
+    seen = []
+    hook = runner.layers.modules[0].tokens.register_forward_hook(
+        lambda _, __, out: seen.append(out.retain_grad() or out)
+    )
+    state = objective.inputs_from(ids)
+    for layer in runner.layers.modules:
+        state = layer(state)
+    hook.remove()
+    logits = objective.outputs(state)
+    assert logits.shape == (1, 16, 32)
+    for place in range(16):
+        seen[0].grad = None
+        logits[0, place].square().sum().backward(retain_graph=True)
+        reached = seen[0].grad[0].abs().sum(-1) > 0
+        # Row i holds the pixel before i, and the first row the start vector.
+        assert reached.tolist() == [0 < row <= place for row in range(16)]
+
+
+def test_operations_are_what_torch_counts(two_stacks):
+    objective, runner = two_stacks
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        state = objective.inputs_from(ids)
+        for layer in runner.layers.modules:
+            state = layer(state)
+    # torch counts scores that causal attention leaves out as well.
+    left_out = 2 * 4 * 16 * (16 - 17 / 2) * 16
+    planned = objective.flops_per_image() / 3 + left_out
+    assert planned == pytest.approx(counter.get_total_flops() / 2, rel=1e-6)
+
+
+def test_parameters_are_counted_by_stack(two_stacks):
+    from megavis.planning.parameters import by_part, count_parameters
+
+    objective, runner = two_stacks
+    counted = by_part(count_parameters(objective))
+    found = dict.fromkeys(("embedding", "blocks", "bridge", "upper", "head"), 0)
+    for name, parameter in runner.layers.named_parameters():
+        found[name.partition(".")[0]] += parameter.numel()
+    assert counted == found
+
+
+def test_features_are_those_of_the_lower_stack(two_stacks):
+    """From the first block's norm to the bridge's, averaged over tokens by hand."""
+    objective, runner = two_stacks
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    embedding, first, second, bridge, *_ = runner.layers.modules
+    inputs = objective.inputs_from(ids)
+    with torch.no_grad():
+        state = embedding(inputs)
+        between = first(state)
+        expected = [
+            first.input_layernorm(state).mean(0),
+            second.input_layernorm(between).mean(0),
+            bridge.norm(second(between)).mean(0),
+        ]
+    torch.testing.assert_close(runner.features(inputs), torch.stack(expected))
+
+
+def test_depths_count_all_layers(two_stacks):
+    plans = two_stacks[0].layer_plans()
+    assert [plan.depth for plan in plans] == [*range(7)]
+    names = ["embedding", "blocks.0", "blocks.1", "bridge", "upper.0", "upper.1", "head"]
+    assert [plan.name for plan in plans] == names
+
+
+def test_stages_are_cut_by_work(two_stacks, build, tmp_path):
+    from megavis.model.parts import block_weights
+    from megavis.planning.stages import stage_bounds
+
+    plans = two_stacks[0].layer_plans()
+    places, weights = block_weights(plans)
+    assert places == [1, 2, 4, 5]
+    # By hand, 16 pixels: matrix products and scores of a token that is read, then keys and values.
+    lower = [16 * (2 * 16**2 + 2 * 16 * 64 + 2 * 16 * 8.5) + 16 * 2 * 16**2] * 2
+    own = 2 * 8**2 + 2 * 8 * 24 + 2 * 8 * 16
+    upper = [(32 + 16) / 2 * own + 16 * 2 * 8**2] * 2
+    assert weights == pytest.approx([cost / lower[0] for cost in (*lower, *upper)])
+    # Three equal blocks are as much as two and two narrow ones.
+    assert stage_bounds(plans, 2) == [0, 2, 7]
+    assert stage_bounds(plans, 3) == [0, 2, 3, 7] or stage_bounds(plans, 3) == [0, 2, 4, 7]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_stages"), [(3, 2), (24, 8), (7, 3), (12, 5)])
+def test_equal_blocks_are_cut_as_deepspeed_cuts_them(build, tmp_path, num_blocks, num_stages):
+    from deepspeed.runtime.utils import partition_balanced
+
+    from megavis.planning.stages import stage_bounds
+
+    objective, _ = build(tmp_path / "c.yaml", f"model.num_layers={num_blocks}")
+    theirs = partition_balanced([0, *[1] * num_blocks, 0], num_stages)
+    assert stage_bounds(objective.layer_plans(), num_stages) == [int(bound) for bound in theirs]
