@@ -87,9 +87,9 @@ def test_activations_are_what_autograd_saves(context, name, words):
 )
 def test_operations_are_what_torch_counts(context, name):
     objective = build(context, name, "model.num_layers=12")
-    meta = torch.device("meta")
+    meta, plans = torch.device("meta"), objective.layer_plans()
     with meta:
-        layers = [plan.build() for plan in objective.layer_plans()]
+        layers = [plan.build() for plan in plans]
     state = objective.blank_sequence(IMAGES, meta).inputs
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         for layer in layers:
