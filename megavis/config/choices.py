@@ -7,3 +7,4 @@ from typing import Literal
 OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
 PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
 ScaleActivation = Literal["squareplus", "softplus"]
+DecoderKind = Literal["linear", "mlp", "transformer"]

@@ -23,13 +23,13 @@ from megavis.composition.tokens import Patches
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.densities.categorical import Categorical
+from megavis.densities.decoders import PatchHead, decoder_flops
 from megavis.densities.diffusion import Diffusion, Process
 from megavis.densities.squared_error import SquaredError
 from megavis.model.init import Initialization, normal, vision_transformer
 from megavis.model.orders import fixed_order, take_places
 from megavis.objectives.composition import Composition
 from megavis.objectives.darl_config import DARLConfig, position_kind
-from megavis.objectives.darl_decoders import PatchHead, decoder_flops
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
 from megavis.tokenizers.patches import pixel_range
@@ -102,7 +102,7 @@ class DARL(Composition):
         paper, width = self.paper, self.reads.width
         if isinstance(self.predicts, Ids):
             return Categorical(self.core, self.predicts.vocabulary_size, fill=normal(0.02))
-        head, work = functools.partial(PatchHead, self.core, width, paper), self._decoder_flops()
+        head, work = functools.partial(self._build_head, width), self._decoder_flops()
         if paper.loss == "mse":
             return SquaredError(
                 width, normalize=paper.normalize_targets, build_head=head, decoder_flops=work
@@ -128,6 +128,16 @@ class DARL(Composition):
         if self.paper.two_streams:
             slots["query"] = Slot("query", vector(core, fill))
         return slots
+
+    def _build_head(self, width: int) -> PatchHead:
+        return PatchHead(
+            self.core,
+            width,
+            kind=self.paper.decoder_kind,
+            num_layers=self.paper.num_decoder_layers,
+            denoises=self.paper.loss == "diffusion",
+            tells_gamma=self.paper.condition_on_gamma,
+        )
 
     def _decoder_flops(self) -> float:
         paper, noisy_width = self.paper, 0

@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.config.choices import OrderKind, PositionKind
+from megavis.config.choices import DecoderKind, OrderKind, PositionKind
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
-DecoderKind = Literal["linear", "mlp", "transformer"]
 Shape = Annotated[float, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 

@@ -35,7 +35,7 @@ from megavis.model.patches import TokenHead, WholeLinear
 from megavis.objectives.composition import Composition
 from megavis.objectives.gvp_condition import PooledFeatures
 from megavis.objectives.gvp_config import GVPConfig
-from megavis.objectives.gvp_grouping import Grouping
+from megavis.schedules.segmented import Grouping
 
 
 class GVP(Composition):
@@ -82,9 +82,14 @@ class GVP(Composition):
     @functools.cached_property
     def schedule(self) -> Grouping:
         """In which order tokens are predicted, and in which groups."""
-        bounds = self.paper.bounds(self.config)
+        paper = self.paper
         return Grouping(
-            self.paper, num_tokens=self.num_tokens, bounds=bounds, seed=self.config.seed
+            paper.segmentation,
+            num_tokens=self.num_tokens,
+            num_groups=paper.num_groups,
+            boundaries=paper.boundaries,
+            shuffled=paper.order == "random",
+            seed=self.config.seed,
         )
 
     @functools.cached_property

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megavis.config.schema import Complaint, NonNegative, ObjectiveConfig, Positive, RunConfig
-from megavis.objectives.gvp_boundaries import fault_of_boundaries, fixed_boundaries, most_groups
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
+from megavis.schedules.boundaries import Cut, bounds_of, fault_of_boundaries, most_groups
 
 
 class GVPConfig(ObjectiveConfig):
@@ -33,7 +33,7 @@ class GVPConfig(ObjectiveConfig):
     stands: the row "+Causal Masks" of table 10."""
     order: Literal["random", "raster"] = "random"
     """z: a permutation of its own for each image, or rows from top to bottom (table 3)."""
-    segmentation: Literal["fixed", "random", "mixed", "given"] = "mixed"
+    segmentation: Cut = "mixed"
     """How groups are cut (section 3.2, appendix B); `given`: by `boundaries`."""
     num_groups: Positive = 20
     """K, groups that are predicted."""
@@ -52,19 +52,9 @@ class GVPConfig(ObjectiveConfig):
         return (config.data.image_size // self.patch_size) ** 2
 
     def bounds(self, config: RunConfig) -> tuple[int, int]:
-        """Return the smallest n_0 and the largest n_{K-1} that any image can have.
-
-        Tokens before the first are never asked for, tokens from the last on are never seen: neither
-        is computed. Both must be known without a look at what was drawn, so drawn groups give 0
-        and T.
-        """
-        num_patches = self.num_patches(config)
-        if self.boundaries is not None:
-            return self.boundaries[0], self.boundaries[-1]
-        if self.segmentation == "fixed":
-            fixed = fixed_boundaries(num_patches, self.num_groups)
-            return fixed[0], fixed[-1]
-        return 0, num_patches
+        """Return the smallest n_0 and the largest n_{K-1} that any image can have."""
+        count = self.num_patches(config)
+        return bounds_of(self.segmentation, count, self.num_groups, self.boundaries)
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want patches that fill the image, and groups that fit them."""

@@ -7,8 +7,8 @@ import torch
 
 from megavis.model.stream import Stream
 from megavis.model.visibility import Visibility
-from megavis.objectives.gvp_segmentation import groups_of
 from megavis.schedules.base import Arrangement
+from megavis.schedules.segmentation import groups_of
 
 SIDE, PATCHES = 3, 9
 

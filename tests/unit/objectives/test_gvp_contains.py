@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from megavis.model.core import Block
 from megavis.model.stream import Stream
-from megavis.objectives.gvp_segmentation import groups_of
 from megavis.schedules.base import Arrangement
+from megavis.schedules.segmentation import groups_of
 
 PATCHES, WIDTH, HEADS = 9, 16, 2
 EACH_ITS_OWN = tuple(range(PATCHES))

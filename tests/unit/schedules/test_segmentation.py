@@ -8,8 +8,8 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
-from megavis.objectives import gvp_segmentation as segmentation
-from megavis.objectives.gvp_boundaries import fault_of_boundaries, fixed_boundaries
+from megavis.schedules import segmentation
+from megavis.schedules.boundaries import fault_of_boundaries, fixed_boundaries
 
 SAMPLES = 20_000
 

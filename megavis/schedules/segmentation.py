@@ -1,4 +1,4 @@
-"""In which order a sequence is predicted, and in which groups (GVP, section 3.2, appendix B).
+"""In which order a sequence is predicted, and in which groups.
 
 A sequence of T tokens is put in an order z and cut into K + 1 consecutive groups G_0 .. G_K at the
 boundaries n_0 < n_1 < ... < n_{K-1} < n_K = T. G_0 is given; each further group is predicted from
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.objectives.gvp_boundaries import Segmentation
 from megavis.parallel.random import uniform
+from megavis.schedules.boundaries import Segmentation
 
 MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
 """p ~ N(0.5, 0.1): the second number is the deviation in the code of appendix B."""

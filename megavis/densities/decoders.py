@@ -1,4 +1,6 @@
-"""Patch decoders: from the backbone's output, and a noisy patch, to a patch (sections 3.1, 4.1).
+"""Decoders: from the backbone's output, and a noisy token, to a token.
+
+"Denoising Autoregressive Representation Learning", sections 3.1 and 4.1.
 
 - `linear`: one matrix. With a noisy patch, on the sum of the output and the patch's embedding.
 - `mlp`: residual layers before it, each a norm and an MLP of the backbone's width: a Transformer
@@ -15,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megavis.config.choices import DecoderKind
 from megavis.config.schema import ModelConfig
 from megavis.model.core import Block, Core, FeedForward
 from megavis.model.heads import Head
@@ -22,24 +25,23 @@ from megavis.model.norms import Norm
 from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stream import State, Stream, from_bits
 from megavis.model.visibility import Relations, Visibility
-from megavis.objectives.darl_config import DARLConfig, DecoderKind
-
-_CHANNELS = 3
 
 
 class NoisyEmbedding(WholeLinear):
     """A linear map of noisy patches; γ is a further channel of each pixel where it is told."""
 
-    def __init__(self, patch_width: int, hidden_size: int, *, tells_gamma: bool) -> None:
-        num_pixels = patch_width // _CHANNELS
+    def __init__(
+        self, patch_width: int, hidden_size: int, *, tells_gamma: bool, channels: int
+    ) -> None:
+        num_pixels = patch_width // channels
         super().__init__(patch_width + tells_gamma * num_pixels, hidden_size)
-        self.num_pixels, self.tells_gamma = num_pixels, tells_gamma
+        self.num_pixels, self.tells_gamma, self.channels = num_pixels, tells_gamma, channels
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Embed patches with γ behind each, `[b, s, d + 1]`; returns `[b, s, h]`."""
         noisy, gamma = inputs[..., :-1], inputs[..., -1:]
         if self.tells_gamma:
-            channels = noisy.unflatten(-1, (self.num_pixels, _CHANNELS))
+            channels = noisy.unflatten(-1, (self.num_pixels, self.channels))
             channel = gamma[..., None].expand(*channels.shape[:-1], 1)
             noisy = torch.cat([channels, channel], dim=-1).flatten(-2)
         return super().forward(noisy)
@@ -102,16 +104,37 @@ class PatchHead(Head):
 
     norm: LastNorm
 
-    def __init__(self, core: Core, patch_width: int, paper: DARLConfig) -> None:
+    def __init__(
+        self,
+        core: Core,
+        width: int,
+        *,
+        kind: DecoderKind,
+        num_layers: int,
+        denoises: bool,
+        tells_gamma: bool = False,
+        channels: int = 3,
+    ) -> None:
+        """Build.
+
+        Args:
+            core: of the backbone.
+            width: d.
+            kind: of decoder.
+            num_layers: of it.
+            denoises: it reads noisy patches.
+            tells_gamma: γ is a further channel of each.
+            channels: numbers of a token that belong to one place: colours of a pixel.
+        """
         super().__init__(core, LastNorm(core))
         inner = core_of_decoder(core, paper.num_decoder_layers)
         self.noisy: NoisyEmbedding | None = None
-        if paper.loss == "diffusion":
+        if denoises:
             self.noisy = NoisyEmbedding(
-                patch_width, core.megatron.hidden_size, tells_gamma=paper.condition_on_gamma
+                width, core.megatron.hidden_size, tells_gamma=tells_gamma, channels=channels
             )
-        kind = PairDecoder if paper.decoder_kind == "transformer" else SumDecoder
-        self.decoder = kind(inner, paper.num_decoder_layers, patch_width)
+        decoder = PairDecoder if kind == "transformer" else SumDecoder
+        self.decoder = decoder(inner, num_layers, width)
 
     def forward(self, state: State) -> Tensor:
         """Map `[s, b, h]`, and noisy patches where they are carried, to `[b, s, d]`."""

@@ -1,4 +1,4 @@
-"""Order and groups of each image, as a GVP config draws or names them (section 3.2, appendix B).
+"""Order and groups of each image, drawn or named.
 
 Legend: b images, T tokens of an image, K predicted groups.
 """
@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.orders import Constant, random_orders
-from megavis.objectives import gvp_segmentation as segmentation
-from megavis.objectives.gvp_boundaries import fault_of_boundaries
-from megavis.objectives.gvp_config import GVPConfig
+from megavis.schedules import segmentation
 from megavis.schedules.base import Arrangement
+from megavis.schedules.boundaries import Cut, bounds_of, fault_of_boundaries
 from megavis.schedules.groups import Groups
 
 
@@ -25,17 +23,29 @@ class Grouping(Groups):
     """z, and the group of each of its places."""
 
     def __init__(
-        self, paper: GVPConfig, *, num_tokens: int, bounds: tuple[int, int], seed: int
+        self,
+        cut: Cut,
+        *,
+        num_tokens: int,
+        num_groups: int,
+        boundaries: Sequence[int] | None = None,
+        shuffled: bool,
+        seed: int,
     ) -> None:
         """Build.
 
         Args:
-            paper: says how orders are drawn and groups are cut.
+            cut: how groups are cut.
             num_tokens: T.
-            bounds: the first place that is predicted and the last that is read, in any image.
+            num_groups: K; of no meaning where boundaries are given.
+            boundaries: n_0 .. n_{K-1}, where they are given.
+            shuffled: each image has an order of its own, in place of raster order.
             seed: decides the draws, together with the sample.
         """
-        self.paper, self.num_tokens, self.bounds, self.seed = paper, num_tokens, bounds, seed
+        self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
+        self.shuffled, self.seed = shuffled, seed
+        self.bounds = bounds_of(cut, num_tokens, num_groups, boundaries)
+        self._given = None if boundaries is None else Constant(torch.tensor(boundaries))
 
     @property
     def num_positions(self) -> int:
@@ -45,11 +55,11 @@ class Grouping(Groups):
     @property
     def is_random(self) -> bool:
         """True where order or groups are drawn."""
-        return self.paper.order == "random" or self.paper.segmentation in ("random", "mixed")
+        return self.shuffled or self.cut in ("random", "mixed")
 
     def draw(self, index: Tensor) -> Arrangement:
         """Return orders and groups of samples int64 `[b]`."""
-        if self.paper.order == "random":
+        if self.shuffled:
             order = random_orders(index, self.num_tokens, seed=self.seed)
         else:
             order = torch.arange(self.num_tokens, device=index.device).expand(len(index), -1)
@@ -88,29 +98,24 @@ class Grouping(Groups):
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Return raster order and typical groups of training, without a draw."""
-        paper, device, num_images = self.paper, index.device, len(index)
-        if paper.segmentation == "given":
-            boundaries = self._given.on(device)
+        if self.cut == "given":
+            boundaries = self._boundaries(index)
         else:
             boundaries = segmentation.typical_boundaries(
-                paper.segmentation, self.num_tokens, paper.num_groups, device=device
-            )
-        order = torch.arange(self.num_tokens, device=device).expand(num_images, -1)
-        return self._arranged(order, boundaries.expand(num_images, -1))
+                self.cut, self.num_tokens, self.num_groups, device=index.device
+            ).expand(len(index), -1)
+        order = torch.arange(self.num_tokens, device=index.device).expand(len(index), -1)
+        return self._arranged(order, boundaries)
 
-    def _boundaries(self, sample_index: Tensor) -> Tensor:
+    def _boundaries(self, index: Tensor) -> Tensor:
         """Return n_0 .. n_{K-1} of samples `[b]`: int64 `[b, K]`."""
-        paper = self.paper
-        if paper.segmentation == "given":
-            return self._given.on(sample_index.device).expand(len(sample_index), -1)
+        if self.cut == "given":
+            assert self._given is not None
+            return self._given.on(index.device).expand(len(index), -1)
         return segmentation.draw_boundaries(
-            paper.segmentation,
-            sample_index,
+            self.cut,
+            index,
             num_tokens=self.num_tokens,
-            num_groups=paper.num_groups,
+            num_groups=self.num_groups,
             seed=self.seed,
         )
-
-    @cached_property
-    def _given(self) -> Constant:
-        return Constant(torch.tensor(self.paper.boundaries))

@@ -1,4 +1,4 @@
-"""What boundaries GVP's groups can have: arithmetic that configs need without torch.
+"""What boundaries groups of tokens can have: arithmetic that configs need without torch.
 
 Legend: T tokens, K predicted groups, which end at n_0 < n_1 < ... < n_{K-1}.
 """
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 Segmentation = Literal["fixed", "random", "mixed"]
+Cut = Literal["fixed", "random", "mixed", "given"]
+"""How groups are cut: drawn or computed, or by boundaries that are given."""
 
 
 def most_groups(kind: Segmentation, num_tokens: int) -> int:
@@ -35,3 +37,16 @@ def fault_of_boundaries(boundaries: Sequence[int], num_tokens: int) -> str | Non
             f"{numbers} leaves 0 to {num_tokens - 1}, where groups of {num_tokens} tokens can end"
         )
     return None
+
+
+def bounds_of(
+    cut: Cut, num_tokens: int, num_groups: int, boundaries: Sequence[int] | None
+) -> tuple[int, int]:
+    """Return the smallest n_0 and the largest n_{K-1} that any image can have.
+
+    Tokens before the first are never asked for, tokens from the last on are never seen: neither is
+    computed. Both must be known without a look at what was drawn, so drawn groups give 0 and T.
+    """
+    if boundaries is None and cut == "fixed":
+        boundaries = fixed_boundaries(num_tokens, num_groups)
+    return (0, num_tokens) if boundaries is None else (boundaries[0], boundaries[-1])
