@@ -127,7 +127,7 @@ class PatchHead(Head):
             channels: numbers of a token that belong to one place: colours of a pixel.
         """
         super().__init__(core, LastNorm(core))
-        inner = core_of_decoder(core, paper.num_decoder_layers)
+        inner = core_of_decoder(core, num_layers)
         self.noisy: NoisyEmbedding | None = None
         if denoises:
             self.noisy = NoisyEmbedding(
