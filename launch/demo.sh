@@ -109,6 +109,25 @@ mp3() {
   finish "$run" "runs/mp3_finetune_demo$tag" "runs/mp3_scratch_demo$tag"
 }
 
+darl() {
+  local run=runs/darl_demo$tag mse=runs/darl_mse_demo$tag tune=yaml_configs/darl/finetune_demo.yaml
+  letters_32
+  step "train DARL to denoise patch after patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
+    megavis train yaml_configs/darl/demo.yaml $(seeded darl_demo)
+  step "train it to predict patches by squared error" \
+    megavis train yaml_configs/darl/demo.yaml objective.loss=mse objective.decoder=null \
+    "name=darl_mse_demo$tag" "seed=$seed"
+  step "complete lower halves, patch after patch denoised" megavis figure completions "$run"
+  step "complete them by squared error" megavis figure completions "$mse" \
+    --completions 1 --draws 1
+  step "fine-tune the first on which letter it is" \
+    megavis finetune "$tune" $(seeded darl_finetune_demo darl_demo)
+  step "the same from scratch" \
+    megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
+    "name=darl_scratch_demo$tag" "seed=$seed"
+  finish "$run" "$mse" "runs/darl_finetune_demo$tag" "runs/darl_scratch_demo$tag"
+}
+
 givt() {
   local vae=runs/givt_demo_vae run=runs/givt_demo$tag part
   step "draw ten letters of 32² pixels" \
@@ -133,7 +152,7 @@ givt() {
   finish "$run" "$vae"
 }
 
-papers=(igpt mp3 givt)
+papers=(igpt darl mp3 givt)
 
 demo() {
   local began=$SECONDS

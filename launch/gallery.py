@@ -56,6 +56,26 @@ DEMOS = (
         ),
     ),
     Demo(
+        paper="darl",
+        title="DARL: patch after patch, denoised",
+        runs=(
+            "darl_demo",
+            "darl_mse_demo",
+            "darl_finetune_demo",
+            "darl_scratch_demo",
+        ),
+        pictures=(
+            (
+                "darl_demo/evaluation/completions.png",
+                "The original, its upper half, and three completions, each patch denoised",
+            ),
+            (
+                "darl_mse_demo/evaluation/completions.png",
+                "The original, its upper half, and the completion by squared error",
+            ),
+        ),
+    ),
+    Demo(
         paper="mp3",
         title="MP3: patches back into their places",
         runs=("mp3_demo", "mp3_finetune_demo", "mp3_scratch_demo"),
