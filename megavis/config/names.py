@@ -20,7 +20,7 @@ class SchemaNames:
     """Knows which keys each section has, to name the nearest one for a typo."""
 
     def __init__(self, objectives: ObjectiveTypes, tree: Mapping[str, Any]) -> None:
-        section = tree.get("objective")
+        self.tree, section = tree, tree.get("objective")
         self.paper = section.get("name") if isinstance(section, dict) else None
         self.objective = objectives.get(str(self.paper))
 
@@ -29,7 +29,7 @@ class SchemaNames:
 
         A required key that is misspelt is unknown and missing at once; only the first is said.
         """
-        placed = [([*prefix, *_keys_of(error["loc"])], error) for error in errors]
+        placed = [([*prefix, *self._keys_of(error["loc"], prefix)], error) for error in errors]
         unknown = [place for place, error in placed if error["type"] == "extra_forbidden"]
         meant = {self._nearest(place) for place in unknown}
         complaints = [self._explain_one(place, error) for place, error in placed]
@@ -45,6 +45,8 @@ class SchemaNames:
             return key, self._unknown(location)
         if error["type"] == "missing":
             return key, "is missing and has no default"
+        if error["type"].startswith("union_tag"):
+            return f"{key}.kind", _wrong_kind(error)
         given = reprlib.repr(error.get("input"))
         if error["type"] == "model_type":
             return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
@@ -69,15 +71,32 @@ class SchemaNames:
         near = difflib.get_close_matches(last, self._keys(sections), n=1, cutoff=0.5)
         return ".".join([*sections, *near]) if near else None
 
+    def _keys_of(self, location: Iterable[Any], prefix: Sequence[str]) -> list[str]:
+        """Return the keys of a place, without what pydantic says of unions."""
+        model: type[BaseModel] | None = self.objective if prefix else RunConfig
+        keys, is_kind = [], False
+        for part in location:
+            if is_kind or part in UNION_LABELS:
+                is_kind = False
+                continue
+            keys.append(str(part))
+            field = model.model_fields.get(str(part)) if model else None
+            is_kind = field is not None and field.discriminator is not None
+            model = None
+        return keys
+
     def _listed(self, sections: list[str]) -> str:
         return ", ".join(self._keys(sections))
 
     def _keys(self, sections: list[str]) -> list[str]:
         model: type[BaseModel] = RunConfig
+        tree: Any = self.tree
         for section in sections:
+            tree = tree.get(section) if isinstance(tree, Mapping) else None
             if section.isdigit():  # a place in a list, whose entries the model describes
                 continue
-            inner = self.objective if section == "objective" else _model_of(model, section)
+            kind = tree.get("kind") if isinstance(tree, Mapping) else None
+            inner = self.objective if section == "objective" else _model_of(model, section, kind)
             if inner is None:
                 return []
             model = inner
@@ -92,24 +111,34 @@ def did_you_mean(given: Any, legal: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def _wrong_kind(error: Mapping[str, Any]) -> str:
+    """Return what a section's kind must be."""
+    given = error["input"].get("kind") if isinstance(error["input"], Mapping) else error["input"]
+    kinds = re.findall("'([^']*)'", error["ctx"].get("expected_tags", ""))
+    said = f"must be one of {', '.join(kinds)}" if kinds else "is missing and has no default"
+    return said if given is None else f"{said}, not {given!r}{did_you_mean(given, kinds)}"
+
+
 def _legal_words(error: Mapping[str, Any]) -> list[str]:
     """Return the words that a key may have; none where it may have others."""
     is_one_of = error["type"] == "literal_error"
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if is_one_of else []
 
 
-def _keys_of(location: Iterable[Any]) -> list[str]:
-    return [str(part) for part in location if part not in UNION_LABELS]
-
-
-def _model_of(model: type[BaseModel], section: str) -> type[BaseModel] | None:
+def _model_of(model: type[BaseModel], section: str, kind: object = None) -> type[BaseModel] | None:
+    """Return the section under a key: of several, that of this kind."""
     annotation = model.model_fields[section].annotation if section in model.model_fields else None
-    return _find_model(annotation)
+    found = _models_in(annotation)
+    return next((each for each in found if _kind_of(each) == kind), found[0] if found else None)
 
 
-def _find_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the first section inside unions, tuples and annotations."""
+def _kind_of(model: type[BaseModel]) -> object:
+    field = model.model_fields.get("kind")
+    return typing.get_args(field.annotation)[0] if field else None
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections inside unions, tuples and annotations."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = map(_find_model, typing.get_args(annotation))
-    return next((model for model in found if model is not None), None)
+        return [annotation]
+    return [model for each in typing.get_args(annotation) for model in _models_in(each)]

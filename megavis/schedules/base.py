@@ -107,12 +107,15 @@ class Schedule(ABC):
     """Dataclass of what a user may choose when images are generated."""
     takes_given: ClassVar[bool] = True
     """True where generation can start from given tokens."""
-    needs_given: ClassVar[bool] = False
-    """True where generation starts from given tokens alone."""
     needs_score: ClassVar[bool] = False
     """True where the next step depends on how likely the tokens are that were drawn."""
     is_sequential: ClassVar[bool] = False
     """True where each step draws one position, and no position twice: what beam search needs."""
+
+    @property
+    def needs_given(self) -> bool:
+        """True where generation starts from given tokens alone."""
+        return False
 
     @property
     def is_random(self) -> bool:

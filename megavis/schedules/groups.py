@@ -48,7 +48,11 @@ class Groups(Schedule):
     """What any cut into groups has in common: the steps of generation."""
 
     options_type = GroupOptions
-    needs_given = True
+
+    @property
+    def needs_given(self) -> bool:
+        """True: the first group is predicted from something."""
+        return True
 
     @property
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavis.config.errors import UserError
 from megavis.schedules.base import Arrangement, Progress, Schedule, Step
 from megavis.schedules.orders import Orders
 
@@ -17,14 +18,20 @@ class OneByOne(Schedule):
 
     is_sequential = True
 
-    def __init__(self, orders: Orders, *, name: str = "token/{}") -> None:
+    def __init__(self, orders: Orders, *, name: str = "token/{}", prefix: int = 0) -> None:
         """Build.
 
         Args:
             orders: the token at each position.
+            prefix: tokens, the first, that are given and not predicted.
             name: of a step's random draws; `{}` stands for the position.
         """
-        self.orders, self._name = orders, name
+        self.orders, self._name, self.prefix = orders, name, prefix
+
+    @property
+    def needs_given(self) -> bool:
+        """True where a prefix must be given."""
+        return self.prefix > 0
 
     @property
     def is_random(self) -> bool:
@@ -33,30 +40,47 @@ class OneByOne(Schedule):
 
     def draw(self, index: Tensor) -> Arrangement:
         """Return the orders of samples `[b]`."""
-        return self.along(self.orders.of(index))
+        return self.along(self.orders.of(index), self.prefix)
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Return the order that needs no draw."""
-        return self.along(self.orders.shared(index.device))
+        return self.along(self.orders.shared(index.device), self.prefix)
 
     @staticmethod
-    def along(order: Tensor) -> Arrangement:
+    def along(order: Tensor, prefix: int = 0) -> Arrangement:
         """Return the arrangement of a given order int64 `[b or 1, n]`."""
         count = order.shape[1]
-        groups = torch.arange(1, count + 1, device=order.device)[None]
+        groups = torch.arange(1 - prefix, count + 1 - prefix, device=order.device)[None]
         # Nothing follows the last.
-        return Arrangement(order, groups, num_content=count - 1, predicts_all=True)
+        return Arrangement(
+            order,
+            groups.clamp(min=0),
+            num_content=count - 1,
+            num_given=prefix,
+            predicts_all=prefix == 0,
+        )
 
     def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
         """Return the orders that images of these numbers have in training."""
         return self.orders.of(images)
 
     def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
-        """Ask for the first position that is not given."""
+        """Ask for the first position that is not given.
+
+        Raises:
+            UserError: less is given than the prefix.
+        """
+        if num_given < self.prefix:
+            raise UserError(
+                f"this model was trained with a prefix of {self.prefix} tokens: give as many, not"
+                f" {num_given}"
+            )
         if num_given == order.shape[1]:
             return None
         asked = slice(num_given, num_given + 1)
-        return Step(self.along(order), num_given, asked, 0, self._name.format(num_given))
+        return Step(
+            self.along(order, self.prefix), num_given, asked, 0, self._name.format(num_given)
+        )
 
     def after(self, step: Step, progress: Progress, options: Any) -> Step | None:
         """Ask for the next position."""

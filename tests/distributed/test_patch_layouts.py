@@ -21,6 +21,17 @@ OBJECTIVES = {
     " num_condition_tokens: 2,"
     " tokenizer: TOKENIZER}",
 }
+OBJECTIVES |= {
+    "compose_both": "{name: compose, reads: {kind: patches, patch_size: 4},"
+    " schedule: {kind: one_by_one, order: random}, asks: {kind: shift, place: both},"
+    " density: {kind: mixture, num_components: 2}, condition: {kind: class, num_classes: 10}}",
+    "compose_prefix": "{name: compose, reads: {kind: patches, patch_size: 4},"
+    " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content},"
+    " density: {kind: diffusion, noise_a: 1, decoder: mlp}}",
+    "compose_codes": "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"
+    " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"
+    " density: {kind: categorical}}",
+}
 DROP_PATH = {"gvp": 0.4}
 POSITIONS = {"mp3_relative": "relative_2d"}
 # Biases of heads that other processes hold, learned beside the classes.

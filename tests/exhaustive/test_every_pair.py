@@ -41,6 +41,9 @@ OBJECTIVES = {
     "darl": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1, condition_on_gamma: true}",
     "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
     "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
+    "compose": "{name: compose, reads: {kind: patches, patch_size: 4},"
+    " schedule: {kind: one_by_one, order: random}, asks: {kind: shift, place: both},"
+    " density: {kind: mixture, num_components: 2}}",
 }
 
 

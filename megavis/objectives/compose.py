@@ -1,0 +1,295 @@
+"""Any composition of tokens, schedule, asking, density and condition, chosen in a YAML file.
+
+A combination that nobody has published needs no code. What goes together is checked by its config
+(`compose_config.py`).
+
+Legend: b images, n tokens, d numbers of a token.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavis.composition.asking import Asking, Mask, Query, Shift
+from megavis.composition.codebook import Ids
+from megavis.composition.condition import Condition, Labels
+from megavis.composition.latents import Latents
+from megavis.composition.reader import Role, Rows, Slot, places, vector
+from megavis.composition.tokens import Colours, Patches, Tokens
+from megavis.config.choices import PositionKind
+from megavis.config.errors import UserError
+from megavis.densities.base import Density
+from megavis.densities.categorical import Categorical
+from megavis.densities.decoders import PatchHead, decoder_flops
+from megavis.densities.diffusion import Diffusion, Process
+from megavis.densities.gaussians import GaussianMixture
+from megavis.densities.squared_error import SquaredError
+from megavis.model.init import Initialization, normal, vision_transformer
+from megavis.model.mixture import ScaleForm
+from megavis.model.orders import fixed_order
+from megavis.model.patches import TokenHead
+from megavis.objectives.compose_config import (
+    AnyTokens,
+    ClassCondition,
+    ComposeConfig,
+    DiffusionDensity,
+    GroupsSchedule,
+    IdTokens,
+    LatentTokens,
+    MaskAsking,
+    MaskedSchedule,
+    MixtureDensity,
+    OneByOneSchedule,
+    PaletteTokens,
+    QueryAsking,
+    RoundsSchedule,
+    ShiftAsking,
+    SquaredErrorDensity,
+)
+from megavis.objectives.composition import Composition
+from megavis.schedules.base import Schedule
+from megavis.schedules.masked import MaskedShare, Rounds
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
+from megavis.schedules.segmented import Grouping
+from megavis.tokenizers.patches import pixel_range
+
+NO_NULL_LABEL = (
+    "objective.condition.dropout is 0: the model cannot do without the class of an image, which"
+    " features must not see; train with a value above 0"
+)
+
+
+class ClassInFront(Labels):
+    """The class, as a row in front of all others."""
+
+    roles: tuple[Role, ...] = ("front",)
+
+
+class Compose(Composition):
+    """A paper that its config composes."""
+
+    config_type = ComposeConfig
+
+    @property
+    def paper(self) -> ComposeConfig:
+        """The words."""
+        assert isinstance(self.config.objective, ComposeConfig)
+        return self.config.objective
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """Learned positions, unless the config says otherwise."""
+        return self.config.model.positions or "learned"
+
+    @cached_property
+    def reads(self) -> Tokens:
+        """What goes in."""
+        return self._tokens(self.paper.reads)
+
+    @cached_property
+    def predicts(self) -> Tokens:
+        """What comes out."""
+        return self.reads if self.paper.predicts is None else self._tokens(self.paper.predicts)
+
+    def _tokens(self, keys: AnyTokens) -> Tokens:
+        data, size = self.config.data, self.config.data.image_size
+        if isinstance(keys, PaletteTokens):
+            windows = data.crop == "window"
+            return Colours(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
+        if isinstance(keys, IdTokens):
+            return Ids(
+                image_size=size,
+                side=keys.side(size),
+                vocabulary_size=keys.vocabulary_size,
+                tokenizer=keys.tokenizer,
+            )
+        if isinstance(keys, LatentTokens):
+            return Latents(
+                channels=keys.channels,
+                side=keys.side(size),
+                stacked=1,
+                seed=self.config.seed,
+                tokenizer=keys.tokenizer,
+                beta=None,
+                image_size=size,
+            )
+        return Patches(image_size=size, patch_size=keys.patch_size)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What is known when."""
+        keys, side, seed = self.paper.schedule, self.reads.grid[0], self.config.seed
+        if isinstance(keys, GroupsSchedule):
+            return Grouping(
+                keys.length,
+                num_tokens=side**2,
+                num_groups=keys.num_groups,
+                shuffled=True,
+                seed=seed,
+            )
+        if isinstance(keys, OneByOneSchedule):
+            kind = "raster" if keys.order == "random" else keys.order
+            order = fixed_order(kind, height=side, width=side, block=keys.order_block)
+            orders = Orders(order, seed=seed if keys.order == "random" else None)
+            return OneByOne(orders, prefix=keys.prefix)
+        orders = Orders(torch.arange(side**2))
+        if isinstance(keys, RoundsSchedule):
+            return Rounds(orders, least_masking=keys.least_masking, seed=seed)
+        return MaskedShare(orders, share=keys.mask_ratio, seed=seed)
+
+    @cached_property
+    def asks(self) -> Asking:
+        """How a token asks."""
+        keys, schedule = self.paper.asks, self.paper.schedule
+        has_class = isinstance(self.paper.condition, ClassCondition)
+        if isinstance(keys, ShiftAsking):
+            has_prefix = isinstance(schedule, OneByOneSchedule) and schedule.prefix > 0
+            return Shift(keys.place, by_groups=has_prefix)
+        if isinstance(keys, QueryAsking):
+            return Query(num_front=int(has_class), starts=True)
+        return Mask()
+
+    @cached_property
+    def condition(self) -> Condition:
+        """The class, or nothing: in place of a start token, or in front of all rows."""
+        keys = self.paper.condition
+        if not isinstance(keys, ClassCondition):
+            return Condition()
+        kind = Labels if isinstance(self.paper.asks, ShiftAsking) else ClassInFront
+        return kind(keys.num_classes, dropout=keys.dropout, seed=self.config.seed)
+
+    @property
+    def missing_null_label(self) -> str | None:
+        """A sentence where the model always has a class."""
+        keys = self.paper.condition
+        return NO_NULL_LABEL if isinstance(keys, ClassCondition) and not keys.dropout else None
+
+    @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Noisy tokens, for a density that takes noise away."""
+        return ("noisy",) if isinstance(self.paper.density, DiffusionDensity) else ()
+
+    @cached_property
+    def density(self) -> Density:
+        """How a token is predicted, scored and drawn."""
+        keys, predicted = self.paper.density, self.predicts
+        if isinstance(predicted, Colours | Ids):
+            return Categorical(self.core, predicted.vocabulary_size, fill=normal(0.02))
+        assert isinstance(predicted, Patches | Latents)
+        width = predicted.width
+        if isinstance(keys, MixtureDensity):
+            outputs = keys.num_components * (1 + 2 * width)
+            fill = normal(keys.head_std)
+            return GaussianMixture(
+                outputs,
+                ScaleForm(keys.scale_activation, keys.scale_floor),
+                num_components=keys.num_components,
+                build_head=lambda: TokenHead(self.core, outputs, fill),
+            )
+        if isinstance(keys, DiffusionDensity):
+            return self._diffusion(keys, predicted)
+        assert isinstance(keys, SquaredErrorDensity)
+        return SquaredError(
+            width,
+            normalize=keys.normalize,
+            build_head=lambda: TokenHead(self.core, width),
+        )
+
+    def _diffusion(self, keys: DiffusionDensity, predicted: Patches | Latents) -> Diffusion:
+        are_pixels, width = isinstance(predicted, Patches), predicted.width
+        channels = 3 if are_pixels else width
+        layers = 0 if keys.decoder == "linear" else keys.decoder_layers
+        head = partial(
+            PatchHead,
+            self.core,
+            width,
+            kind=keys.decoder,
+            num_layers=layers,
+            denoises=True,
+            tells_gamma=keys.condition_on_gamma,
+            channels=channels,
+        )
+        process = Process(
+            beta=(keys.noise_a, keys.noise_b),
+            predicts=keys.predicts,
+            value_range=pixel_range() if are_pixels else None,
+            sampling_steps=keys.sampling_steps,
+            temperature=keys.sampling_temperature,
+            seed=self.config.seed,
+        )
+        noisy = width + keys.condition_on_gamma * width // channels
+        work = decoder_flops(self.config.model, keys.decoder, layers, noisy_width=noisy)
+        return Diffusion(width, process, build_head=head, decoder_flops=work)
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the parts of the first layer, by their roles."""
+        core, fill, asks = self.core, normal(0.02), self.paper.asks
+        positions = places(core, self.position_kind, self.reads.grid, fill)
+        slots = {
+            "content": Slot("content", lambda: self.reads.embedding(core)),
+            "places": Slot("positions", positions),
+        }
+        if isinstance(asks, ShiftAsking) and asks.place == "both":
+            slots["asked_places"] = Slot("asked_positions", positions)
+        if isinstance(asks, QueryAsking):
+            slots["query_vector"] = Slot("query", vector(core, fill))
+        if isinstance(asks, MaskAsking) and asks.filler == "vector":
+            slots["filler"] = Slot("mask", vector(core, fill))
+        for role in self.condition.roles:
+            assert isinstance(self.condition, Labels)
+            num_rows, width = self.condition.num_rows, core.megatron.hidden_size
+            slots["labels"] = Slot(role, partial(Rows, num_rows, width, fill))
+        if not isinstance(asks, MaskAsking) and "start" not in self.condition.roles:
+            slots["start_token"] = Slot("start", vector(core, fill))
+        return slots
+
+    def initialization(self) -> Initialization:
+        """Return Xavier's for all matrices, as Vision Transformers have them."""
+        return vision_transformer()
+
+    def inputs_from(
+        self,
+        inputs: Any,
+        *,
+        labels: Tensor | None = None,
+        sample_index: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return what the first layer takes.
+
+        Args:
+            inputs: as shards hold them, or tokens.
+            labels: int64 `[b]`; -1 or None: no class.
+            sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
+        """
+        index = torch.arange(len(inputs)) if sample_index is None else sample_index
+        index = index.to(inputs.device)
+        read = self.reads.of(inputs, index)
+        plan = self.schedule.draw(index)
+        asked = self._at(self.reads.sequence(read), plan, plan.first_asked)
+        given = {} if labels is None else {"labels": labels}
+        known = self.condition.given(given, len(read), read.device)
+        extra = self.density.corrupted(asked, index)[1]
+        return (*self.training_rows(read, plan), *known, *extra)
+
+    def generation(self) -> Compose:
+        """Return itself.
+
+        Raises:
+            UserError: what comes out is not what goes in, or nothing says what is drawn when.
+        """
+        if self.predicts is not self.reads:
+            raise UserError(
+                "a model with objective.predicts cannot go on from what it has drawn: it reads"
+                f" {self.paper.reads.kind}"
+            )
+        if isinstance(self.paper.schedule, MaskedSchedule):
+            raise UserError(
+                "objective.schedule masked says not what is drawn when; train with rounds to draw"
+            )
+        return self

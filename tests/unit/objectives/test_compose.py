@@ -1,0 +1,322 @@
+"""Compositions from YAML: what they refuse, the papers that they contain, what sees what."""
+
+import pytest
+import torch
+from small_batches import batch_of, photographs, run_layers
+
+from megavis.config.errors import UserError
+from megavis.sampling.sampler import Sampler
+
+CONFIG = """\
+name: small
+objective: {objective}
+model:
+  num_layers: 2
+  hidden_size: 16
+  num_attention_heads: 2
+  normalization: layer_norm
+  activation: gelu
+  add_bias: true
+data: {{train: shards/train, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""
+PALETTE = "reads: {kind: palette, vocabulary_size: 32}"
+PATCHES = "reads: {kind: patches, patch_size: 4}"
+IDS = "{kind: ids, vocabulary_size: 12, patch_size: 4, tokenizer: run}"
+LATENTS = "reads: {kind: latents, channels: 4, patch_size: 4}"
+ONE_BY_ONE = "schedule: {kind: one_by_one}"
+RANDOM = "schedule: {kind: one_by_one, order: random}"
+GROUPS = "schedule: {kind: groups, num_groups: 3}"
+SHIFT, CONTENT, BOTH, MASK, QUERY = (
+    f"asks: {{kind: {words}}}"
+    for words in ("shift", "shift, place: content", "shift, place: both", "mask", "query")
+)
+CATEGORICAL, ERROR, MIXTURE = (
+    f"density: {{kind: {words}}}"
+    for words in ("categorical", "squared_error", "mixture, num_components: 3")
+)
+DIFFUSION = "density: {kind: diffusion, noise_a: 1, sampling_steps: 4}"
+CLASSES = "condition: {kind: class, num_classes: 3}"
+
+
+@pytest.fixture
+def build(build_paper):
+    """Build a composition of these words."""
+
+    def build(*words, more=()):
+        objective = f"{{name: compose, {', '.join(words)}}}"
+        return build_paper(CONFIG.format(objective=objective), *more, std=0.3)
+
+    return build
+
+
+# What makes no sense.
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "key", "said"),
+    [
+        ([PATCHES, ONE_BY_ONE, MASK, ERROR], [], "asks.kind", "mask goes with schedule masked or"),
+        ([PATCHES, GROUPS, SHIFT, ERROR], [], "asks.kind", "shift goes with schedule one_by_one"),
+        ([PATCHES, RANDOM, SHIFT, ERROR], [], "asks.place", "asked does not say where the held"),
+        ([PATCHES, RANDOM, CONTENT, ERROR], [], "asks.place", "content does not say where the nex"),
+        ([PALETTE, ONE_BY_ONE, SHIFT, ERROR], [], "density.kind", "squared_error cannot predict"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, CATEGORICAL], [], "density.kind", "cannot predict patches"),
+        (
+            [PATCHES, f"predicts: {IDS.replace('4', '8')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
+            [],
+            "predicts",
+            "makes 2² tokens of an image where objective.reads makes 4²",
+        ),
+        (
+            [PATCHES, f"predicts: {IDS.replace(', tokenizer: run', '')}", ONE_BY_ONE]
+            + [SHIFT, CATEGORICAL],
+            [],
+            "predicts.tokenizer",
+            "must name the run folder",
+        ),
+        (
+            [PALETTE, f"predicts: {IDS.replace('4', '1')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
+            [],
+            "reads.kind",
+            "palette shards hold no images",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: 4}", SHIFT, ERROR],
+            [],
+            "schedule.prefix",
+            "wants asks of kind shift with place content",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, prefix: 16}", CONTENT, ERROR],
+            [],
+            "schedule.prefix",
+            "16 leaves nothing to predict of 16 tokens",
+        ),
+        (
+            [PATCHES, "schedule: {kind: one_by_one, order: round_robin, order_block: 3}"]
+            + [SHIFT, ERROR],
+            [],
+            "schedule.order_block",
+            "3 does not divide a grid of 4 × 4",
+        ),
+        (
+            [PATCHES, "schedule: {kind: groups, num_groups: 16}", QUERY, ERROR],
+            [],
+            "schedule.num_groups",
+            "16 groups cannot be cut from 16 tokens; use at most 15",
+        ),
+        (
+            [PATCHES, "schedule: {kind: rounds}", MASK, ERROR, CLASSES],
+            [],
+            "condition.kind",
+            "asks is mask",
+        ),
+        ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
+        ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none tells no place"),
+        ([PATCHES, RANDOM, BOTH, ERROR], ["model.positions=rope_2d"], "", "cannot add two places"),
+        (
+            [PALETTE.replace("32", "33"), ONE_BY_ONE, SHIFT, CATEGORICAL],
+            ["parallel.tensor_model_parallel_size=2"],
+            "reads.vocabulary_size",
+            "33 does not divide by tensor_model_parallel_size 2",
+        ),
+        ([PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: mixtur}"], [], "density.kind", "mixture'"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, "density: {}"], [], "density.kind", "is missing"),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, "density: {kind: mixture, componets: 3}"],
+            [],
+            "density.componets",
+            "did you mean 'num_components'",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_its_key(build, words, more, key, said):
+    with pytest.raises(UserError, match=rf"{'objective.' if key else ''}{key}.*: ") as raised:
+        build(*words, more=more)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# The papers that it contains.
+
+IGPT = "{name: igpt, vocabulary_size: 32"
+PAPERS = {
+    "igpt": (IGPT + "}", [PALETTE, ONE_BY_ONE, SHIFT, CATEGORICAL], {"tokens": "content"}),
+    "bert": (
+        IGPT + ", mode: bert}",
+        [PALETTE, "schedule: {kind: masked}", "asks: {kind: mask, filler: zeros}", CATEGORICAL],
+        {"tokens": "content"},
+    ),
+    "darl": (
+        "{name: darl, patch_size: 4}",
+        [PATCHES, ONE_BY_ONE, CONTENT, ERROR],
+        {"patches": "content", "head.decoder.linear": "head.linear"},
+    ),
+    "darl_random": (
+        "{name: darl, patch_size: 4, order: random, two_streams: true}",
+        [PATCHES, RANDOM, QUERY, ERROR],
+        {"patches": "content", "head.decoder.linear": "head.linear"},
+    ),
+    "darl_diffusion": (
+        "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1}",
+        [PATCHES, ONE_BY_ONE, CONTENT, DIFFUSION],
+        {"patches": "content"},
+    ),
+    "givt": (
+        "{name: givt, latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 3}",
+        [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, CLASSES],
+        {"linear": "content"},
+    ),
+}
+ALWAYS = {"positions": "places", "start": "start_token", "query": "query_vector"}
+
+
+def samples_of(name):
+    if name in ("igpt", "bert"):
+        ids = torch.randint(32, (3, 256), generator=torch.Generator().manual_seed(0))
+        return batch_of(ids)
+    if name == "givt":
+        moments = torch.rand(3, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+        return batch_of(moments.half())
+    return batch_of(photographs(3, 16))
+
+
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_a_papers_words_are_that_paper(build_paper, build, name):
+    """The same weights under the composition's names give the same loss."""
+    objective, words, renamed = PAPERS[name]
+    more = ("model.positions=rope_2d",) if name.startswith("darl") else ()
+    paper, paper_runner = build_paper(CONFIG.format(objective=objective), *more, std=0.3)
+    composed, runner = build(*words, more=more)
+    weights = dict(paper_runner.layers.named_parameters())
+    for key, value in list(weights.items()):
+        layer, _, rest = key.partition(".")
+        first, dot, last = rest.partition(".")
+        new = f"{layer}.{({**ALWAYS, **renamed}).get(first, first)}{dot}{last}"
+        if layer != "embedding":
+            new = key
+            for old, other in renamed.items():
+                new = new.replace(old, other) if "." in old else new
+        weights[new] = weights.pop(key) if new != key else value
+    own = dict(runner.layers.named_parameters())
+    assert set(own) == set(weights)
+    with torch.no_grad():
+        for key, parameter in own.items():
+            parameter.copy_(weights[key])
+    losses = []
+    for each, run in ((paper, paper_runner), (composed, runner)):
+        sequence = each.sequence(samples_of(name))
+        losses.append(each.loss(run.predictions(sequence.inputs), sequence.targets))
+    assert torch.equal(losses[0], losses[1])
+
+
+# What sees what.
+
+
+def seen_by_each(objective, runner):
+    """True where a change of the token at a position moves what is predicted at another."""
+    images = photographs(2, 16)
+    order = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
+    before = objective.outputs(runner.predictions(objective.inputs_from(images)))
+    moved = torch.zeros(2, 16, 16, dtype=torch.bool)
+    for place in range(16):
+        other = objective.reads.of(images)
+        other[torch.arange(2), order[:, place]] += 1.0
+        changed = objective.reads.to_images(other)
+        after = objective.outputs(runner.predictions(objective.inputs_from(changed)))
+        moved[:, :, place] = (after != before).any(-1)
+    return moved
+
+
+@pytest.mark.parametrize("asks", [BOTH, QUERY])
+def test_in_random_order_a_token_is_predicted_from_those_before_it(build, asks):
+    objective, runner = build(PATCHES, RANDOM, asks, MIXTURE)
+    moved = seen_by_each(objective, runner)
+    assert torch.equal(moved, torch.ones(16, 16, dtype=torch.bool).tril(-1).expand(2, -1, -1))
+
+
+def test_a_prefix_sees_itself_and_is_not_scored(build):
+    words = [PATCHES, "schedule: {kind: one_by_one, prefix: 5}", CONTENT, ERROR]
+    objective, runner = build(*words)
+    moved = seen_by_each(objective, runner)
+    expected = torch.ones(16, 16, dtype=torch.bool).tril(-1)
+    expected[1:6, :5] = True
+    assert torch.equal(moved[:, 1:], expected[1:].expand(2, -1, -1))
+    sequence = objective.sequence(batch_of(photographs(2, 16)))
+    predictions = runner.predictions(sequence.inputs)
+    errors = (predictions - sequence.targets[0]).square().mean(-1)[:, 5:]
+    torch.testing.assert_close(objective.loss(predictions, sequence.targets), errors.mean())
+
+
+# Generation.
+
+DRAWABLE = {
+    "random mixture": [PATCHES, RANDOM, BOTH, MIXTURE],
+    "queries": [PATCHES, RANDOM, QUERY, MIXTURE],
+    "diffusion on latents": [LATENTS, ONE_BY_ONE, CONTENT, DIFFUSION],
+    "class and prefix": [
+        *[PALETTE, "schedule: {kind: one_by_one, prefix: 8}", CONTENT, CATEGORICAL, CLASSES]
+    ],
+    "rounds": [PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE],
+}
+
+
+@pytest.mark.parametrize("name", list(DRAWABLE))
+def test_tokens_are_drawn_from_those_that_are_known(build, tmp_path, name):
+    """Each token drawn with a cache, or in groups, is the one that whole passes give."""
+    objective, runner = build(*DRAWABLE[name])
+    sampler = Sampler(runner, objective, tmp_path, seed=3)
+    images = torch.arange(2)
+    prefix = getattr(objective.schedule, "prefix", 0)
+    order = sampler.order_of(images)
+    blank = objective.blank_tokens(images)
+    given = None
+    if prefix:
+        given = torch.randint(32, (2, prefix), generator=torch.Generator().manual_seed(0))
+    tokens = sampler.tokens(images, order=order, given=given)
+    assert tokens.shape == blank.shape
+    whole = sampler.tokens(images, order=order, given=given, cached=False)
+    torch.testing.assert_close(tokens, whole, rtol=1e-4, atol=1e-4)
+    if prefix:
+        assert torch.equal(tokens[:, :prefix], given)
+        with pytest.raises(UserError, match="prefix of 8 tokens: give as many"):
+            sampler.tokens(images, order=order)
+
+
+def test_what_cannot_be_drawn_says_so(build):
+    objective, _ = build(PATCHES, "schedule: {kind: masked}", MASK, ERROR)
+    with pytest.raises(UserError, match="train with rounds to draw"):
+        objective.generation()
+
+
+def test_features_of_classes_want_a_null_label(build):
+    without = CLASSES.replace("3}", "3, dropout: 0}")
+    objective, _ = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR, without)
+    with pytest.raises(UserError, match=r"objective\.condition\.dropout is 0"):
+        objective.feature_inputs(batch_of(photographs(2, 16)))
+    objective, runner = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR, CLASSES)
+    batch = batch_of(photographs(2, 16))
+    assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
+
+
+def test_a_gradient_reaches_every_parameter(build):
+    for words in DRAWABLE.values():
+        objective, runner = build(*words)
+        inputs = photographs(4, 16)
+        if "latents" in words[0]:
+            inputs = torch.rand(4, 2, 4, 4, 4)
+        if "palette" in words[0]:
+            inputs = torch.randint(32, (4, 256))
+        batch = batch_of(inputs)
+        sequence = objective.sequence(batch)
+        predictions = run_layers(runner.layers.modules, sequence.inputs)
+        objective.loss(predictions, sequence.targets).backward()
+        missing = [
+            name
+            for name, parameter in runner.layers.named_parameters()
+            if parameter.grad is None or not parameter.grad.abs().sum() > 0
+        ]
+        assert not missing, words
