@@ -13,6 +13,7 @@ from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
+    from megavis.objectives.trainable import Trainable
     from megavis.planning.parameters import Matrix
     from megavis.planning.states import StateMemory
 
@@ -55,21 +56,24 @@ def run(args: argparse.Namespace) -> int:
     config = loaded.config
     with quietly():
         context = open_context(read_launch({}), device="cpu")
-        matrices = count_parameters(build_objective(config, context))
+        objective = build_objective(config, context)
+        matrices, memory = count_parameters(objective), None
+        if args.processes is not None:
+            memory = count_memory(objective, matrices, args.processes)
         close_context()
-    memory = None if args.processes is None else count_memory(config, matrices, args.processes)
     write = _as_json if args.json else _as_table
     sys.stdout.write(write(config, matrices, memory))
     return 0
 
 
-def count_memory(config: RunConfig, matrices: list[Matrix], num_processes: int) -> StateMemory:
+def count_memory(objective: Trainable, matrices: list[Matrix], num_processes: int) -> StateMemory:
     """Return what the fullest process of the config's layout holds before it has seen an image."""
     from megavis.planning.layouts import Layout
     from megavis.planning.parameters import Layers
     from megavis.planning.states import fullest_states
 
-    layers = Layers.of(matrices, config.model.num_layers)
+    config = objective.config
+    layers = Layers.of(matrices, objective.layer_plans())
     layout = Layout.of(config, num_processes)
     return fullest_states(
         layers,

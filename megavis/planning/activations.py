@@ -7,10 +7,13 @@ the first and the last layer keep is measured (`ends.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megavis.planning.ends import Ends
 from megavis.planning.layouts import Layout, way_of
-from megavis.planning.shape import ModelShape
+from megavis.planning.parameters import Stage
+from megavis.planning.shape import ModelShape, StackShape
 
 _AROUND_ACTIVATION = 2
 """Tensors of the MLP's width: what its activation function is of, and what it gives."""
@@ -32,14 +35,14 @@ class BlockActivations:
 
 
 def block_activations(
-    shape: ModelShape, layout: Layout, *, is_last: bool = False
+    shape: StackShape, layout: Layout, *, is_last: bool = False
 ) -> BlockActivations:
     """Return what a block keeps where nothing is recomputed but, by `selective`, attention.
 
     Args:
-        shape: the model.
+        shape: its stack.
         layout: tensor and sequence parallelism divide, each what it splits.
-        is_last: the last block of the model, which goes on with the tokens that are read.
+        is_last: the last block of the stack, which goes on with the tokens that are read.
     """
     work, width = shape.work, shape.hidden_size
     read = work.num_read if is_last else work.num_tokens
@@ -57,7 +60,7 @@ def block_activations(
     )
 
 
-def _attention_activations(shape: ModelShape, layout: Layout, read: int) -> float:
+def _attention_activations(shape: StackShape, layout: Layout, read: int) -> float:
     """Return the bytes of an image: inputs of the projections, and what the kernel keeps."""
     work, width, size = shape.work, shape.hidden_size, shape.number_size
     chooses = shape.visibility in ("two_stream", "context")
@@ -85,10 +88,11 @@ class ActivationMemory:
 
     Attributes:
         embedding: saved in the first layer, where this process has it.
-        block: saved in each block but the last.
+        below: saved in the blocks of this process's stacks but the uppermost, and in bridges.
+        block: saved in each block of the uppermost stack but the last.
         last_block: saved in the last of this process's blocks.
         head: saved in the last layer and the loss, where this process has them.
-        num_blocks: on this process.
+        num_blocks: of the uppermost stack on this process.
         in_flight: micro-batches whose backward pass is still to come.
         recomputed: one block's, or one attention's, while it is recomputed.
         backward: gradients inside one block while its backward pass runs.
@@ -98,6 +102,7 @@ class ActivationMemory:
     """
 
     embedding: float
+    below: float
     block: float
     last_block: float
     head: float
@@ -113,7 +118,7 @@ class ActivationMemory:
     def saved(self) -> float:
         """What autograd saves, in all micro-batches under way."""
         blocks = (self.num_blocks - 1) * self.block + self.last_block
-        return self.in_flight * (self.embedding + blocks + self.head)
+        return self.in_flight * (self.embedding + self.below + blocks + self.head)
 
     @property
     def total(self) -> float:
@@ -128,42 +133,68 @@ class ActivationMemory:
 
 def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> ActivationMemory:
     """Return what a process of a pipeline stage keeps, at the worst moment of a step."""
-    images, work, ends = layout.micro_batch_size, shape.work, shape.ends[way_of(layout.parallel)]
-    is_first, is_last = stage == 0, stage == layout.pipeline - 1
-    hidden = shape.number_size * shape.hidden_size * work.num_tokens / layout.token_parts
-    kept, recomputed = _kept_of_blocks(shape, layout, hidden, is_last=is_last)
+    images, ends = layout.micro_batch_size, shape.ends[way_of(layout.parallel)]
+    holds = shape.layers.stages(layout.pipeline)[stage]
+    is_first, is_last = holds.is_first, holds.is_last
+    *lower, (upper, num_blocks, is_top) = shape.blocks_of(holds)
+    block, last_block = _kept_of_blocks(upper, layout, is_top=is_top)
+    stacks = [stack for stack, _, _ in (*lower, (upper, num_blocks, is_top))]
     # One forward, one backward: a stage has as many under way as stages follow, and its own.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
     return ActivationMemory(
         embedding=images * ends.embedding * is_first,
-        block=images * kept[0],
-        last_block=images * kept[1],
+        below=images * _kept_below(lower, holds, ends, layout),
+        block=images * block,
+        last_block=images * last_block,
         head=images * ends.head * is_last,
-        num_blocks=layout.blocks_of_a_stage(shape.num_layers),
+        num_blocks=num_blocks,
         in_flight=in_flight,
-        recomputed=images * recomputed,
-        backward=images * work.num_tokens * _backward(shape, layout),
+        recomputed=max(images * _recomputed(stack, layout) for stack in stacks),
+        backward=max(images * stack.work.num_tokens * _backward(stack, layout) for stack in stacks),
         # Gradients of the scores, and of what the loss made of them first.
         head_backward=images * 2 * ends.scores * is_last,
-        transit=images * hidden * _states_in_transit(layout, stage, in_flight),
+        transit=max(
+            images * _hidden(stack, layout) * _states_in_transit(layout, stage, in_flight)
+            for stack in stacks
+        ),
         outputs=images * ends.outputs * _kept_outputs(layout) * is_last,
     )
 
 
-def _kept_of_blocks(
-    shape: ModelShape, layout: Layout, hidden: float, *, is_last: bool
-) -> tuple[tuple[float, float], float]:
-    """Return the bytes an image kept in a block and in the last one, and recomputed in one."""
-    block = block_activations(shape, layout).total
-    last = block_activations(shape, layout, is_last=is_last).total
+def _kept_below(
+    lower: Sequence[tuple[StackShape, int, bool]], holds: Stage, ends: Ends, layout: Layout
+) -> float:
+    """Return the bytes an image kept in the lower stacks of a stage, and in its bridges."""
+    kept = sum(here * saved for here, saved in zip(holds.tops, ends.bridges, strict=False))
+    for stack, count, is_top in lower:
+        block, last = _kept_of_blocks(stack, layout, is_top=is_top)
+        kept += (count - 1) * block + last
+    return kept
+
+
+def _hidden(stack: StackShape, layout: Layout) -> float:
+    """Return the bytes an image of the hidden states in front of a block."""
+    return stack.number_size * stack.hidden_size * stack.work.num_tokens / layout.token_parts
+
+
+def _kept_of_blocks(stack: StackShape, layout: Layout, *, is_top: bool) -> tuple[float, float]:
+    """Return the bytes an image kept in a block of a stage, and in the last one of the stage."""
+    if layout.parallel.activation_checkpointing == "full":
+        return (_hidden(stack, layout),) * 2
+    block = block_activations(stack, layout).total
+    return block, block_activations(stack, layout, is_last=is_top).total
+
+
+def _recomputed(stack: StackShape, layout: Layout) -> float:
+    """Return the bytes an image of one block, or one attention, while it is recomputed."""
     checkpointing = layout.parallel.activation_checkpointing
     if checkpointing == "full":
-        return (hidden, hidden), block
-    attention = shape.number_size * shape.hidden_size * shape.work.num_tokens / layout.tensor
-    return (block, last), attention * (checkpointing == "selective")
+        return block_activations(stack, layout).total
+    attention = stack.number_size * stack.hidden_size * stack.work.num_tokens / layout.tensor
+    return attention * (checkpointing == "selective")
 
 
-def _backward(shape: ModelShape, layout: Layout) -> float:
+def _backward(shape: StackShape, layout: Layout) -> float:
     """Return the bytes a token of gradients in the MLP, and in float32 in a norm."""
     inside = shape.number_size * shape.mlp_size * _AROUND_ACTIVATION / layout.tensor
     return inside + 2 * _FLOAT32 * shape.hidden_size / layout.token_parts

@@ -1,24 +1,27 @@
-"""What the first layer, and the last one with the loss, keep for the backward pass.
+"""What the first layer, bridges, and the last one with the loss, keep for the backward pass.
 
-Both are the paper's own code, so it is run, on the meta device, where tensors have shapes and no
+They are the paper's own code, so it is run, on the meta device, where tensors have shapes and no
 numbers, and what autograd saves is counted. A tensor group splits them each in its own way, so they
 are run once for every way, in the place of one of its processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megavis.config.schema import RunConfig
-from megavis.model.stack import Predictions
+from megavis.model.parts import distinct_layers
+from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.model.stream import State, Stream
 from megavis.objectives import build_objective
-from megavis.objectives.base import Objective, Sequence
+from megavis.objectives.base import Objective
+from megavis.objectives.trainable import Sequence as Batched
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
 from megavis.planning.layouts import Way, way_of
 
@@ -39,12 +42,14 @@ class Ends:
         head: saved in the last layer and the loss.
         outputs: what the last layer gives.
         scores: the same in float32, in which losses work.
+        bridges: saved above each stack but the last.
     """
 
     embedding: float
     head: float
     outputs: float
     scores: float
+    bridges: tuple[float, ...] = ()
 
 
 def ends_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
@@ -70,13 +75,14 @@ def _objective(config: RunConfig, context: ParallelContext) -> Objective:
 
 
 def ends_of(objective: Objective) -> Ends:
-    """Measure both ends in the objective's own context."""
+    """Measure the layers that are no blocks in the objective's own context."""
     dtype = DTYPES[objective.config.training.precision]
-    first_plan, *_, last_plan = objective.layer_plans()
+    first_plan, *between, last_plan = objective.layer_plans()
     with torch.device("meta"):
         first, last = (plan.build().to(dtype).train() for plan in (first_plan, last_plan))
     sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
     embedding, state = saved_tensors(lambda: first(sequence.inputs), [first])
+    bridges, state = _through(between, state, dtype)
     head, outputs = saved_tensors(lambda: _score(objective, last, state, sequence), [last])
     given = outputs if isinstance(outputs, tuple) else (outputs,)
     numbers = sum(tensor.numel() for tensor in given if tensor.is_floating_point())
@@ -85,17 +91,42 @@ def ends_of(objective: Objective) -> Ends:
         head=num_bytes(head) / _IMAGES,
         outputs=sum(tensor.nbytes for tensor in given) / _IMAGES,
         scores=torch.float32.itemsize * numbers / _IMAGES,
+        bridges=tuple(bridges),
     )
 
 
-def _score(objective: Objective, head: nn.Module, state: State, sequence: Sequence) -> Predictions:
-    """Run the head on what would come out of the last block, and the loss; return its outputs."""
-    stream, core = Stream.unpack(state, objective.core.carries), objective.core
+def _through(
+    plans: Sequence[LayerPlan], state: State, dtype: torch.dtype
+) -> tuple[list[float], State]:
+    """Return the bytes an image that bridges save, and what comes out of the last block.
+
+    Stacks are not run: what leaves one has the shape of what enters it, but for unread tokens.
+    """
+    saved: list[float] = []
+    for plan, _ in distinct_layers(plans):
+        if plan.stack is not None:
+            saved.append(0.0)
+            state = _above(plan.stack, state)
+            continue
+        with torch.device("meta"):
+            bridge = plan.build().to(dtype).train()
+        kept, state = saved_tensors(partial(bridge, state), [bridge])
+        saved[-1] += num_bytes(kept) / _IMAGES
+    return saved[:-1], state
+
+
+def _above(stack: PlannedStack, state: State) -> State:
+    """Return what leaves a stack that this enters, with a gradient of its own."""
+    core = stack.core
+    stream = Stream.unpack(state, core.carries)
     num_parts = core.groups.tp.size() if core.megatron.sequence_parallel else 1
-    num_read = objective.workload().num_read // num_parts
-    read = stream.hidden[-num_read:]
-    left = stream.with_hidden(read.detach().requires_grad_()).pack()
-    outputs: Predictions = head(left)
+    read = stream.hidden[-(stack.work.num_read // num_parts) :]
+    return stream.with_hidden(read.detach().requires_grad_()).pack()
+
+
+def _score(objective: Objective, head: nn.Module, state: State, sequence: Batched) -> Predictions:
+    """Run the head and the loss; return the head's outputs."""
+    outputs: Predictions = head(state)
     objective.loss(outputs, sequence.targets)
     return outputs
 

@@ -71,10 +71,6 @@ class Layout:
         """Parts into which the residual stream is cut."""
         return self.tensor if self.parallel.sequence_parallel else 1
 
-    def blocks_of_a_stage(self, num_layers: int) -> int:
-        """Return the blocks of the largest stage."""
-        return -(-num_layers // self.pipeline)
-
     @property
     def name(self) -> str:
         """For example `tp2-pp1-zero3-sp-full-micro4`."""

@@ -44,8 +44,12 @@ class RankMemory:
 
 
 def rank_memory(shape: ModelShape, layout: Layout) -> RankMemory:
-    """Return the memory of the process that needs most: of the first stage or the last."""
-    stages = {0, layout.pipeline - 1}
+    """Return the memory of the process that needs most.
+
+    Where all blocks are alike it is one of the first stage or the last.
+    """
+    last = layout.pipeline - 1
+    stages = {0, last} if shape.layers.is_even else range(layout.pipeline)
     return max((_memory_of(shape, layout, stage) for stage in stages), key=lambda m: m.total)
 
 
@@ -66,9 +70,12 @@ def _memory_of(shape: ModelShape, layout: Layout, stage: int) -> RankMemory:
 
 def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
     held = parameters_held(shape.layers, layout, stage)
-    tokens = layout.micro_batch_size * shape.work.num_tokens
+    numbers = max(
+        stack.hidden_size * layout.micro_batch_size * stack.work.num_tokens
+        for stack in shape.stacks
+    )
     # Megatron gathers the inputs of a split sequence into one buffer that all layers share.
-    whole = shape.number_size * shape.hidden_size * tokens * (layout.token_parts > 1)
+    whole = shape.number_size * numbers * (layout.token_parts > 1)
     half = keeps_half_gradients(layout.zero_stage, shape.precision)
     if layout.zero_stage == 0 or half:
         # Gradients are flattened, a bucket at a time, where there is someone to share them with.

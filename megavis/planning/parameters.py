@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megavis.model.parts import distinct_layers
+from megavis.model.parts import block_weights, distinct_layers, stacks_of
+from megavis.model.stack import LayerPlan
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.tensors import partition_dimension
+from megavis.planning.stages import balanced_bounds
 
 
 @dataclass(frozen=True)
@@ -82,34 +85,140 @@ def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Parameters of the first layer, of each block and of the last layer."""
+class StackParameters:
+    """Parameters of a stack of equal blocks."""
 
-    first: LayerParameters
     block: LayerParameters
-    last: LayerParameters
     num_blocks: int
 
+
+@dataclass(frozen=True)
+class Stage:
+    """What a pipeline stage holds.
+
+    Attributes:
+        blocks: how many of each stack.
+        tops: of each stack, whether its last block, and the bridge above it, is among them.
+        is_first: the first layer, too.
+        is_last: the head, too.
+        share: of the work of all blocks.
+    """
+
+    blocks: tuple[int, ...]
+    tops: tuple[bool, ...]
+    is_first: bool
+    is_last: bool
+    share: float
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Parameters of the first layer, of the blocks of each stack, of bridges and the last layer."""
+
+    first: LayerParameters
+    stacks: tuple[StackParameters, ...]
+    bridges: tuple[LayerParameters, ...]
+    """Of what stands above each stack but the last."""
+    last: LayerParameters
+    weights: tuple[float, ...]
+    """Work of each block, by which stages are cut; see `block_weights`."""
+
     @classmethod
-    def of(cls, matrices: list[Matrix], num_blocks: int) -> Layers:
+    def of(cls, matrices: list[Matrix], plans: Sequence[LayerPlan]) -> Layers:
         """Sort out a model's parameters; without blocks, the first part stands in front."""
-        first, *rest = by_part(matrices)
+        stacks = stacks_of(plans)
+        numbers = {stack.core.stack.name: stack.core.model.num_layers for stack in stacks}
+        first, *others = by_part(matrices)
+        between = _bridges_of(plans)
+        names = {name for above in between for name in above} | set(numbers)
         return cls(
             first=_counted(m for m in matrices if m.part == first),
-            block=_counted((m for m in matrices if m.part == "blocks"), max(1, num_blocks)),
-            last=_counted(m for m in matrices if m.part in rest and m.part != "blocks"),
-            num_blocks=num_blocks,
+            stacks=tuple(
+                StackParameters(_counted((m for m in matrices if m.part == name), count), count)
+                for name, count in numbers.items()
+            ),
+            bridges=tuple(_counted(m for m in matrices if m.part in above) for above in between),
+            last=_counted(m for m in matrices if m.part in others and m.part not in names),
+            weights=tuple(block_weights(plans)[1]),
         )
 
     @property
     def total(self) -> int:
         """Of the whole model."""
-        ends = sum(layer.split + layer.whole for layer in (self.first, self.last))
-        return ends + self.num_blocks * (self.block.split + self.block.whole)
+        single = sum(layer.split + layer.whole for layer in (self.first, self.last, *self.bridges))
+        return single + sum(
+            stack.num_blocks * (stack.block.split + stack.block.whole) for stack in self.stacks
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all stacks."""
+        return sum(stack.num_blocks for stack in self.stacks)
+
+    @property
+    def is_even(self) -> bool:
+        """True where all blocks are alike, and weigh alike."""
+        return len(self.stacks) <= 1 and len(set(self.weights)) <= 1
 
     def largest(self, tensor_size: int) -> float:
         """Return what a process of a tensor group holds of the largest layer."""
-        return max(layer.held(tensor_size) for layer in (self.first, self.block, self.last))
+        blocks = (stack.block for stack in self.stacks)
+        return max(
+            layer.held(tensor_size) for layer in (self.first, *blocks, *self.bridges, self.last)
+        )
+
+    def stages(self, num_stages: int) -> list[Stage]:
+        """Return what stages hold of which one may need most.
+
+        Equal blocks are counted as in the largest stage, for the first one and the last.
+        """
+        if not self.is_even:
+            return self._cut(num_stages)
+        blocks = tuple(-(-stack.num_blocks // num_stages) for stack in self.stacks)
+        share, last = sum(blocks) / max(1, self.num_blocks), num_stages - 1
+        return [
+            Stage(blocks, (i == last,) * len(blocks), i == 0, i == last, share)
+            for i in range(num_stages)
+        ]
+
+    def _cut(self, num_stages: int) -> list[Stage]:
+        stack_of = [k for k, stack in enumerate(self.stacks) for _ in range(stack.num_blocks)]
+        tops = [*itertools.accumulate(stack.num_blocks for stack in self.stacks)]
+        bounds = balanced_bounds(self.weights, num_stages)
+        return [
+            Stage(
+                blocks=tuple(stack_of[start:end].count(k) for k in range(len(self.stacks))),
+                tops=tuple(start < top <= end for top in tops),
+                is_first=start == 0,
+                is_last=end == self.num_blocks,
+                share=sum(self.weights[start:end]) / sum(self.weights),
+            )
+            for start, end in itertools.pairwise(bounds)
+        ]
+
+    def busiest(self, num_stages: int) -> Stage:
+        """Return the stage with most work."""
+        return max(self.stages(num_stages), key=lambda stage: stage.share)
+
+    def held(self, stage: Stage, tensor_size: int) -> float:
+        """Return the parameters of a process of a stage, whole over its data-parallel group."""
+        pairs = zip(stage.blocks, self.stacks, strict=True)
+        held = sum(count * stack.block.held(tensor_size) for count, stack in pairs)
+        above = zip(self.bridges, stage.tops, strict=False)
+        held += sum(bridge.held(tensor_size) for bridge, is_here in above if is_here)
+        held += self.first.held(tensor_size) * stage.is_first
+        return held + self.last.held(tensor_size) * stage.is_last
+
+
+def _bridges_of(plans: Sequence[LayerPlan]) -> list[set[str]]:
+    """Return the names of the layers that stand above each stack but the last."""
+    above: list[set[str]] = []
+    for plan, _ in distinct_layers(plans[:-1]):
+        if plan.stack is not None:
+            above.append(set())
+        elif above:
+            above[-1].add(plan.name.partition(".")[0])
+    return above[:-1]
 
 
 def _counted(matrices: Iterable[Matrix], num_layers: int = 1) -> LayerParameters:

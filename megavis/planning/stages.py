@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:
         Bounds: stage i holds the layers from `bounds[i]` to before `bounds[i + 1]`.
     """
     places, weights = block_weights(plans)
-    inner = balanced_bounds(weights, num_stages)[1:-1]
+    inner = balanced_bounds(tuple(weights), num_stages)[1:-1]
     return [0, *(places[block] for block in inner), len(plans)]
 
 
-def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int]:
+@functools.cache
+def balanced_bounds(weights: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
     """Cut weights into consecutive parts, none empty, whose largest sum is the least possible.
 
     Of such cuts the one with the largest smallest part, and of these the one with the latest
@@ -50,4 +52,4 @@ def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int]:
                 # The last of equally good ones.
                 longer[end] = min(reversed(cuts), key=lambda cut: (cut[0], -cut[1]))
         best = longer
-    return best[len(weights)][2]
+    return tuple(best[len(weights)][2])

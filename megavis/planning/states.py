@@ -88,13 +88,7 @@ def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
 
 def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:
     """Return the parameters of a pipeline stage's process, whole over its data-parallel group."""
-    tensor = layout.tensor
-    held = layout.blocks_of_a_stage(layers.num_blocks) * layers.block.held(tensor)
-    if stage == 0:
-        held += layers.first.held(tensor)
-    if stage == layout.pipeline - 1:
-        held += layers.last.held(tensor)
-    return held
+    return layers.held(layers.stages(layout.pipeline)[stage], layout.tensor)
 
 
 def states_of(
@@ -114,9 +108,9 @@ def states_of(
 def fullest_states(
     layers: Layers, layout: Layout, *, precision: str, keeps_average: bool
 ) -> StateMemory:
-    """Return it for the stage that holds most: the first or the last."""
+    """Return it for the stage that holds most."""
     states = (
         states_of(layers, layout, stage, precision=precision, keeps_average=keeps_average)
-        for stage in (0, layout.pipeline - 1)
+        for stage in range(layout.pipeline)
     )
     return max(states, key=lambda memory: memory.total)

@@ -72,7 +72,7 @@ def step_time(
     """Estimate an optimizer step of the slowest stage."""
     images = layout.micro_batch_size * layout.accumulation_steps
     # The share of the largest stage, in which embedding and head are not told apart from blocks.
-    share = layout.blocks_of_a_stage(shape.num_layers) / shape.num_layers / layout.tensor
+    share = shape.layers.busiest(layout.pipeline).share / layout.tensor
     own = images * share * shape.flops
     products = own * _with_recomputed(shape, layout) / _speed(shape, layout, cluster)
     elementwise = images * _elementwise(shape, layout, cluster)
@@ -95,19 +95,23 @@ def step_time(
 
 def _with_recomputed(shape: ModelShape, layout: Layout) -> float:
     """Return operations that are done over those that count."""
-    checkpointing, work = layout.parallel.activation_checkpointing, shape.work
+    checkpointing = layout.parallel.activation_checkpointing
     if checkpointing == "full":
         return 4 / 3
     if checkpointing == "none":
         return 1.0
-    scores = 4 * shape.hidden_size * work.num_tokens * work.mean_visible * shape.num_layers
+    scores = sum(
+        4 * stack.hidden_size * stack.work.num_tokens * stack.work.mean_visible * stack.num_layers
+        for stack in shape.stacks
+    )
     return 1.0 + scores / shape.flops
 
 
 def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the operations a second that matrix products of these sizes reach."""
-    rows = layout.micro_batch_size * shape.work.num_tokens
-    columns = shape.hidden_size / layout.tensor
+    stack = shape.main_stack
+    rows = layout.micro_batch_size * stack.work.num_tokens
+    columns = stack.hidden_size / layout.tensor
     share = _PRODUCT_SHARE * rows / (rows + _HALF_ROWS) * columns / (columns + _HALF_COLUMNS)
     return share * cluster.peak(shape.number_size)
 
@@ -116,8 +120,11 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds an image between matrix products, at the speed of the memory."""
     # What `selective` does not keep is written and read all the same.
     plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
-    kept = block_activations(shape, replace(layout, parallel=plain)).total
-    touched = _TOUCHES * kept * layout.blocks_of_a_stage(shape.num_layers)
+    plainly = replace(layout, parallel=plain)
+    touched = sum(
+        _TOUCHES * block_activations(stack, plainly).total * count
+        for stack, count, _ in shape.blocks_of(shape.layers.busiest(layout.pipeline))
+    )
     again = 4 / 3 if layout.parallel.activation_checkpointing == "full" else 1.0
     return again * touched / (_MEMORY_SHARE * 1e9 * cluster.device.memory_gb_per_s)
 

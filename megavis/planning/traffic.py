@@ -12,11 +12,11 @@ reduce-scattered), under ZeRO-2 after every micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megavis.planning.layouts import Layout
 from megavis.planning.memory import BUCKET, MOST_GATHERED
-from megavis.planning.shape import ModelShape
+from megavis.planning.shape import ModelShape, StackShape
 from megavis.planning.states import FLOAT32, parameters_held
 
 _ALL_REDUCE, _GATHER = 2.0, 1.0
@@ -69,6 +69,15 @@ class Transfer:
     calls: float
     is_hidden: bool = False
 
+    def __add__(self, other: Transfer) -> Transfer:
+        """Return both as one."""
+        return replace(
+            self,
+            inside=self.inside + other.inside,
+            between=self.between + other.between,
+            calls=self.calls + other.calls,
+        )
+
 
 def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
     """Return what the process with most parameters sends in an optimizer step, by kind."""
@@ -97,8 +106,8 @@ class BlockTraffic:
     scattered: float
 
 
-def block_traffic(shape: ModelShape, layout: Layout) -> BlockTraffic:
-    """Count the collectives of one block for one image ("Reducing Activation Recomputation ...").
+def block_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
+    """Count the collectives of a block for one image ("Reducing Activation Recomputation ...").
 
     Section 4.2 of that paper has one operation before and after attention, and MLP, in each pass.
     Queries and keys-values have matrices of their own here, so that attention begins with two, and
@@ -123,26 +132,31 @@ def block_traffic(shape: ModelShape, layout: Layout) -> BlockTraffic:
 
 
 def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
-    block, blocks = block_traffic(shape, layout), layout.blocks_of_a_stage(shape.num_layers)
-    images = layout.micro_batch_size * layout.accumulation_steps
-    numbers = shape.number_size * shape.hidden_size * images * blocks
-    found = []
-    for kind, tokens, factor in (
-        ("tensor: all-reduce", block.reduced, _ALL_REDUCE),
-        ("tensor: all-gather", block.gathered, _GATHER),
-        ("tensor: reduce-scatter", block.scattered, _GATHER),
-    ):
-        if tokens:
-            inside, between = group.sent(numbers * tokens, factor)
-            calls = blocks * layout.accumulation_steps * tokens / shape.work.num_tokens
-            found.append(Transfer(kind, inside, between, calls))
-    return found
+    found: dict[str, Transfer] = {}
+    for stack, blocks, _ in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+        block, calls = block_traffic(stack, layout), blocks * layout.accumulation_steps
+        images = layout.micro_batch_size * layout.accumulation_steps
+        numbers = stack.number_size * stack.hidden_size * images * blocks
+        for kind, tokens, factor in (
+            ("tensor: all-reduce", block.reduced, _ALL_REDUCE),
+            ("tensor: all-gather", block.gathered, _GATHER),
+            ("tensor: reduce-scatter", block.scattered, _GATHER),
+        ):
+            if tokens:
+                sent = group.sent(numbers * tokens, factor)
+                own = Transfer(kind, *sent, calls * tokens / stack.work.num_tokens)
+                found[kind] = own + found[kind] if kind in found else own
+    return list(found.values())
 
 
 def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
     """Hidden states forward, their gradients back; DeepSpeed cuts them over the tensor group."""
     images = layout.micro_batch_size * layout.accumulation_steps
-    hidden = shape.number_size * shape.hidden_size * shape.work.num_tokens * images
+    # Where stacks differ, the largest of what may have to pass.
+    hidden = max(
+        stack.number_size * stack.hidden_size * stack.work.num_tokens * images
+        for stack in shape.stacks
+    )
     sent, calls = 2 * hidden / layout.tensor, 2.0 * layout.accumulation_steps
     is_inside = layout.num_processes <= devices_per_node
     found = [
@@ -160,7 +174,7 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
 
 
 def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
-    held = max(parameters_held(shape.layers, layout, stage) for stage in (0, layout.pipeline - 1))
+    held = max(parameters_held(shape.layers, layout, stage) for stage in range(layout.pipeline))
     weights, times = shape.number_size * held, layout.accumulation_steps
     gradients = shape.gradient_size * held
     buckets = held // BUCKET + 1
@@ -174,7 +188,7 @@ def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Tra
         ]
     # What fits into what DeepSpeed keeps whole stays from the forward to the backward pass.
     passes = times * (1 if 2 * held <= MOST_GATHERED else 2)
-    layers = layout.blocks_of_a_stage(shape.num_layers) + 2
+    layers = sum(shape.layers.busiest(layout.pipeline).blocks) + 2
     return [
         _sent(
             group, "ZeRO: all-gather of weights", weights * passes, _GATHER, layers * passes, True

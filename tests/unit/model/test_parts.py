@@ -21,9 +21,20 @@ def _found():
 
 
 @pytest.fixture
-def two_stacks(build, tmp_path):
-    """The objective and its runner; 16 pixels, two blocks of 16 and two of 8."""
-    return build(tmp_path / "c.yaml", "objective.name=two_stacks", "objective.upper_size=8")
+def two_stacks_of(build, tmp_path):
+    """Return the objective and its runner; 16 pixels, two blocks of 16 and two of 8."""
+
+    def make(*words):
+        names = ("objective.name=two_stacks", "objective.upper_size=8")
+        return build(tmp_path / "c.yaml", *names, *words)
+
+    return make
+
+
+@pytest.fixture
+def two_stacks(two_stacks_of):
+    """The same as it is."""
+    return two_stacks_of()
 
 
 def test_a_query_sees_the_pixels_before_its_own(two_stacks):
@@ -89,6 +100,41 @@ def test_features_are_those_of_the_lower_stack(two_stacks):
     torch.testing.assert_close(runner.features(inputs), torch.stack(expected))
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
+    """Of both stacks, the bridge and both ends, whole and cut into two stages."""
+    from megavis.planning.activations import activation_memory
+    from megavis.planning.ends import ends_of, num_bytes, saved_tensors
+    from megavis.planning.layouts import Layout, way_of
+    from megavis.planning.shape import shape_of
+
+    words = (f"parallel.activation_checkpointing={checkpointing}", "model.num_layers=4")
+    objective, _ = two_stacks_of(*words, "objective.upper_layers=3")
+    parallel = objective.config.parallel
+    shape = shape_of(objective, {way_of(parallel): ends_of(objective)})
+    layers = [plan.build().train() for plan in objective.layer_plans()]
+    sequence = objective.blank_sequence(2, torch.device("cpu"))
+
+    def forward():
+        state = sequence.inputs
+        for layer in layers:
+            state = layer(state)
+        return objective.loss(state, sequence.targets)
+
+    found, _ = saved_tensors(forward, layers)
+    planned = activation_memory(shape, Layout(parallel, 1, 2, 1))
+    assert planned.saved == pytest.approx(num_bytes(found), rel=0.1)
+    halves = parallel.model_copy(update={"pipeline_model_parallel_size": 2})
+    cut = Layout(halves, 1, 2, 1)
+    stages = [activation_memory(shape, cut, stage).saved for stage in range(2)]
+    assert sum(stages) == pytest.approx(planned.saved)
+    held = [shape.layers.held(stage, 1) for stage in shape.layers.stages(2)]
+    numbers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    # Five layers of the lower stack and the bridge are split after the third block.
+    bound = 1 + shape.layers.stages(2)[0].blocks[0]
+    assert held == [sum(numbers[:bound]), sum(numbers[bound:])]
+
+
 def test_depths_count_all_layers(two_stacks):
     plans = two_stacks[0].layer_plans()
     assert [plan.depth for plan in plans] == [*range(7)]
@@ -118,7 +164,7 @@ def test_the_largest_stage_is_as_small_as_any_cut_makes_it():
 
     from megavis.planning.stages import balanced_bounds
 
-    weights = [1.0, 1.0, 0.4, 2.5, 0.4, 1.0, 0.4, 0.4, 2.5]
+    weights = (1.0, 1.0, 0.4, 2.5, 0.4, 1.0, 0.4, 0.4, 2.5)
 
     def largest(bounds):
         return max(sum(weights[start:stop]) for start, stop in pairwise(bounds))

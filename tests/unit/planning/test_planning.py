@@ -112,10 +112,10 @@ def layout_of(data=1, micro=1, accumulation=1, **keys):
 
 
 def test_tensor_and_sequence_parallelism_divide_activations(shape):
-    whole = block_activations(shape, layout_of())
-    split = block_activations(shape, layout_of(tensor_model_parallel_size=4))
+    whole = block_activations(shape.stacks[0], layout_of())
+    split = block_activations(shape.stacks[0], layout_of(tensor_model_parallel_size=4))
     cut = layout_of(tensor_model_parallel_size=4, sequence_parallel=True)
-    assert block_activations(shape, cut).total == pytest.approx(whole.total / 4)
+    assert block_activations(shape.stacks[0], cut).total == pytest.approx(whole.total / 4)
     assert split.mlp == whole.mlp / 4
     assert split.norms == whole.norms
 
