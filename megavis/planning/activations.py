@@ -96,7 +96,8 @@ class ActivationMemory:
         in_flight: micro-batches whose backward pass is still to come.
         recomputed: one block's, or one attention's, while it is recomputed.
         backward: gradients inside one block while its backward pass runs.
-        head_backward: gradients inside the loss while its backward pass runs.
+        head_backward: gradients inside the loss, or what a block of the head recomputes and its
+            gradients, while their backward pass runs.
         transit: hidden states that came from, and go to, neighbouring stages.
         outputs: what the last layer gave, where DeepSpeed's pipeline keeps it.
     """
@@ -151,8 +152,7 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
         in_flight=in_flight,
         recomputed=max(images * _recomputed(stack, layout) for stack in stacks),
         backward=max(images * stack.work.num_tokens * _backward(stack, layout) for stack in stacks),
-        # Gradients of the scores, and of what the loss made of them first.
-        head_backward=images * 2 * ends.scores * is_last,
+        head_backward=images * _head_backward(upper, ends, layout) * is_last,
         transit=max(
             images * _hidden(stack, layout) * _states_in_transit(layout, stage, in_flight)
             for stack in stacks
@@ -170,6 +170,17 @@ def _kept_below(
         block, last = _kept_of_blocks(stack, layout, is_top=is_top)
         kept += (count - 1) * block + last
     return kept
+
+
+def _head_backward(stack: StackShape, ends: Ends, layout: Layout) -> float:
+    """Return the bytes an image of the worst moment of the head's backward pass."""
+    # Gradients of the scores, and of what the loss made of them first.
+    scores = 2 * ends.scores
+    # A block of the head has as many gradients to what it keeps as one of the stack below it.
+    share = (
+        stack.work.num_tokens * _backward(stack, layout) / block_activations(stack, layout).total
+    )
+    return max(scores, ends.recomputed * (1 + share))
 
 
 def _hidden(stack: StackShape, layout: Layout) -> float:

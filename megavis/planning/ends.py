@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.schema import RunConfig
+from megavis.model.core import Block
 from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.model.stream import State, Stream
@@ -43,6 +44,7 @@ class Ends:
         outputs: what the last layer gives.
         scores: the same in float32, in which losses work.
         bridges: saved above each stack but the last.
+        recomputed: of the first block inside the head, while it is recomputed; 0 where none is.
     """
 
     embedding: float
@@ -50,6 +52,7 @@ class Ends:
     outputs: float
     scores: float
     bridges: tuple[float, ...] = ()
+    recomputed: float = 0.0
 
 
 def ends_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
@@ -83,7 +86,8 @@ def ends_of(objective: Objective) -> Ends:
     sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
     embedding, state = saved_tensors(lambda: first(sequence.inputs), [first])
     bridges, state = _through(between, state, dtype)
-    head, outputs = saved_tensors(lambda: _score(objective, last, state, sequence), [last])
+    score = partial(_score, objective, last, state, sequence)
+    head, outputs = saved_tensors(score, [last])
     given = outputs if isinstance(outputs, tuple) else (outputs,)
     numbers = sum(tensor.numel() for tensor in given if tensor.is_floating_point())
     return Ends(
@@ -92,7 +96,20 @@ def ends_of(objective: Objective) -> Ends:
         outputs=sum(tensor.nbytes for tensor in given) / _IMAGES,
         scores=torch.float32.itemsize * numbers / _IMAGES,
         bridges=tuple(bridges),
+        recomputed=_recomputed(last, score, num_bytes(head)) / _IMAGES,
     )
+
+
+def _recomputed(head: nn.Module, score: Callable[[], Predictions], kept: float) -> float:
+    """Return the bytes that the first block of the head saves more where it is not recomputed.
+
+    The head is one of this measurement alone, and of no use after it.
+    """
+    blocks = [module for module in head.modules() if isinstance(module, Block)]
+    if not blocks or not blocks[0].recomputes:
+        return 0.0
+    blocks[0].recomputes = False
+    return num_bytes(saved_tensors(score, [head])[0]) - kept
 
 
 def _through(

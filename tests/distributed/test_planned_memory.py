@@ -52,6 +52,7 @@ def test_an_engine_holds_what_was_planned(
     [
         ("igpt", [TENSOR, "parallel.sequence_parallel=true", FULL]),
         ("igpt", ["parallel.pipeline_model_parallel_size=2"]),
+        ("darl", ["parallel.pipeline_model_parallel_size=2", FULL]),
     ],
 )
 def test_a_step_holds_no_more_at_once_than_was_planned(
