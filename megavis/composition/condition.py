@@ -65,7 +65,11 @@ class Condition:
         return known
 
     def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
-        """Return the conditions of a picture of so many images, of examples where they matter.
+        """Return the conditions of a picture of so many images.
+
+        Args:
+            num_images: b.
+            examples: what is completed, or what the model reads, where it does.
 
         Raises:
             UserError: examples are needed and there are none.
@@ -159,9 +163,11 @@ class Labels(Condition):
         return {"labels": numbers % self.num_classes} if self.num_classes else {}
 
     def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
-        """Return classes evenly spread, equals together."""
+        """Return the classes of examples, or evenly spread ones, equals together."""
         if not self.num_classes:
             return {}
+        if examples is not None:
+            return {"labels": examples.labels}
         return {"labels": torch.arange(num_images) * self.num_classes // num_images}
 
     def check_classes(self, num_given: int) -> list[str]:

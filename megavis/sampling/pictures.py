@@ -106,7 +106,8 @@ def picture(
     first = samplers[0]
     paper = first.paper
     if conditions is None:
-        conditions = paper.condition.usual(num_images, examples)
+        is_used = share > 0 or "image" in paper.condition.names
+        conditions = paper.condition.usual(num_images, examples if is_used else None)
     shown = [] if examples is None else paper.condition.shown(examples)
     options: dict[str, Any] = {"conditions": conditions, "batch_size": batch_size}
     if not share and not shown:
