@@ -27,6 +27,7 @@ from megavis.data.manifest import Manifest
 from megavis.model.core import MEMORY
 from megavis.model.flops import Workload
 from megavis.model.orders import take_places, to_raster
+from megavis.model.parts import stacks_of
 from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
@@ -111,8 +112,10 @@ class Composition(Objective):
 
     @property
     def keeps_keys(self) -> bool:
-        """True where the keys and values of a token do not change as others follow."""
-        return self.asks.keeps_keys
+        """True where the keys and values of a token change in no stack as others follow."""
+        return self.asks.keeps_keys and all(
+            stack.core.visibility_kind == "causal" for stack in stacks_of(self.upper_layers())
+        )
 
     @property
     def tokenizer_identity(self) -> str | None:

@@ -26,7 +26,7 @@ class QueryBridge(Bridge):
         self.places = filled(num_tokens, above.model.hidden_size, fill=normal(0.5))
 
     def enter(self, hidden, carried):
-        queries = (self.query + self.places).expand(len(hidden), -1, -1).to(hidden.dtype)
+        queries = (self.query + self.places[: hidden.shape[1]]).expand_as(hidden).to(hidden.dtype)
         groups = torch.arange(hidden.shape[1], device=hidden.device)[None]
         named = {"content_groups": groups, "query_groups": groups + 1}
         return torch.cat([hidden, queries], dim=1), named

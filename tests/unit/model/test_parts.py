@@ -7,6 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megavis.model.core import Block
+
 FOLDER = Path(__file__).parents[2] / "two_stacks"
 
 
@@ -133,6 +135,32 @@ def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
     # Five layers of the lower stack and the bridge are split after the third block.
     bound = 1 + shape.layers.stages(2)[0].blocks[0]
     assert held == [sum(numbers[:bound]), sum(numbers[bound:])]
+
+
+def test_generation_runs_both_stacks_over_all_tokens(two_stacks, tmp_path):
+    """The upper stack's queries cannot be cached: greedy ids are those of a loop over all."""
+    from megavis.sampling.sampler import Sampler
+
+    objective, runner = two_stacks
+    sampler = Sampler(runner, objective, tmp_path, {"temperature": 0.0})
+    drawn = sampler.tokens(torch.arange(3))
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    for place in range(16):
+        logits = objective.outputs(runner.predictions(objective.inputs_from(ids)))
+        ids[:, place] = logits[:, place].argmax(1)
+    assert torch.equal(drawn, ids.expand(3, -1))
+
+
+def test_stacks_leave_out_other_images_by_drop_path(two_stacks):
+    """Both stacks count their blocks from one; their draws are apart."""
+    objective, _ = two_stacks
+    samples = torch.arange(200)
+    lower, upper = (
+        Block(core.with_stack(drop_path=0.5), 2)._draw_kept(samples)
+        for core in (objective.core, objective.upper)
+    )
+    assert lower.shape == upper.shape
+    assert not torch.equal(lower, upper)
 
 
 def test_depths_count_all_layers(two_stacks):
