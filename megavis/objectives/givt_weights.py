@@ -20,10 +20,16 @@ from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig
 from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig
 from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
-from megavis.objectives.givt_flax import block_weights, dense, encoder_block_weights, norm
 from megavis.objectives.givt_maskgit import REPLACEMENT
 from megavis.objectives.givt_maskgit_config import MaskGITConfig
-from megavis.objectives.givt_released import Arrays, adapter_weights
+from megavis.objectives.givt_released import (
+    Arrays,
+    adapter_weights,
+    block_weights,
+    dense,
+    encoder_block_weights,
+    norm,
+)
 
 Mode = Literal["causal", "maskgit"]
 _IMAGENET_CLASSES = 1000
