@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,15 @@ __all__ = ["NamesPlaces", "Objective", "Sequence"]
 class Objective(Trainable):
     """One paper's way from a batch to a loss."""
 
+    paper: Any
+    """The paper's section of the config, of its `config_type`."""
+    default_positions: ClassVar[PositionKind] = "none"
+    """How tokens know where they stand, unless the config says otherwise."""
+
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
+        assert isinstance(config.objective, self.config_type)
+        self.paper = config.objective
         stack = StackSpec(
             BLOCKS,
             config.model,
@@ -60,7 +67,7 @@ class Objective(Trainable):
     @property
     def position_kind(self) -> PositionKind:
         """How tokens know where they stand: the config's way, or the paper's own."""
-        return self.config.model.positions or "none"
+        return self.config.model.positions or self.default_positions
 
     @property
     def carries(self) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from megavis.composition.condition import Condition, Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Role, Rows, Slot, places, vector
 from megavis.composition.tokens import Colours, Patches, Tokens
-from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.densities.base import Density
 from megavis.densities.categorical import Categorical
@@ -74,17 +73,8 @@ class Compose(Composition):
     """A paper that its config composes."""
 
     config_type = ComposeConfig
-
-    @property
-    def paper(self) -> ComposeConfig:
-        """The words."""
-        assert isinstance(self.config.objective, ComposeConfig)
-        return self.config.objective
-
-    @property
-    def position_kind(self) -> PositionKind:
-        """Learned positions, unless the config says otherwise."""
-        return self.config.model.positions or "learned"
+    paper: ComposeConfig
+    default_positions = "learned"
 
     @cached_property
     def reads(self) -> Tokens:

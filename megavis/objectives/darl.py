@@ -39,13 +39,8 @@ class DARL(Composition):
     """Patch after patch."""
 
     config_type = DARLConfig
+    paper: DARLConfig
     num_copies = 3
-
-    @property
-    def paper(self) -> DARLConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, DARLConfig)
-        return self.config.objective
 
     @property
     def position_kind(self) -> PositionKind:

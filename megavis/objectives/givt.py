@@ -20,7 +20,6 @@ from megavis.composition.asking import TRANSFORMED, Asking, Shift
 from megavis.composition.condition import Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Rows, Slot, places
-from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
@@ -40,20 +39,11 @@ class GIVT(Composition):
     """Next-token prediction of latents."""
 
     config_type: ClassVar[type[LatentTokensConfig]] = GIVTConfig
+    paper: LatentTokensConfig
+    default_positions = "learned"
     usual_share = 0.0
     num_special_rows = 0
     """Rows of the table of labels between the classes and the null label."""
-
-    @property
-    def paper(self) -> LatentTokensConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, LatentTokensConfig)
-        return self.config.objective
-
-    @property
-    def position_kind(self) -> PositionKind:
-        """Learned positions, unless the config says otherwise."""
-        return self.config.model.positions or "learned"
 
     @property
     def has_transform(self) -> bool:

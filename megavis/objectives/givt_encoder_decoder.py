@@ -112,36 +112,31 @@ class GIVTEncoderDecoder(GIVT):
     """Next-token prediction of latents, given an image."""
 
     config_type = EncoderDecoderConfig
+    paper: EncoderDecoderConfig
     num_copies = 3
-
-    @property
-    def conditioned(self) -> EncoderDecoderConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, EncoderDecoderConfig)
-        return self.config.objective
 
     @cached_property
     def condition(self) -> LabelsAndImage:
         """The image that the encoder reads, and the class."""
         size = self.config.data.image_size
-        return LabelsAndImage(self.conditioned, image_size=size, seed=self.config.seed)
+        return LabelsAndImage(self.paper, image_size=size, seed=self.config.seed)
 
     def slots(self) -> dict[str, Slot]:
         """Return those of the causal model, and the encoder."""
-        paper, core = self.conditioned, self.core
+        paper, core = self.paper, self.core
         layers, size = paper.encoder_layers, paper.encoder_patch_size
         encoder = Slot("memory", lambda: Encoder(core, num_layers=layers, patch_size=size))
         return super().slots() | {"encoder": encoder}
 
     def workload(self) -> Workload:
         """Return that of the causal blocks, which attend to the encoder's patches."""
-        tokens, patches = self.num_tokens, self.conditioned.num_patches(self.config)
+        tokens, patches = self.num_tokens, self.paper.num_patches(self.config)
         visible = (tokens + 1) / 2
         return Workload(tokens, tokens, visible, tokens, self.num_outputs, num_memory=patches)
 
     def encoder_flops(self) -> float:
         """Return the encoder's, its first matrix counted as a last one."""
-        paper = self.conditioned
+        paper = self.paper
         model = encoder_model(self.config.model, paper.encoder_layers)
         numbers, patches = 3 * paper.encoder_patch_size**2, paper.num_patches(self.config)
         encoder = Workload.of_one_stream(patches, numbers, causal=False)

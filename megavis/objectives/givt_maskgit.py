@@ -76,18 +76,13 @@ class GIVTMaskGIT(GIVT):
     """Prediction of hidden latents."""
 
     config_type = MaskGITConfig
+    paper: MaskGITConfig
     num_special_rows = 3
-
-    @property
-    def masked(self) -> MaskGITConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, MaskGITConfig)
-        return self.config.objective
 
     @cached_property
     def schedule(self) -> Rounds:
         """A share of the tokens is hidden; images are drawn in rounds."""
-        return Rounds(self.orders, least_masking=self.masked.least_masking, seed=self.config.seed)
+        return Rounds(self.orders, least_masking=self.paper.least_masking, seed=self.config.seed)
 
     @cached_property
     def asks(self) -> Mask:
@@ -111,7 +106,7 @@ class GIVTMaskGIT(GIVT):
     def build_embedding(self) -> MaskedReader:
         """Return labels, latents, marks of what is hidden, and positions."""
         return MaskedReader(
-            self.masked, self.core, self.asks, self.slots(), num_columns=self.reads.grid[1]
+            self.paper, self.core, self.asks, self.slots(), num_columns=self.reads.grid[1]
         )
 
     def inputs_from(

@@ -26,7 +26,6 @@ from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition
 from megavis.composition.reader import Slot, places, vector
 from megavis.composition.tokens import Patches
-from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.densities.categorical import Categorical
 from megavis.densities.squared_error import SquaredError
@@ -42,18 +41,9 @@ class GVP(Composition):
     """Group after group, in any order."""
 
     config_type = GVPConfig
+    paper: GVPConfig
+    default_positions = "sincos"  # MAE's; the paper names no kind
     usual_share = 0.25
-
-    @property
-    def paper(self) -> GVPConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, GVPConfig)
-        return self.config.objective
-
-    @property
-    def position_kind(self) -> PositionKind:
-        """Sin-cos as MAE has them, unless the config says otherwise; the paper names no kind."""
-        return self.config.model.positions or "sincos"
 
     @functools.cached_property
     def reads(self) -> Ids | Patches:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megavis.composition.asking import Asking, Mask, Shift
 from megavis.composition.reader import Slot, places, vector
 from megavis.composition.tokens import Colours
-from megavis.config.choices import OrderKind, PositionKind
+from megavis.config.choices import OrderKind
 from megavis.config.errors import UserError
 from megavis.densities.categorical import Categorical
 from megavis.model.init import Initialization, normal, zeros
@@ -40,17 +40,8 @@ class IGPT(Composition):
     """Next-pixel or masked-pixel prediction."""
 
     config_type = IGPTConfig
-
-    @property
-    def paper(self) -> IGPTConfig:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, IGPTConfig)
-        return self.config.objective
-
-    @property
-    def position_kind(self) -> PositionKind:
-        """Learned positions, unless the config says otherwise."""
-        return self.config.model.positions or "learned"
+    paper: IGPTConfig
+    default_positions = "learned"
 
     @property
     def weights_need_their_seed(self) -> bool:

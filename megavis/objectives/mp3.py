@@ -37,12 +37,7 @@ class MP3(Composition):
     """Put the patches of an image back in their places."""
 
     config_type = MP3Config
-
-    @property
-    def paper(self) -> MP3Config:
-        """The paper's section of the config."""
-        assert isinstance(self.config.objective, MP3Config)
-        return self.config.objective
+    paper: MP3Config
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
