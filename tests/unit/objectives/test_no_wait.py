@@ -120,8 +120,11 @@ def move_to_fake_cuda(layer, mode):
 
 @pytest.fixture(scope="module")
 def fake_gpu():
-    """One for all tests: what is kept by device, such as mean colours, belongs to it."""
-    return FakeTensorMode()
+    """One for all tests: what is kept by device, such as mean colours, belongs to it.
+
+    Orders are made on the host when the model is listed, and sent to the device here.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @pytest.mark.parametrize(("words", "inputs"), PAPERS)
