@@ -66,7 +66,8 @@ def summary(run: RunRecord) -> list[str]:
     """Return the lines of one run for a terminal."""
     folder = run.folder
     lines = [f"{folder}, step {run.last_step}"]
-    lines += [*_losses(run), *_probe(folder), *_classes(folder), *_pictures(run.pictures())]
+    lines += [*_losses(run), *_probe(folder), *_classes(folder), *_images(folder)]
+    lines += _pictures(run.pictures())
     lines.append(_row("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
     return lines
 
@@ -117,6 +118,21 @@ def _classes(folder: Path) -> Iterator[str]:
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8"))
         yield _row("classes", f"{result['top1']:.1%} of {result['num_images']} test images")
+
+
+def _images(folder: Path) -> Iterator[str]:
+    """What a tokenizer loses, and how often samples are named as the class asked for."""
+    path = folder / "evaluation" / "reconstruction.json"
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8"))
+        yield _row("reconstruction", f"{result['psnr']:.1f} dB, SSIM {result['ssim']:.2f}")
+    path = folder / "evaluation" / "classes.json"
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8"))
+        parts = [part for part in ("samples", "reconstructions", "real images") if part in result]
+        for number, part in enumerate(parts):
+            label = "" if number else "named as asked"
+            yield _row(label, f"{result[part]['all']:6.1%} of {result[part]['images']} {part}")
 
 
 def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:

@@ -59,6 +59,20 @@ def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
     assert f"tensorboard --logdir {folder / 'tensorboard'}" in printed
 
 
+def test_reconstructions_and_samples_named_by_a_classifier_are_summed_up(folder, capsys):
+    (folder / "evaluation").mkdir()
+    lost = json.dumps({"psnr": 18.25, "ssim": 0.625})
+    (folder / "evaluation" / "reconstruction.json").write_text(lost)
+    named = {"real images": {"images": 8, "all": 1.0}, "samples": {"images": 40, "all": 0.625}}
+    (folder / "evaluation" / "classes.json").write_text(json.dumps(named))
+    assert main(["report", str(folder)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["reconstruction", "18.2", "dB,", "SSIM", "0.62"] in lines
+    start = lines.index(["named", "as", "asked", "62.5%", "of", "40", "samples"])
+    # The VAE's own part is there where --tokenizer was given.
+    assert lines[start + 1] == ["100.0%", "of", "8", "real", "images"]
+
+
 def test_a_run_without_held_out_images_shows_its_training_loss(folder, capsys):
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 2, "loss": 5.0}\n')
     (folder / "samples" / "step-00000002.png").touch()
