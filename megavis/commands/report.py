@@ -121,7 +121,7 @@ def _classes(folder: Path) -> Iterator[str]:
 
 
 def _images(folder: Path) -> Iterator[str]:
-    """What a tokenizer loses, and how often samples are named as the class asked for."""
+    """What a tokenizer loses, and how often samples are named as the class they were drawn for."""
     path = folder / "evaluation" / "reconstruction.json"
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -131,7 +131,7 @@ def _images(folder: Path) -> Iterator[str]:
         result = json.loads(path.read_text(encoding="utf-8"))
         parts = [part for part in ("samples", "reconstructions", "real images") if part in result]
         for number, part in enumerate(parts):
-            label = "" if number else "named as asked"
+            label = "" if number else "named right"
             yield _row(label, f"{result[part]['all']:6.1%} of {result[part]['images']} {part}")
 
 
