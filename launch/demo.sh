@@ -100,8 +100,10 @@ mp3() {
   letters_32
   step "train MP3, 4 layers 128 wide, for 1,200 steps of 64 images" \
     megavis train yaml_configs/mp3/demo.yaml $(seeded mp3_demo)
-  step "count the patches that are put in their place" megavis figure positions "$run"
-  step "put shuffled letters together" megavis figure jigsaw "$run" --num-images 4
+  step "count the patches that are put in their place" \
+    megavis figure positions "$run" --images demo/validation_32
+  step "put shuffled letters together" \
+    megavis figure jigsaw "$run" --images demo/validation_32 --num-images 4
   step "fine-tune on which letter it is" \
     megavis finetune "$tune" $(seeded mp3_finetune_demo mp3_demo)
   step "the same from scratch" \
@@ -129,18 +131,20 @@ darl() {
 }
 
 givt() {
-  local vae=runs/givt_demo_vae run=runs/givt_demo$tag part
+  local vae=runs/givt_demo_vae run=runs/givt_demo$tag npz part
+  npz=$run/samples/images.npz
   step "draw ten letters of 32² pixels" \
     python -m data_tools letters demo/letters_ten --size 32 --letters 10 --images 20000 \
     --selection-images 500 --validation-images 1000
-  for part in train validation; do
+  for part in train selection validation; do
     step "write $part images as JPEG shards" \
       python -m data_tools jpeg "demo/letters_ten/$part" --out "demo/${part}_ten" --size 32
   done
-  step "train a β-VAE for 1,000 steps of 32 images" megavis train yaml_configs/givt/demo_vae.yaml
-  step "reconstruct validation images" \
-    megavis evaluate reconstruction "$vae" --num-images 1000
-  for part in train validation; do
+  step "train a β-VAE for 5,000 steps of 8 images" megavis train yaml_configs/givt/demo_vae.yaml
+  step "reconstruct 1,000 letters in unseen fonts" \
+    megavis evaluate reconstruction "$vae" --images demo/validation_ten --num-images 1000
+  step "show ten of them" megavis sample "$vae" --images demo/validation_ten --num-images 10
+  for part in train selection; do
     step "write $part images as latents" \
       python -m data_tools latents "demo/${part}_ten" --tokenizer "$vae" \
       --out "demo/latents_$part" --size 32
@@ -149,6 +153,11 @@ givt() {
     megavis train yaml_configs/givt/demo.yaml $(seeded givt_demo)
   step "draw eight images of each letter, with guidance" \
     megavis sample "$run" --classes 0,1,2,3,4,5,6,7,8,9 --per-class 8 --temperature 0.9 --guidance 0.4
+  step "draw 1,000 images, letters in turns" \
+    megavis sample "$run" --num-images 1000 --npz "$npz" --temperature 0.9 --guidance 0.4
+  step "ask a classifier of real letters which letters they are" \
+    megavis evaluate classes "$run" --train demo/train_ten --images demo/validation_ten \
+    --tokenizer "$vae"
   finish "$run" "$vae"
 }
 

@@ -98,7 +98,11 @@ DEMOS = (
         pictures=(
             (
                 "givt_demo/samples/samples-*.png",
-                "The letters A to J as drawn by class, with scale 0.9 and guidance 0.4",
+                "The letters A to J as drawn by class, with temperature 0.9 and guidance 0.4",
+            ),
+            (
+                "givt_demo_vae/samples/samples-*.png",
+                "Letters in unseen fonts, and as the VAE reconstructs them",
             ),
         ),
     ),
