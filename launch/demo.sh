@@ -84,6 +84,19 @@ igpt() {
   finish "$run"
 }
 
+igpt-bert() {
+  local run=runs/igpt_demo_bert$tag
+  letters_12
+  step "train iGPT by BERT's objective, 4 layers 160 wide, for 2,400 steps of 8 images" \
+    megavis train yaml_configs/igpt/demo_bert.yaml $(seeded igpt_demo_bert)
+  step "probe each layer: does a linear classifier of its features name the letter?" \
+    megavis probe "$run" --selection demo/selection --train-images 5000 --untrained-networks 1 \
+    --seed "$seed"
+  step "draw accuracy over depth" \
+    megavis figure depth "$run" --probe "$run/evaluation/probe.json"
+  finish "$run"
+}
+
 # letters_32: the data of the papers that see patches.
 letters_32() {
   local part
@@ -161,7 +174,7 @@ givt() {
   finish "$run" "$vae"
 }
 
-papers=(igpt darl mp3 givt)
+papers=(igpt igpt-bert darl mp3 givt)
 
 demo() {
   local began=$SECONDS

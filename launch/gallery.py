@@ -56,6 +56,17 @@ DEMOS = (
         ),
     ),
     Demo(
+        paper="igpt-bert",
+        title="iGPT by BERT's objective: masked pixels",
+        runs=("igpt_demo_bert",),
+        pictures=(
+            (
+                "igpt_demo_bert/evaluation/depth.png",
+                "Linear probe of each layer, 15 % of the pixels masked",
+            ),
+        ),
+    ),
+    Demo(
         paper="darl",
         title="DARL: patch after patch, denoised",
         runs=(
