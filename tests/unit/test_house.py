@@ -164,3 +164,17 @@ def test_only_one_file_touches_megatron_s_parallel_state():
         if "import parallel_state" in path.read_text(encoding="utf-8")
     ]
     assert users == ["megavis/parallel/context.py"]
+
+
+def test_no_merge_was_left_unfinished():
+    folders = ("docs", "megavis", "data_tools", "benchmarks", "launch", "yaml_configs", "tests")
+    texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts += [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    marks = ("<" * 7 + " ", ">" * 7 + " ")
+    kinds = (".py", ".md", ".yaml", ".sh", ".json")
+    unfinished = [
+        path
+        for path in texts
+        if path.suffix in kinds and any(m in path.read_text("utf-8") for m in marks)
+    ]
+    assert not unfinished
