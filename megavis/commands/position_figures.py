@@ -14,8 +14,8 @@ from megavis.commands.patch_figures import add_image_arguments, held_out_images
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megavis.composition.places import Places
     from megavis.notebook import Run
-    from megavis.objectives.base import NamesPlaces
 
 _RATIOS = (0.0, 0.25, 0.5, 0.75)
 
@@ -120,7 +120,7 @@ def mixture(args: argparse.Namespace) -> int:
     return _write(args, "mixture", rows, f"{args.num_images} pairs, mask ratios {_RATIOS}")
 
 
-def _open(args: argparse.Namespace) -> tuple[Run, NamesPlaces]:
+def _open(args: argparse.Namespace) -> tuple[Run, Places]:
     opened = open_run(args.run_folder, step=args.step, device=args.device)
     return opened, opened.objective.places()
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megavis.composition.places import Places
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
 from megavis.evaluation.figures import plain_axes
 from megavis.model.orders import take_places
 from megavis.model.runner import Runner
-from megavis.objectives.base import NamesPlaces
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,9 +49,7 @@ class PositionAccuracy:
     chance: float
 
 
-def predicted_places(
-    runner: Runner, objective: NamesPlaces, patches: Tensor, context: Tensor
-) -> Tensor:
+def predicted_places(runner: Runner, objective: Places, patches: Tensor, context: Tensor) -> Tensor:
     """Return the likeliest place of each patch, int64 `[b, n]`.
 
     Args:
@@ -66,7 +64,7 @@ def predicted_places(
 
 def position_accuracy(
     runner: Runner,
-    objective: NamesPlaces,
+    objective: Places,
     dataset: ShardDataset,
     *,
     mask_ratio: float,
@@ -138,7 +136,7 @@ def reassemble(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     return sums / counts.clamp(min=1)[..., None], counts > 0
 
 
-def show(objective: NamesPlaces, patches: Tensor, filled: Tensor | None = None) -> np.ndarray:
+def show(objective: Places, patches: Tensor, filled: Tensor | None = None) -> np.ndarray:
     """Return patches `[b, n, d]` as images uint8 `[b, h, w, 3]`, grey where `filled` is false."""
     images = objective.images_of(patches).cpu().numpy()
     if filled is None:
@@ -157,7 +155,7 @@ def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
 
 
 def jigsaw_rows(
-    runner: Runner, objective: NamesPlaces, image: Tensor, ratios: Iterable[float], *, seed: int = 0
+    runner: Runner, objective: Places, image: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """Take one image apart and let the model put it together.
 
@@ -189,7 +187,7 @@ def jigsaw_rows(
 
 
 def mixture_rows(
-    runner: Runner, objective: NamesPlaces, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
+    runner: Runner, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> list[list[np.ndarray]]:
     """Shuffle the patches of two images together and let the model sort each half.
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.base import Schedule
 
-__all__ = ["NamesPlaces", "Objective", "Sequence"]
+__all__ = ["Objective", "Sequence"]
 
 
 class Objective(Trainable):
@@ -263,40 +263,6 @@ class Objective(Trainable):
     def encoder_flops(self) -> float:
         """Return the operations of an encoder in the first layer, one image forward."""
         return 0.0
-
-
-class NamesPlaces(Protocol):
-    """A model that names the place of every patch.
-
-    Legend: b images, n patches of an image and places, c of them seen, d numbers of a patch.
-    """
-
-    @property
-    def num_places(self) -> int:
-        """Patches n of an image."""
-
-    @property
-    def num_placed(self) -> int:
-        """How many, the first of the context, show where they stand."""
-
-    @property
-    def mask_ratio(self) -> float:
-        """Share of the patches that training does not let others see."""
-
-    def patches_of(self, images: Tensor) -> Tensor:
-        """Cut images uint8 `[b, h, w, 3]` into patches `[b, n, d]` in raster order."""
-
-    def images_of(self, patches: Tensor) -> Tensor:
-        """Undo `patches_of`."""
-
-    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
-        """Draw which patches of samples `[b]` are seen: int64 `[b, c]`."""
-
-    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen."""
-
-    def outputs(self, predictions: Any) -> Tensor:
-        """Return a logit for each place of each patch: `[b, n, n]`."""
 
 
 def blank_batch(

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megavis.composition.asking import InContext
+from megavis.composition.places import Places
 from megavis.composition.reader import Slot, places, vector
 from megavis.composition.tokens import Frames, Patches
 from megavis.densities.place import Place
@@ -143,30 +144,6 @@ class MP3(Composition):
         count = len(true) * (self.num_places - self.num_placed)
         return {"accuracy": hits[..., 0].sum() / count, "top5": hits.sum() / count}
 
-    # What `NamesPlaces` asks for.
-
-    def places(self) -> MP3:
-        """Return itself: the model names the place of every patch."""
-        return self
-
-    @property
-    def mask_ratio(self) -> float:
-        """η in training."""
-        return self.paper.mask_ratio
-
-    def patches_of(self, images: Tensor) -> Tensor:
-        """Cut samples into patches float32 `[b, n, d]`; raises UserError for other samples."""
-        return self.reads.of(images)
-
-    def images_of(self, patches: Tensor) -> Tensor:
-        """Undo `patches_of`; raises UserError where patches are frames."""
-        return self.reads.to_images(patches)
-
-    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
-        """Draw which patches of samples `[b]` are context: int64 `[b, c]`, without repetition."""
-        plan = self.schedule.draw(sample_index, mask_ratio)
-        return plan.order[:, : plan.num_content]
-
-    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen."""
-        return self.asks.rows_of(patches, context, self.num_placed)
+    def places(self) -> Places:
+        """Return the words by which places are named."""
+        return Places(self.reads, self.schedule, self.asks, self.density)

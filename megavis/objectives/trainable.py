@@ -21,7 +21,8 @@ from megavis.model.stack import LayerPlan
 from megavis.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
-    from megavis.objectives.base import NamesPlaces, Objective
+    from megavis.composition.places import Places
+    from megavis.objectives.base import Objective
     from megavis.objectives.classification import Classification
     from megavis.objectives.generates import Generates
 
@@ -164,8 +165,8 @@ class Trainable(ABC):
         """Return this as a network that names classes, which a fine-tuning run trains."""
         return None
 
-    def places(self) -> NamesPlaces:
-        """Return this as a model that names the place of every patch.
+    def places(self) -> Places:
+        """Return the words of a model that names the place of every patch.
 
         Raises:
             UserError: it does not.

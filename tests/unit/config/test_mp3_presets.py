@@ -39,7 +39,8 @@ def test_speech_is_trained_as_the_paper_says(build_paper):
     model, training = config.model, config.training
     assert (model.num_layers, model.hidden_size, model.mlp_size) == (8, 32, 64)
     assert (model.hidden_dropout, model.positions) == (0.1, "sincos")
-    assert (config.data.frames, objective.num_placed, objective.mask_ratio) == ((100, 40), 5, 0.0)
+    schedule = objective.schedule
+    assert (config.data.frames, schedule.num_placed, schedule.mask_ratio) == ((100, 40), 5, 0.0)
     assert (training.batch_size, config.optimizer.learning_rate) == (256, 1e-3)
     assert (config.schedule.warmup_steps, config.schedule.halve_every) == (500, 10_000)
     # "Around 70K parameters", of which a head of 100 places goes and one of 12 classes comes.

@@ -39,12 +39,12 @@ def draw_images(count=3):
 @pytest.mark.parametrize("class_token", [True, False])
 def test_permuting_patches_permutes_what_is_predicted(make, class_token):
     objective, runner = make(f"objective.class_token={str(class_token).lower()}")
-    patches = objective.patches_of(draw_images())
-    context = objective.context_of(torch.arange(3), 0.5)
+    patches = objective.places().patches_of(draw_images())
+    context = objective.places().context_of(torch.arange(3), 0.5)
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
-    plain = objective.outputs(runner.predictions(objective.inputs_with(patches, context)))
+    plain = objective.outputs(runner.predictions(objective.places().inputs_with(patches, context)))
     # Patch order[i] now stands at place i, so what stood at p stands at argsort(order)[p].
-    moved = objective.inputs_with(patches[:, order], order.argsort()[context])
+    moved = objective.places().inputs_with(patches[:, order], order.argsort()[context])
     permuted = objective.outputs(runner.predictions(moved))
     torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain[:, 0], plain[:, 1], atol=1e-2)
@@ -65,12 +65,14 @@ def test_without_masking_it_is_full_attention_without_positions(make):
 
 def test_masked_patches_give_no_keys_and_values(make):
     objective, runner = make()
-    patches = objective.patches_of(draw_images(1))
-    context = objective.context_of(torch.arange(1), 0.5)
+    patches = objective.places().patches_of(draw_images(1))
+    context = objective.places().context_of(torch.arange(1), 0.5)
     masked = [p for p in range(PLACES) if p not in context[0].tolist()]
     watched, seen = masked[0], context[0].tolist()
     patches.requires_grad_()
-    predictions = run_layers(runner.layers.modules, objective.inputs_with(patches, context))
+    predictions = run_layers(
+        runner.layers.modules, objective.places().inputs_with(patches, context)
+    )
     objective.outputs(predictions)[0, watched].sum().backward()
     moved = (patches.grad[0].abs().sum(-1) > 0).nonzero().flatten().tolist()
     assert moved == sorted([watched, *seen])
@@ -106,15 +108,15 @@ def test_loss_and_accuracy_are_those_of_loops(make):
 
 def test_context_is_drawn_for_the_sample_not_for_its_place_in_a_batch(make):
     objective, _ = make()
-    whole = objective.context_of(torch.arange(6), 0.5)
-    assert torch.equal(objective.context_of(torch.arange(4, 6), 0.5), whole[4:])
+    whole = objective.places().context_of(torch.arange(6), 0.5)
+    assert torch.equal(objective.places().context_of(torch.arange(4, 6), 0.5), whole[4:])
     assert not torch.equal(whole[0].sort().values, whole[1].sort().values)
     assert all(len(set(row.tolist())) == 8 for row in whole)
 
 
 def test_every_patch_is_context_equally_often(make):
     objective, _ = make()
-    context = objective.context_of(torch.arange(4000), 0.75)
+    context = objective.places().context_of(torch.arange(4000), 0.75)
     assert context.shape == (4000, 4)
     shares = torch.bincount(context.flatten(), minlength=PLACES) / 4000
     # Five standard deviations of a mean of 4,000 draws with probability 1/4.

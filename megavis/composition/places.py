@@ -1,0 +1,62 @@
+"""A model that names the place of every patch, in its words: what figures and accuracies ask.
+
+Legend: b images, n patches of an image and places, c of them seen, d numbers of a patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megavis.composition.asking import InContext
+from megavis.composition.tokens import Frames, Patches
+from megavis.densities.place import Place
+from megavis.schedules.context import Context
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is cut, what is seen, and how a place is predicted."""
+
+    reads: Frames | Patches
+    schedule: Context
+    asks: InContext
+    density: Place
+
+    @property
+    def num_places(self) -> int:
+        """Patches n of an image, and places that each may have come from."""
+        return self.schedule.num_positions
+
+    @property
+    def num_placed(self) -> int:
+        """How many, the first of the context, show where they stand."""
+        return self.schedule.num_placed
+
+    @property
+    def mask_ratio(self) -> float:
+        """Share of the patches that training does not let others see."""
+        return self.schedule.mask_ratio
+
+    def patches_of(self, images: Tensor) -> Tensor:
+        """Cut samples into patches float32 `[b, n, d]`; raises UserError for other samples."""
+        return self.reads.of(images)
+
+    def images_of(self, patches: Tensor) -> Tensor:
+        """Undo `patches_of`; raises UserError where patches are frames."""
+        return self.reads.to_images(patches)
+
+    def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
+        """Draw which patches of samples `[b]` are seen: int64 `[b, c]`, without repetition."""
+        plan = self.schedule.draw(sample_index, mask_ratio)
+        return plan.order[:, : plan.num_content]
+
+    def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen."""
+        return self.asks.rows_of(patches, context, self.num_placed)
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return a logit for each place of each patch: `[b, n, n]`."""
+        return self.density.outputs(predictions)
