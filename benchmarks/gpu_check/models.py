@@ -13,12 +13,13 @@ from torch import Tensor
 from benchmarks.gpu_check.results import Settings
 from benchmarks.imagenet_hours import write_tokenizer
 from benchmarks.palette_shards import run_verb, write_crops
+from megavis.composition.tokens import blank_batch
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import Stack
 from megavis.objectives import build_objective, objective_configs
-from megavis.objectives.base import Objective, blank_batch
+from megavis.objectives.base import Objective
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.condition import Condition
+from megavis.composition.tokens import blank_batch
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -263,11 +264,3 @@ class Objective(Trainable):
     def encoder_flops(self) -> float:
         """Return the operations of an encoder in the first layer, one image forward."""
         return 0.0
-
-
-def blank_batch(
-    num_images: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Batch:
-    """Return a batch of zeros: inputs `[num_images, *shape]`, all of class 0."""
-    zeros = torch.zeros(num_images, dtype=torch.int64, device=device)
-    return Batch(torch.zeros(num_images, *shape, dtype=dtype, device=device), zeros, zeros)
