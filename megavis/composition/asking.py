@@ -174,16 +174,14 @@ class Shift(Asking):
         if tokens.ndim == 4:
             tokens = pad_front(carried[TRANSFORMED])[:, :-1]
         hidden = reader.embed_content(tokens)
-        starts, own = places == START, reader.cells(places.clamp(min=0))
         if self.place != "asked":
-            hidden = reader.add_positions(hidden, own, "positions")
-        hidden = torch.where(starts[..., None], reader.start_rows(hidden, known), hidden)
+            own_cells = reader.cells(places.clamp(min=0))
+            hidden = reader.add_positions(hidden, own_cells, "positions")
+        hidden = reader.with_starts(hidden, places == START, known)
         if self.place == "content":
-            # The start token's clamped cell is row 0, column 0: one to the left of it.
-            own = torch.stack([own[..., 0], own[..., 1] - starts.long()], dim=-1)
             if self.by_groups:
                 carried |= {"content_groups": asked, "query_groups": asked[:, :0]}
-            return Embedded(hidden, own, carried)
+            return Embedded(hidden, coordinates_of(reader, places), carried)
         cells = reader.cells(asked)
         hidden = reader.add_positions(
             hidden, cells, "positions" if self.place == "asked" else "asked_positions"
@@ -295,12 +293,11 @@ class Query(Asking):
     def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, groups, asked, asked_groups = rows
-        cells = reader.cells(places.clamp(min=0))
-        hidden = reader.add_positions(reader.embed_content(tokens), cells, "positions")
+        own_cells = reader.cells(places.clamp(min=0))
+        hidden = reader.add_positions(reader.embed_content(tokens), own_cells, "positions")
         if self.starts:
-            starts = places == START
-            hidden = torch.where(starts[..., None], reader.start_rows(hidden, known), hidden)
-            cells = torch.stack([cells[..., 0], cells[..., 1] - starts.long()], dim=-1)
+            hidden = reader.with_starts(hidden, places == START, known)
+        cells = coordinates_of(reader, places)
         asked_cells = reader.cells(asked)
         query = reader.vector("query", hidden).expand(*asked.shape, -1)
         query = reader.add_positions(query, asked_cells, "positions")
@@ -385,3 +382,10 @@ class InContext(Asking):
 def pad_front(tokens: Tensor) -> Tensor:
     """Put a row of zeros in front of tokens `[b, c]` or `[b, c, d]`."""
     return F.pad(tokens, (0, 0) * (tokens.ndim - 2) + (1, 0))
+
+
+def coordinates_of(reader: Reader, places: Tensor) -> Tensor:
+    """Return row and column int64 `[..., 2]` of places, some of them `START`."""
+    cells = reader.cells(places.clamp(min=0))
+    # The start token's clamped cell is row 0, column 0: it stands one to the left of it.
+    return torch.stack([cells[..., 0], cells[..., 1] - (places == START).long()], dim=-1)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -126,11 +127,11 @@ class Reader(nn.Module):
         part: Tensor | None = self.part(role)
         return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
 
-    def start_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
-        """Return what stands before the first token, `[h]` or `[b, 1, h]`, like `hidden`."""
+    def with_starts(self, hidden: Tensor, starts: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+        """Put what stands before the first token into `hidden` `[b, m, h]` at `starts` `[b, m]`."""
         part = self.part("start")
         start: Tensor = part(known["start"])[:, None] if "start" in known else part
-        return start.to(hidden.dtype)
+        return torch.where(starts[..., None], start.to(hidden.dtype), hidden)
 
     def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
         """Return the rows in front, `[b, S, h]` like `hidden`; none where there is no part."""
