@@ -70,14 +70,19 @@ letters_12() {
   done
 }
 
+# probe RUN: read letters off each layer of a run on letters_12.
+probe() {
+  step "probe each layer: does a linear classifier of its features name the letter?" \
+    megavis probe "$1" --selection demo/selection --train-images 5000 --untrained-networks 1 \
+    --seed "$seed"
+}
+
 igpt() {
   local run=runs/igpt_demo$tag
   letters_12
   step "train iGPT, 4 layers 160 wide, for 2,400 steps of 8 images" \
     megavis train yaml_configs/igpt/demo.yaml $(seeded igpt_demo)
-  step "probe each layer: does a linear classifier of its features name the letter?" \
-    megavis probe "$run" --selection demo/selection --train-images 5000 --untrained-networks 1 \
-    --seed "$seed"
+  probe "$run"
   step "draw letters from nothing" megavis sample "$run" --num-images 48
   step "complete the lower halves of eight letters, six times each" \
     megavis sample "$run" --num-images 8 --completions 6 --top-p 0.9 --prefix half
@@ -89,9 +94,7 @@ igpt-bert() {
   letters_12
   step "train iGPT by BERT's objective, 4 layers 160 wide, for 2,400 steps of 8 images" \
     megavis train yaml_configs/igpt/demo_bert.yaml $(seeded igpt_demo_bert)
-  step "probe each layer: does a linear classifier of its features name the letter?" \
-    megavis probe "$run" --selection demo/selection --train-images 5000 --untrained-networks 1 \
-    --seed "$seed"
+  probe "$run"
   step "draw accuracy over depth" \
     megavis figure depth "$run" --probe "$run/evaluation/probe.json"
   finish "$run"
