@@ -7,7 +7,7 @@ numbers of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,9 @@ from megavis.model.stream import State
 from megavis.parallel.random import normal, uniform
 from megavis.schedules.base import NoOptions
 
+_BLOCK = 32
+"""Positions whose numbers are made at once: making one takes as long."""
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -29,17 +32,31 @@ class Draws:
         seed: of all draws.
         name: of the step.
         position: the first one that is drawn.
+        blocks: numbers of the name that were made, by the first position of each block.
     """
 
     keys: Tensor
     seed: int
     name: str
     position: int
+    blocks: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def num_tokens(self) -> int:
         """Tokens r · q."""
         return self.keys.numel()
+
+    def moved(self, name: str, position: int) -> Draws:
+        """Return the random numbers of another step, for the same keys."""
+        blocks = self.blocks if name == self.name else {}
+        return replace(self, name=name, position=position, blocks=blocks)
+
+    def uniform_of_position(self) -> Tensor:
+        """Draw the number in [0, 1) of name and position for each token: float32 `[r · q]`."""
+        start = self.position - self.position % _BLOCK
+        if start not in self.blocks:
+            self.blocks[start] = self.uniform(self.name, _BLOCK, first=start)
+        return self.blocks[start][:, self.position - start]
 
     def uniform(self, purpose: str, count: int = 1, *, first: int = 0) -> Tensor:
         """Draw numbers in [0, 1) for each token: float32 `[r · q, count]`.
@@ -157,4 +174,5 @@ class Density(ABC):
 
 def for_each_key(rows: Tensor, draws: Draws) -> Tensor:
     """Repeat predictions `[r0, q, ...]` for the candidates of each row: `[r, q, ...]`."""
-    return rows.repeat_interleave(len(draws.keys) // len(rows), dim=0)
+    count = len(draws.keys) // len(rows)
+    return rows if count == 1 else rows.repeat_interleave(count, dim=0)

@@ -139,8 +139,7 @@ class _DrawsIds(Drawing):
         shape = draws.keys.shape
         logits = self.density.outputs(head(state))[:, -shape[1] :]
         logits = for_each_key(logits, draws).flatten(0, 1)
-        uniforms = draws.uniform(draws.name, first=draws.position)[:, 0]
-        ids = self.choice.draw(logits, uniforms)
+        ids = self.choice.draw(logits, draws.uniform_of_position())
         score = None
         if self.scored:
             likely = logits.float().log_softmax(1)

@@ -118,6 +118,7 @@ class _Lanes:
     log_prob: Tensor
     """`[b, B]`, of all tokens so far."""
     settings: Settings
+    last_draws: Draws | None = None
 
     @classmethod
     def start(
@@ -155,6 +156,8 @@ class _Lanes:
 
     def spread_step(self, step: Step) -> Step:
         """Repeat what a step has for each image."""
+        if self.settings.beams * self.settings.drawing.num_lanes == 1:
+            return step
         plan = replace(
             step.plan, order=self._spread(step.plan.order), groups=self._spread(step.plan.groups)
         )
@@ -166,14 +169,24 @@ class _Lanes:
         return self.settings.fans if step.asked.start else 1
 
     def draws(self, step: Step) -> Draws:
-        """Return a key for each token that is drawn."""
+        """Return the random numbers of a step, with a key for each token that is drawn."""
         count = self.settings.beams * self._num_fans(step)
+        shape, last = (len(self.images) * count, step.num_asked), self.last_draws
+        if step.num_asked == 1 and last is not None and last.keys.shape == shape:
+            self.last_draws = last.moved(step.name, step.asked.start)
+        else:
+            keys = self._keys(step, count)
+            self.last_draws = Draws(keys, self.settings.seed, step.name, step.asked.start)
+        return self.last_draws
+
+    def _keys(self, step: Step, count: int) -> Tensor:
+        """Return the keys of so many candidates of each image; of single tokens alike at all."""
         candidates = torch.arange(count, device=self.images.device)
         keys = (self.images[:, None] * count + candidates).flatten()[:, None]
-        if step.num_asked > 1:
-            asked = torch.arange(step.asked.start, step.asked.stop, device=keys.device)
-            keys = keys * step.plan.num_positions + asked
-        return Draws(keys, self.settings.seed, step.name, step.asked.start)
+        if step.num_asked == 1:
+            return keys
+        asked = torch.arange(step.asked.start, step.asked.stop, device=keys.device)
+        return keys * step.plan.num_positions + asked
 
     def write(self, step: Step, drawn: Drawn) -> Tensor | None:
         """Take in what was drawn; return which old sequence each new one continues, in a search."""
