@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
@@ -86,6 +86,8 @@ class Runner:
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """Return the mean over tokens of what the norms give off which features are read.
 
+        Layers above the last of these are not run.
+
         "Generative Pretraining from Pixels", section 2.4: f^l = mean of n^l over the sequence, l
         from 0 (the first block's norm) to L (the norm before the head).
 
@@ -99,14 +101,14 @@ class Runner:
         ]
         try:
             with self.evaluating():
-                self._walk(inputs, None)
+                self._walk(inputs, None, layers=self.layers.up_to_features())
         finally:
             for hook in hooks:
                 hook.remove()
         return self._join_stages(tuple(pooled))
 
     @torch.no_grad()
-    def on_first_stage(self, job: Callable[[torch.nn.Module], Tensor]) -> Tensor:
+    def on_first_stage(self, job: Callable[[nn.Module], Tensor]) -> Tensor:
         """Return what a job makes of the first layer, on every stage."""
         made: Predictions | None = None
         if self.context.is_first_stage:
@@ -121,12 +123,15 @@ class Runner:
         inputs: tuple[Tensor, ...],
         cache: KeyValueCache | None,
         finish: Finish | None = None,
+        *,
+        layers: Sequence[nn.Module] | None = None,
     ) -> Predictions:
+        """Walk through all stages, or through `layers`, which each names of its own."""
         state: State | None = inputs if self.context.is_first_stage else None
         for stage in range(self.context.pipeline.size):
             if stage == self.context.pipeline.rank:
                 assert state is not None
-                state = self._run_local(state, cache, finish)
+                state = self._run_local(state, cache, finish, layers)
             state = self._from_stage(stage, state)
         assert state is not None
         return state
@@ -136,8 +141,9 @@ class Runner:
         state: State,
         cache: KeyValueCache | None,
         finish: Finish | None,
+        layers: Sequence[nn.Module] | None,
     ) -> State:
-        layers = self.layers.modules
+        layers = self.layers.modules if layers is None else layers
         finishes = finish is not None and self.context.is_last_stage
         called = layers[:-1] if finishes else layers
         for are_blocks, group in itertools.groupby(called, lambda each: isinstance(each, Block)):

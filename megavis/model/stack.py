@@ -76,6 +76,11 @@ class LayerPlan:
         return layer
 
 
+def num_up_to_features(plans: Sequence[LayerPlan]) -> int:
+    """Return how many layers there are up to the last off which features are read."""
+    return max((i for i, plan in enumerate(plans, 1) if plan.gives_features), default=0)
+
+
 class Stack(nn.Module):
     """All layers in one process, and the loss on top."""
 
@@ -122,6 +127,10 @@ class LocalLayers:
             for plan, module in zip(self.plans, self.modules, strict=True)
             if plan.gives_features
         ]
+
+    def up_to_features(self) -> Sequence[nn.Module]:
+        """Return the layers up to the last off which features are read; none above all of these."""
+        return self.modules[: num_up_to_features(self.plans)]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what training keeps besides parameters, likewise."""

@@ -12,19 +12,21 @@ Legend: b images, s tokens, h hidden size, c classes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
-from megavis.model.stack import LayerPlan
+from megavis.model.norms import Norm
+from megavis.model.stack import GivesFeatures, LayerPlan, num_up_to_features
 from megavis.objectives.base import Objective
 from megavis.objectives.class_heads import (
     ClassHead,
@@ -121,11 +123,16 @@ class Classification(Trainable):
             yield f"holds {manifest.kind} shards; finetune.mixup and cutmix want jpeg shards"
 
     def layer_plans(self) -> list[LayerPlan]:
-        """Return the paper's layers, with class logits from the last."""
-        *below, head = self.paper.layer_plans()
+        """Return the paper's layers, with class logits from the last off which features are read.
+
+        What stands above that, as MAE's decoder, is left away.
+        """
+        plans = self.paper.layer_plans()
+        *below, top = plans[: num_up_to_features(plans)]
         if self.settings.linear_evaluation:
             below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
-        plans = [*below, dataclasses.replace(head, factory=self._build_head)]
+        build = partial(self._build_head, top.factory)
+        plans = [*below, dataclasses.replace(top, factory=build)]
         return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
 
     def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
@@ -137,14 +144,17 @@ class Classification(Trainable):
         options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
         return dataclasses.replace(plan, options=options)
 
-    def _build_head(self) -> Head:
-        core, head = self.paper.core, self.paper.build_head()
+    def _build_head(self, build_top: Callable[[], nn.Module]) -> Head:
+        core, top = self.paper.core, build_top()
         if self.settings.linear_evaluation:
-            head.requires_grad_(False)
+            top.requires_grad_(False)
         classifier = Classifier(core, self.settings, self.processes)
         if self.is_joint:
-            return add_classifier(head, classifier)
-        return ClassHead(core, head.norm, classifier)
+            assert isinstance(top, Head)
+            return add_classifier(top, classifier)
+        norm = cast(GivesFeatures, top).feature_norm
+        assert isinstance(norm, Norm)
+        return ClassHead(core, norm, classifier)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Return the paper's sequence, then the labels, which are no part of its inputs.

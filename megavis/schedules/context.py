@@ -1,4 +1,4 @@
-"""A random share of the tokens that all read, the context, in which every token finds its place."""
+"""A random share of the tokens is the context, which all read; all are predicted, or the rest."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from torch import Tensor
 
 from megavis.parallel.random import uniform
 from megavis.schedules.base import Arrangement, Schedule
+from megavis.schedules.context_size import context_size
 
 
 class Context(Schedule):
-    """The first positions of a random order are read; every token is asked for."""
+    """The first positions of a random order are read; all are asked for, or those after them."""
 
     def __init__(
-        self, num_positions: int, *, mask_ratio: float, placed_ratio: float = 0.0, seed: int
+        self,
+        num_positions: int,
+        *,
+        mask_ratio: float,
+        placed_ratio: float = 0.0,
+        asks_context: bool = True,
+        seed: int,
     ) -> None:
         """Build.
 
@@ -21,8 +28,10 @@ class Context(Schedule):
             num_positions: n.
             mask_ratio: η in [0, 1), the share that nobody reads.
             placed_ratio: share of the tokens, the first of the context, that show their place.
+            asks_context: tokens of the context are asked for, too.
             seed: of the run, which with the sample decides the order.
         """
+        self.asks_context = asks_context
         self.num_positions, self.mask_ratio, self.seed = num_positions, mask_ratio, seed
         self.num_placed = round(placed_ratio * num_positions)
 
@@ -33,7 +42,7 @@ class Context(Schedule):
 
     def num_context(self, mask_ratio: float) -> int:
         """Return how many tokens are read: 1 - η of them, and at least one."""
-        return max(1, round((1.0 - mask_ratio) * self.num_positions))
+        return context_size(self.num_positions, mask_ratio)
 
     def draw(self, index: Tensor, mask_ratio: float | None = None) -> Arrangement:
         """Draw the context of samples `[b]`; η is that of training unless another is named."""
@@ -55,6 +64,7 @@ class Context(Schedule):
             order,
             asked,
             num_content=num_context,
+            first_asked=0 if self.asks_context else num_context,
             num_placed=num_placed,
             predicts_all=num_placed == 0,
         )

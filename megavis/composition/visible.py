@@ -1,0 +1,67 @@
+"""Asking from outside: the blocks see known tokens alone, and a bridge above them adds the others.
+
+Legend: b images, n positions, c known ones, m rows, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.composition.asking import Asking, Embedded, Rows
+from megavis.model.flops import Workload
+from megavis.model.visibility import Kind
+from megavis.schedules.base import Arrangement
+
+if TYPE_CHECKING:
+    from megavis.composition.reader import Reader, Role
+
+ORDER = "order"
+"""Name under which the places of all positions travel to the bridge, int64 `[b, n]`."""
+
+
+class Visible(Asking):
+    """A row for each known token, in the order of the arrangement."""
+
+    num_inputs = 2
+    visibility: Kind = "full"
+    extra_tensors = (ORDER,)
+
+    def __init__(self, *, num_front: int = 0) -> None:
+        """Build; so many condition rows stand in front."""
+        self.num_front = num_front
+
+    def rows(
+        self,
+        tokens: Tensor,
+        plan: Arrangement,
+        *,
+        known: int,
+        asked: slice,
+        since: int = 0,
+        hidden: Tensor | None = None,
+    ) -> Rows:
+        """Return the known tokens, and the places of all positions."""
+        return tokens[:, :known], plan.order.expand(len(tokens), -1).contiguous()
+
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+        """Return all tokens."""
+        return self.rows(tokens, plan, known=plan.num_positions, asked=slice(0, 0))
+
+    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+        """See `Asking`."""
+        tokens, order = rows
+        cells = reader.cells(order[:, : tokens.shape[1]])
+        hidden = reader.add_positions(reader.embed_content(tokens), cells, "positions")
+        front = reader.front_rows(hidden, known)
+        hidden = torch.cat([front, hidden], dim=1)
+        return Embedded(hidden, F.pad(cells, (0, 0, front.shape[1], 0)), {ORDER: order})
+
+    def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
+        """Return that of the known tokens, which all see each other."""
+        rows = plan.num_content + self.num_front
+        return Workload.of_one_stream(rows, num_outputs, causal=False)
