@@ -4,38 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_configs import SMALL
 from small_vqgan import write_untrained_run
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.training.parity import train_briefly
 
 STEPS = 6
-OBJECTIVES = {
-    "darl_mse": "{name: darl, patch_size: 4, decoder: mlp, order: random, two_streams: true}",
-    "darl_diffusion": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1,"
-    " condition_on_gamma: true}",
-    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
-    "mp3_relative": "{name: mp3, patch_size: 4, class_token: false}",
-    "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
-    "gvp_d2d": "{name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
-    " num_condition_tokens: 2,"
-    " tokenizer: TOKENIZER}",
-}
-OBJECTIVES |= {
-    "compose_both": "{name: compose, reads: {kind: patches, patch_size: 4},"
-    " schedule: {kind: one_by_one, order: random}, asks: {kind: shift, place: both},"
-    " density: {kind: mixture, num_components: 2}, condition: {kind: class, num_classes: 10}}",
-    "compose_prefix": "{name: compose, reads: {kind: patches, patch_size: 4},"
-    " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content},"
-    " density: {kind: diffusion, noise_a: 1, decoder: mlp}}",
-    "compose_codes": "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"
-    " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"
-    " density: {kind: categorical}}",
-}
-DROP_PATH = {"gvp": 0.4}
-POSITIONS = {"mp3_relative": "relative_2d"}
-# Biases of heads that other processes hold, learned beside the classes.
-FINETUNE = {"mp3_relative": "finetune: {num_classes: 10, visibility: full}"}
+NAMES = [name for name, small in SMALL.items() if small.data == "images"]
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero_stage": 3}),
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -60,15 +36,14 @@ def patch_config(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
             f"""\
 name: {name}
 output: {folder}/runs
-objective: {OBJECTIVES[name].replace("TOKENIZER", str(tokenizer))}
+objective: {SMALL[name].objective.replace("TOKENIZER", str(tokenizer))}
 model:
   num_layers: 2
   hidden_size: 32
   num_attention_heads: 4
   normalization: layer_norm
   add_bias: true
-  positions: {POSITIONS.get(name, "null")}
-  drop_path: {DROP_PATH.get(name, 0.0)}
+  {SMALL[name].model}
 data:
   train: {folder}/train
   validation: {folder}/validation
@@ -77,7 +52,7 @@ data:
   flip: true
 optimizer: {{learning_rate: 1e-3}}
 training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2, validate_every: 1}}
-{FINETUNE.get(name, "")}
+{SMALL[name].rest}
 """
         )
         return path
@@ -85,7 +60,7 @@ training: {{steps: {STEPS}, batch_size: 8, micro_batch_size: 2, validate_every: 
     return config
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("name", NAMES)
 def test_layouts_give_the_curve_of_one_process(run_job: Any, patch_config: Any, name: str) -> None:
     config = make_config(patch_config(name))
     reference = run_job(train_briefly, 1, config, STEPS)[0]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from latent_shards import write_latent_shards
 from pair_jobs import go_on_from_each, save_and_go_on
+from small_configs import SMALL
 
 from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.reader import CheckpointReader
@@ -33,18 +34,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
 }
 
-# Each draws something at random in every step, or in every image: masks, noise, orders, crops.
-OBJECTIVES = {
-    "igpt": "{name: igpt, vocabulary_size: 64, mode: bert}",
-    "givt": "{name: givt, latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2,"
-    " adapter_blocks: 2}",
-    "darl": "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1, condition_on_gamma: true}",
-    "gvp": "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
-    "mp3": "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}",
-    "compose": "{name: compose, reads: {kind: patches, patch_size: 4},"
-    " schedule: {kind: one_by_one, order: random}, asks: {kind: shift, place: both},"
-    " density: {kind: mixture, num_components: 2}}",
-}
+NAMES = [name for name, small in SMALL.items() if small.in_every_pair]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +44,9 @@ def data(shards: Path, image_shards: Path, tmp_path_factory: Any) -> dict[str, s
     write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)
     images = f"{{train: {image_shards}/train, image_size: 16, crop: random_resized, flip: true}}"
     palette = f"{{train: {shards}/train, image_size: 8}}"
-    kinds = {"igpt": palette, "givt": f"{{train: {latents}, image_size: 16}}"}
-    return {name: kinds.get(name, images) for name in OBJECTIVES}
+    kinds = {"images": images, "palette": palette}
+    kinds["latents"] = f"{{train: {latents}, image_size: 16}}"
+    return {name: kinds[SMALL[name].data] for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +62,14 @@ def write_config(folder: Path, name: str, data: str) -> Path:
         f"""\
 name: {name}
 output: {folder}/runs
-objective: {OBJECTIVES[name]}
+objective: {SMALL[name].objective}
 model:
   num_layers: 2
   hidden_size: 32
   num_attention_heads: 4
   normalization: layer_norm
   add_bias: true
+  {SMALL[name].model}
 data: {data}
 optimizer: {{learning_rate: 1e-3, gradient_clipping: 0.5}}
 training: {{steps: 4, batch_size: 12, micro_batch_size: 3}}
@@ -87,7 +79,7 @@ training: {{steps: 4, batch_size: 12, micro_batch_size: 3}}
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", list(OBJECTIVES))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_pair(run_job: Any, data: dict[str, str], tmp_path: Path, name: str) -> None:
     config = write_config(tmp_path, name, data[name])
     saved = {layout: tmp_path / "saved" / layout for layout in LAYOUTS}

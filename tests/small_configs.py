@@ -1,0 +1,88 @@
+"""Small configs, one line each, that the tests of layouts train: a new paper adds its line here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """A model of two blocks of 32 channels.
+
+    Attributes:
+        objective: the section, with `TOKENIZER` for a frozen one's run.
+        data: `images`, `palette` or `latents`.
+        model: keys of the model besides its size.
+        rest: further sections.
+        in_every_pair: checkpoints go from each layout to each other.
+    """
+
+    objective: str
+    data: str = "images"
+    model: str = ""
+    rest: str = ""
+    in_every_pair: bool = False
+
+
+MAE = (
+    "{name: mae, patch_size: 4, class_token: false,"
+    " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}}"
+)
+
+# Those of every pair draw something at random in every step, or in every image: masks, noise,
+# orders, crops.
+SMALL = {
+    "igpt": SmallConfig(
+        "{name: igpt, vocabulary_size: 64, mode: bert}", data="palette", in_every_pair=True
+    ),
+    "givt": SmallConfig(
+        "{name: givt, latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2,"
+        " adapter_blocks: 2}",
+        data="latents",
+        in_every_pair=True,
+    ),
+    "darl_mse": SmallConfig(
+        "{name: darl, patch_size: 4, decoder: mlp, order: random, two_streams: true}"
+    ),
+    "darl": SmallConfig(
+        "{name: darl, patch_size: 4, loss: diffusion, noise_a: 1, condition_on_gamma: true}",
+        in_every_pair=True,
+    ),
+    "mp3": SmallConfig(
+        "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}", in_every_pair=True
+    ),
+    # Biases of heads that other processes hold, learned beside the classes.
+    "mp3_relative": SmallConfig(
+        "{name: mp3, patch_size: 4, class_token: false}",
+        model="positions: relative_2d",
+        rest="finetune: {num_classes: 10, visibility: full}",
+    ),
+    "gvp": SmallConfig(
+        "{name: gvp, patch_size: 4, num_groups: 4, num_condition_tokens: 2}",
+        model="drop_path: 0.4",
+        in_every_pair=True,
+    ),
+    "gvp_d2d": SmallConfig(
+        "{name: gvp, variant: d2d, patch_size: 4, num_groups: 4, vocabulary_size: 12,"
+        " num_condition_tokens: 2, tokenizer: TOKENIZER}"
+    ),
+    "mae": SmallConfig(MAE, in_every_pair=True),
+    # Its encoder alone, with stochastic depth and another rate for each layer.
+    "mae_classes": SmallConfig(
+        MAE, rest="finetune: {num_classes: 10, layer_decay: 0.7, drop_path: 0.3}"
+    ),
+    "compose": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, order: random}, asks: {kind: shift, place: both},"
+        " density: {kind: mixture, num_components: 2}, condition: {kind: class, num_classes: 10}}",
+        in_every_pair=True,
+    ),
+    "compose_prefix": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: one_by_one, prefix: 4}, asks: {kind: shift, place: content},"
+        " density: {kind: diffusion, noise_a: 1, decoder: mlp}}"
+    ),
+    "compose_codes": SmallConfig(
+        "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"
+        " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"
+        " density: {kind: categorical}}"
+    ),
+}

@@ -1,0 +1,247 @@
+"""MAE against `ViTMAEForPreTraining` of `transformers`, with its weights and the same masks."""
+
+import pytest
+import torch
+from small_batches import batch_of, photographs, run_layers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import ViTMAEConfig, ViTMAEForPreTraining
+from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
+
+from megavis.config.errors import UserError
+from megavis.model.attention import join_keys_values
+from megavis.tokenizers.patches import standardize
+
+CONFIG = """\
+name: small
+objective:
+  name: mae
+  patch_size: 4
+  decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}
+model:
+  num_layers: 3
+  hidden_size: 32
+  num_attention_heads: 4
+  normalization: layer_norm
+  norm_epsilon: 1e-6
+  activation: gelu
+  add_bias: true
+data: {train: shards/train, image_size: 16}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-3}
+training: {steps: 3, batch_size: 4}
+"""
+WIDTH, UPPER, PATCHES = 32, 16, 16
+
+
+@pytest.fixture
+def make(build_paper):
+    """Build a model of sixteen patches, four of them visible."""
+    return lambda *words, **options: build_paper(CONFIG, *words, std=0.1, **options)
+
+
+def reference(normalize=True):
+    """Return the model of `transformers`, every weight but the fixed positions random."""
+    config = ViTMAEConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=4 * WIDTH,
+        layer_norm_eps=1e-6,
+        image_size=16,
+        patch_size=4,
+        decoder_hidden_size=UPPER,
+        decoder_num_hidden_layers=2,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=4 * UPPER,
+        mask_ratio=0.75,
+        norm_pix_loss=normalize,
+        attn_implementation="eager",
+    )
+    model = ViTMAEForPreTraining(config).eval()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    with torch.no_grad():
+        model.vit.embeddings.position_embeddings.copy_(fixed_positions(WIDTH))
+        model.decoder.decoder_pos_embed.copy_(fixed_positions(UPPER))
+    return model
+
+
+def fixed_positions(width):
+    """Return those of MAE's released code, which has the column's half in front of the row's."""
+    rows_first = build_2d_sinusoidal_position_embedding(4, 4, width, cls_token=True)
+    return rows_first.roll(width // 2, dims=1)
+
+
+NAMES = {
+    "input_layernorm": "layernorm_before",
+    "pre_mlp_layernorm": "layernorm_after",
+    "self_attention.linear_q": "attention.q_proj",
+    "self_attention.linear_proj": "attention.o_proj",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
+    "bridge.norm": "vit.layernorm",
+    "bridge.linear": "decoder.decoder_embed",
+    "bridge.mask": "decoder.mask_token",
+    "head.norm": "decoder.decoder_norm",
+    "head.linear": "decoder.decoder_pred",
+    "embedding.class_token": "vit.embeddings.cls_token",
+}
+
+
+def counterparts(name):
+    """Return the names of `transformers` for one of ours; keys and values are one matrix here."""
+    if name.startswith("embedding.patches"):
+        return [name.replace("embedding.patches", "vit.embeddings.patch_embeddings.projection")]
+    name = name.replace("decoder.", "decoder.decoder_layers.").replace("blocks.", "vit.layers.")
+    for own, other in NAMES.items():
+        name = name.replace(own, other)
+    if "linear_kv" not in name:
+        return [name]
+    return [name.replace("self_attention.linear_kv", f"attention.{part}_proj") for part in "kv"]
+
+
+def in_our_form(name, tensors):
+    """Return their weight, or its gradient, in the form that it has here."""
+    if len(tensors) == 2:
+        return join_keys_values(*tensors, 4 if name.startswith("blocks") else 2)
+    [tensor] = tensors
+    # A convolution has the channels first, a patch has them last.
+    return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
+
+
+def paired(layers, theirs):
+    """Return our parameters, each with those of `transformers`, of which none is left out."""
+    named = dict(theirs.named_parameters())
+    pairs = {
+        name: (parameter, [named.pop(other) for other in counterparts(name)])
+        for name, parameter in layers.named_parameters()
+    }
+    assert set(named) == {"vit.embeddings.position_embeddings", "decoder.decoder_pos_embed"}
+    return pairs
+
+
+def copy_weights(layers, theirs):
+    """Give the weights of `transformers` to these layers."""
+    with torch.no_grad():
+        for name, (parameter, others) in paired(layers, theirs).items():
+            parameter.copy_(in_our_form(name, others).reshape(parameter.shape))
+
+
+def run_both(objective, runner, theirs, batch):
+    """Return our loss and what `transformers` returns, of the same images and masks."""
+    images = standardize(batch.inputs).permute(0, 3, 1, 2)
+    # Noise that `transformers` sorts into the order that is drawn here.
+    noise = objective.schedule.draw(batch.sample_index).order.argsort(1).float()
+    sequence = objective.training_sequence(batch)
+    predictions = run_layers(runner.layers.modules, sequence.inputs)
+    return objective.loss(predictions, sequence.targets), theirs(pixel_values=images, noise=noise)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_loss_and_gradient_are_those_of_transformers(make, normalize):
+    objective, runner = make(f"objective.normalize_targets={str(normalize).lower()}")
+    theirs = reference(normalize)
+    copy_weights(runner.layers, theirs)
+    loss, output = run_both(objective, runner, theirs, batch_of(photographs(3, 16), first=5))
+    assert output.mask.sum() == 3 * 12
+    torch.testing.assert_close(loss, output.loss, rtol=1e-5, atol=0)
+    loss.backward()
+    output.loss.backward()
+    for name, (parameter, others) in paired(runner.layers, theirs).items():
+        expected = in_our_form(name, [other.grad for other in others])
+        torch.testing.assert_close(
+            parameter.grad, expected.reshape(parameter.shape), rtol=1e-4, atol=1e-6, msg=name
+        )
+
+
+def test_the_encoder_gives_what_that_of_transformers_gives(make):
+    """Of the visible patches, in the order in which both hold them."""
+    objective, runner = make()
+    theirs, batch = reference(), batch_of(photographs(3, 16), first=5)
+    copy_weights(runner.layers, theirs)
+    seen = {}
+    bridge = runner.layers.modules[4]
+    bridge.norm.register_forward_hook(lambda _, __, out: seen.update(ours=out))
+    theirs.vit.layernorm.register_forward_hook(lambda _, __, out: seen.update(theirs=out))
+    run_both(objective, runner, theirs, batch)
+    assert seen["theirs"].shape == (3, 5, WIDTH)
+    torch.testing.assert_close(seen["ours"].transpose(0, 1), seen["theirs"], rtol=1e-5, atol=1e-5)
+
+
+def test_features_are_those_of_transformers_without_masking(make):
+    objective, runner = make()
+    theirs, batch = reference(), batch_of(photographs(3, 16))
+    copy_weights(runner.layers, theirs)
+    theirs.config.mask_ratio = 0.0
+    with torch.no_grad():
+        images = standardize(batch.inputs).permute(0, 3, 1, 2)
+        expected = theirs.vit(images, noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
+    for layer in runner.layers.modules[5:]:
+        layer.register_forward_hook(lambda *_: pytest.fail("the decoder has no part in features"))
+    features = runner.features(objective.feature_inputs(batch))
+    assert features.shape == (4, 3, WIDTH)
+    torch.testing.assert_close(features[-1], expected.mean(1), rtol=1e-5, atol=1e-5)
+
+
+def test_fine_tuning_keeps_the_encoder_alone(make):
+    words = ["finetune.num_classes=3", "finetune.layer_decay=0.5", "finetune.read_out=first"]
+    objective, runner = make(*words, "data.validation=shards", "training.validate_every=1")
+    plans = objective.layer_plans()
+    names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "bridge"]
+    assert [plan.name for plan in plans] == names
+    assert [plan.options.learning_rate_scale for plan in plans] == [0.5**4, 0.5**3, 0.5**2, 0.5, 1]
+    batch = batch_of(photographs(3, 16))
+    logits = runner.predictions(objective.sequence(batch).inputs)
+    _, pretrained = make()
+    weights = dict(runner.layers.named_parameters())
+    with torch.no_grad():
+        for name, parameter in pretrained.layers.named_parameters():
+            if name in weights:
+                parameter.copy_(weights.pop(name))
+    assert set(weights) == {f"bridge.classifier.linear.{kind}" for kind in ("weight", "bias")}
+    kept = {}
+    bridge = pretrained.layers.modules[4]
+    bridge.norm.register_forward_hook(lambda _, __, out: kept.update(out=out))
+    pretrained.features(objective.feature_inputs(batch))
+    classifier = runner.layers.modules[4].classifier.linear
+    torch.testing.assert_close(logits, classifier(kept["out"][0]), rtol=1e-5, atol=1e-5)
+
+
+def test_operations_are_what_torch_counts(make):
+    objective, runner = make()
+    sequence = objective.sequence(batch_of(photographs(2, 16)))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        run_layers(runner.layers.modules, sequence.inputs)
+    # Patches are embedded by a linear map, which no paper's count holds.
+    embedded = 2 * 2 * 4 * 48 * WIDTH
+    planned = 2 * objective.flops_per_image() / 3 + embedded
+    assert planned == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
+        (["objective.mask_ratio=0.01"], "0.01 of 16 patches hides none"),
+        (["model.positions=rope_2d"], "rope_2d does not reach the decoder"),
+        (["objective.decoder.hidden_size=18"], "18 does not divide by 4"),
+        (["objective.decoder.num_attention_heads=3"], "num_attention_heads 3"),
+        (
+            ["parallel.tensor_model_parallel_size=4"],
+            "2 heads do not divide by tensor_model_parallel_size 4",
+        ),
+        (
+            ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+            "5 tokens of the encoder and 17 of the decoder do not divide",
+        ),
+        (
+            ["finetune.num_classes=3", "finetune.generative_weight=1"],
+            "hidden for the paper's own loss, and all seen for classes; set it to 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, words, said):
+    with pytest.raises(UserError, match=said):
+        make(*words)
