@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megavis.config.errors import UserError
 from megavis.model.orders import Constant, random_orders
 
 
@@ -35,3 +36,18 @@ class Orders:
     def shared(self, device: torch.device) -> Tensor:
         """Return the order without chance: int64 `[1, n]`."""
         return self._shared.on(device)[None]
+
+
+def check_order(order: Tensor, num_tokens: int) -> None:
+    """Want permutations: int64 `[b, T]` with each of 0 .. T - 1 once in a row.
+
+    Raises:
+        UserError: when a row is none.
+    """
+    every = torch.arange(num_tokens, device=order.device)
+    fits = order.ndim == 2 and order.shape[1] == num_tokens
+    if not fits or not torch.equal(order.sort(dim=1).values, every.expand(len(order), -1)):
+        raise UserError(
+            f"the order is no permutation of the {num_tokens} tokens: each row must name every"
+            f" number from 0 to {num_tokens - 1} once"
+        )

@@ -17,6 +17,7 @@ from megavis.schedules import segmentation
 from megavis.schedules.base import Arrangement
 from megavis.schedules.boundaries import Cut, bounds_of, fault_of_boundaries
 from megavis.schedules.groups import Groups
+from megavis.schedules.orders import check_order
 
 
 class Grouping(Groups):
@@ -87,7 +88,7 @@ class Grouping(Groups):
         if order is None:
             order = drawn.order
         else:
-            segmentation.check_order(order, self.num_tokens)
+            check_order(order, self.num_tokens)
         if boundaries is None:
             return replace(drawn, order=order)
         fault = fault_of_boundaries(boundaries, self.num_tokens)

@@ -10,6 +10,7 @@ from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
 from megavis.schedules import segmentation
 from megavis.schedules.boundaries import fault_of_boundaries, fixed_boundaries
+from megavis.schedules.orders import check_order
 
 SAMPLES = 20_000
 
@@ -106,4 +107,4 @@ def test_boundaries_that_cut_no_groups_are_named(boundaries):
 @pytest.mark.parametrize("order", [[[0, 1, 1]], [[0, 1]], [[1, 2, 3]], [0, 1, 2]])
 def test_what_is_no_permutation_is_refused(order):
     with pytest.raises(UserError, match="permutation of the 3 tokens"):
-        segmentation.check_order(torch.tensor(order), 3)
+        check_order(torch.tensor(order), 3)
