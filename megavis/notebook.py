@@ -139,19 +139,22 @@ class Run:
         """The colours of the ids; raises UserError where the run has none."""
         return Palette.load(self.folder / PALETTE_NAME)
 
-    def outputs(self, inputs: Any, **conditions: Any) -> Tensor:
+    def outputs(self, inputs: Any, **options: Any) -> Tensor:
         """Return the head's raw outputs for inputs in the paper's own form.
 
         Args:
             inputs: in the paper's own form: ids `[b, n]` in raster order, patches, latents; where
                 the run has a palette also photographs, as `to_ids` takes them.
-            **conditions: what the paper's `inputs_from` takes besides, for example `mask`, bool
-                `[b, n]`, for iGPT's BERT mode.
+            **options: of the paper, by name: `Composition.inputs_from` lists all. For example
+                `mask`, bool `[b, n]`, for iGPT's BERT mode.
 
         Returns:
             What the paper's `outputs` says, for iGPT logits `[b, n, v]` in the run's order.
+
+        Raises:
+            UserError: an option does not apply, with a list of those that do.
         """
-        sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **conditions)
+        sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **options)
         return self.objective.outputs(self.runner.predictions(sequence_inputs))
 
     def features(

@@ -275,20 +275,25 @@ class Query(Asking):
     ) -> Rows:
         """Return the known tokens, their places and groups, and the places and groups asked for.
 
-        Queries of group 0 see what those of group 1 see; nothing is learned from them.
+        Queries of group 0 see what those of group 1 see; nothing is learned from them. Without
+        queries the last token of all predicts nothing.
         """
+        if self.queries:
+            return self._streams(tokens, plan, known, asked)
+        return self._streams(tokens, plan, min(known, plan.num_positions - 1), slice(0, 0))
+
+    def _streams(self, tokens: Tensor, plan: Arrangement, known: int, asked: slice) -> Rows:
         count = len(tokens)
         order, groups = plan.order.expand(count, -1), plan.groups.expand(count, -1)
         content, places, own = tokens[:, :known], order[:, :known], groups[:, :known]
         if self.starts:
             content, own = pad_front(content), F.pad(own, (1, 0))
             places = F.pad(places, (1, 0), value=START)
-        asked = asked if self.queries else slice(0, 0)
         return content, places, own, order[:, asked], groups[:, asked].clamp(min=1)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
         """Return the content stream alone."""
-        return self.rows(tokens, plan, known=plan.num_positions, asked=slice(0, 0))
+        return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
 
     def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

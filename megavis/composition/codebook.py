@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megavis.composition.tokens import Tokens, check_images
+from megavis.composition.tokens import Vocabulary, check_images
 from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
-from megavis.model.core import Core
-from megavis.model.embeddings import token_embedding
-from megavis.model.init import Fill, normal
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer
 
 
-class Ids(Tokens):
+class Ids(Vocabulary):
     """Ids of a frozen tokenizer, given as shards or made on the way."""
 
     def __init__(
@@ -65,19 +62,6 @@ class Ids(Tokens):
             raise UserError("ids are wanted; name what makes them of images in objective.tokenizer")
         check_images(samples, self.image_size)
         return self.tokenizer.to(samples.device).encode(samples)
-
-    def check_ids(self, ids: Tensor) -> None:
-        """Want ids of the codebook. Reads numbers off the device: not for a step of training.
-
-        Raises:
-            UserError: one is negative, or not below the vocabulary size.
-        """
-        smallest, largest = int(ids.min()), int(ids.max())
-        if smallest < 0 or largest >= self.vocabulary_size:
-            raise UserError(
-                f"the ids reach from {smallest} to {largest}; objective.vocabulary_size"
-                f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
-            )
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:
@@ -126,14 +110,6 @@ class Ids(Tokens):
                     f"was made by the tokenizer {str(manifest.identity)[:12]}; that of"
                     f" objective.tokenizer, {self.run_folder}, is {made_by[:12]}"
                 )
-
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a table, split over the tensor group."""
-        return token_embedding(core, self.vocabulary_size, fill or normal(0.02))
-
-    def blank(self, images: Tensor) -> Tensor:
-        """Return ids int64 `[b, n]`, all 0."""
-        return images.new_zeros(len(images), self.num_tokens)
 
     def check_images(self, folder: Path) -> None:
         """Raise UserError where no tokenizer is named, or it does not fit."""

@@ -49,6 +49,10 @@ class Condition:
                 raise UserError(f"this model is not conditioned on {name}")
         return ()
 
+    def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
+        """Return the conditions that samples hold themselves, by name."""
+        return {}
+
     def nothing(self, known: Known) -> Known:
         """Return what stands for no condition, in the form of `known`.
 

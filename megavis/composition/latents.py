@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megavis.composition.tokens import Tokens
+from megavis.composition.tokens import Vectors
 from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
-from megavis.model.core import Core
-from megavis.model.init import Fill
-from megavis.model.patches import PatchEmbedding
 from megavis.parallel.random import normal
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from megavis.tokenizers.base import LatentTokenizer
 
 
-class Latents(Tokens):
+class Latents(Vectors):
     """Real-valued tokens, drawn from mean and scale."""
 
     sample_type = torch.float16
@@ -136,15 +133,6 @@ class Latents(Tokens):
     def from_sequence(self, tokens: Tensor) -> Tensor:
         """Return latents `[b, c, h, w]` of tokens `[b, n, d]`."""
         return unstack(to_grid(tokens, height=self.grid[0]), self.stacked)
-
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a linear map."""
-        options = {} if fill is None else {"fill": fill}
-        return PatchEmbedding(self.width, core.megatron.hidden_size, **options)
-
-    def blank(self, images: Tensor) -> Tensor:
-        """Return tokens `[b, n, d]` of zeros."""
-        return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor:
         """Draw latents `[b, c, h, w]` from N(0, 1), what the VAE takes the world for."""

@@ -23,7 +23,7 @@ from megavis.data.batch import Batch
 from megavis.data.manifest import PALETTE_NAME, Manifest
 from megavis.model.core import Core
 from megavis.model.embeddings import token_embedding
-from megavis.model.init import Fill, normal
+from megavis.model.init import Fill, normal, xavier_uniform
 from megavis.model.patches import PatchEmbedding
 from megavis.tokenizers.frames import standardize_frames
 from megavis.tokenizers.palette import Palette
@@ -79,6 +79,13 @@ class Tokens(ABC):
         return tokens
 
     @abstractmethod
+    def check_values(self, tokens: Tensor) -> None:
+        """Want tokens that can be embedded; raises UserError for others.
+
+        Reads numbers off the device: not for a step of training.
+        """
+
+    @abstractmethod
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
         """Yield what is wrong with shards for a paper of this name, a sentence each."""
 
@@ -115,7 +122,55 @@ class Tokens(ABC):
         return blank_batch(num_images, self.sample_shape, self.sample_type, device)
 
 
-class Colours(Tokens):
+class Vocabulary(Tokens):
+    """Ids of a vocabulary.
+
+    Attributes:
+        vocabulary_size: v.
+    """
+
+    vocabulary_size: int
+
+    def check_values(self, tokens: Tensor) -> None:
+        """Want ids of the vocabulary."""
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= self.vocabulary_size:
+            raise UserError(
+                f"the ids reach from {smallest} to {largest}; objective.vocabulary_size"
+                f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
+            )
+
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Return a table, split over the tensor group."""
+        return token_embedding(core, self.vocabulary_size, fill or normal(0.02))
+
+    def blank(self, images: Tensor) -> Tensor:
+        """Return ids int64 `[b, n]`, all 0."""
+        return images.new_zeros(len(images), self.num_tokens)
+
+
+class Vectors(Tokens):
+    """Tokens of several numbers.
+
+    Attributes:
+        width: d.
+    """
+
+    width: int
+
+    def check_values(self, tokens: Tensor) -> None:
+        """Accept any numbers."""
+
+    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
+        """Return a linear map."""
+        return PatchEmbedding(self.width, core.megatron.hidden_size, fill or xavier_uniform)
+
+    def blank(self, images: Tensor) -> Tensor:
+        """Return tokens `[b, n, d]` of zeros."""
+        return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
+
+
+class Colours(Vocabulary):
     """Ids of a palette: a pixel each, as palette shards hold them."""
 
     sample_type = torch.int64
@@ -154,14 +209,6 @@ class Colours(Tokens):
                 f" objective.vocabulary_size is {self.vocabulary_size}"
             )
 
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a table, split over the tensor group."""
-        return token_embedding(core, self.vocabulary_size, fill or normal(0.02))
-
-    def blank(self, images: Tensor) -> Tensor:
-        """Return ids of the first colour, int64 `[b, n]`."""
-        return images.new_zeros(len(images), self.num_tokens)
-
     def check_images(self, folder: Path) -> None:
         """Raise UserError where the run folder has no palette."""
         Palette.load(folder / PALETTE_NAME)
@@ -175,7 +222,7 @@ class Colours(Tokens):
         return torch.from_numpy(colours)
 
 
-class Patches(Tokens):
+class Patches(Vectors):
     """Patches of standardised pixels."""
 
     def __init__(self, *, image_size: int, patch_size: int) -> None:
@@ -197,14 +244,6 @@ class Patches(Tokens):
         if manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {name} wants jpeg shards"
 
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a linear map."""
-        return PatchEmbedding(self.width, core.megatron.hidden_size)
-
-    def blank(self, images: Tensor) -> Tensor:
-        """Return patches `[b, n, d]` of zeros."""
-        return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
-
     def check_images(self, folder: Path) -> None:
         """Accept any run: patches are pixels."""
 
@@ -213,7 +252,7 @@ class Patches(Tokens):
         return to_uint8(unpatchify(tokens, self.patch_size))
 
 
-class Frames(Tokens):
+class Frames(Vectors):
     """Frames of spectrograms, each a one-dimensional patch."""
 
     sample_type = torch.float32
@@ -235,14 +274,6 @@ class Frames(Tokens):
                 f"holds frames {list(manifest.frame_shape or ())}; data.frames is"
                 f" {self.sample_shape}"
             )
-
-    def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a linear map."""
-        return PatchEmbedding(self.width, core.megatron.hidden_size)
-
-    def blank(self, images: Tensor) -> Tensor:
-        """Return frames of zeros."""
-        return torch.zeros(len(images), *self.sample_shape, device=images.device)
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
         """Raise UserError: frames have no picture."""

@@ -7,6 +7,7 @@ numbers of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -123,6 +124,8 @@ class Density(ABC):
 
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what a user may choose when tokens are drawn."""
+    names: tuple[str, ...] = ()
+    """What can be chosen by name of what the head reads besides hidden states: see `corrupted`."""
     num_outputs: int
     """Numbers that the head gives for a position, over all processes."""
     decoder_flops: float = 0.0
@@ -133,12 +136,18 @@ class Density(ABC):
     def build_head(self) -> Head:
         """Return the last layer."""
 
-    def corrupted(self, tokens: Tensor, index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def corrupted(
+        self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return what is scored in training, and what the head reads besides hidden states.
 
         Args:
             tokens: the true ones `[b, q, ...]`.
             index: int64 `[b]`, of the samples, which decides random draws.
+            choices: a user's, by name, in place of draws; others than `names` are of no meaning.
+
+        Raises:
+            UserError: a choice does not fit.
         """
         return tokens, ()
 

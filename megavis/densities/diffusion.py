@@ -8,10 +8,10 @@ Legend: b images, q positions, d numbers of a patch; γ in [0, 1] share of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,7 @@ class Diffusion(Density):
     """A decoder that takes noise from patches."""
 
     options_type = DiffusionChoice
+    names = ("gamma",)
 
     def __init__(
         self,
@@ -130,9 +131,19 @@ class Diffusion(Density):
         """Return what is predicted, `[b, n, d]`."""
         return noise if self.process.predicts == "noise" else clean
 
-    def corrupted(self, tokens: Tensor, index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Draw noise and γ; return what is predicted, and what the head reads."""
+    def corrupted(
+        self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Draw noise and γ; return what is predicted, and what the head reads.
+
+        γ can be chosen: `gamma`, a number or `[b, q, 1]`, from 0 to 1.
+        """
         noise, gamma = self.draw_noise(index, tokens.shape[1])
+        chosen = (choices or {}).get("gamma")
+        if chosen is not None:
+            gamma = torch.as_tensor(chosen, device=gamma.device).expand_as(gamma)
+            if not bool(((gamma >= 0) & (gamma <= 1)).all()):
+                raise UserError(f"gamma must lie in 0..1, not {chosen}")
         return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
 
     def nothing_more(self, rows: Tensor) -> tuple[Tensor, ...]:

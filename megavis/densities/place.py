@@ -5,7 +5,8 @@ Legend: b images, n tokens and places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,9 @@ class Place(Density):
         """Return a logit for each place of each token: `[b, n, n]`."""
         return predictions[:, self.num_skipped :]
 
-    def corrupted(self, tokens: Tensor, index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def corrupted(
+        self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the places int64 `[b, n]` of tokens in raster order."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return places.expand(len(tokens), -1), ()

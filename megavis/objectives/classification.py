@@ -187,9 +187,10 @@ class Classification(Trainable):
         return self.paper.feature_inputs(batch)
 
     def inputs_from(
-        self, inputs: Any, *, sample_index: Tensor | None = None, **_: Any
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
         """Return what the first layer takes for images as shards hold them (`Batch.inputs`)."""
+        self.check_options(options)
         index = torch.arange(len(inputs)) if sample_index is None else sample_index
         batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
         return self.sequence(batch.to(inputs.device)).inputs

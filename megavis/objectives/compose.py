@@ -9,10 +9,8 @@ Legend: b images, n tokens, d numbers of a token.
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megavis.composition.asking import Asking, Mask, Query, Shift
 from megavis.composition.codebook import Ids
@@ -241,31 +239,6 @@ class Compose(Composition):
     def initialization(self) -> Initialization:
         """Return Xavier's for all matrices, as Vision Transformers have them."""
         return vision_transformer()
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        labels: Tensor | None = None,
-        sample_index: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return what the first layer takes.
-
-        Args:
-            inputs: as shards hold them, or tokens.
-            labels: int64 `[b]`; -1 or None: no class.
-            sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
-        """
-        index = torch.arange(len(inputs)) if sample_index is None else sample_index
-        index = index.to(inputs.device)
-        read = self.reads.of(inputs, index)
-        plan = self.schedule.draw(index)
-        asked = self._at(self.reads.sequence(read), plan, plan.first_asked)
-        given = {} if labels is None else {"labels": labels}
-        known = self.condition.given(given, len(read), read.device)
-        extra = self.density.corrupted(asked, index)[1]
-        return (*self.training_rows(read, plan), *known, *extra)
 
     def generation(self) -> Compose:
         """Return itself.

@@ -153,16 +153,62 @@ class Composition(Objective):
     def sequence(self, batch: Batch) -> Sequence:
         """Draw tokens, arrangement and condition, and ask for what the arrangement predicts."""
         index, samples = batch.sample_index, self.samples(batch.inputs)
-        read = predicted = self.reads.of(samples, index)
-        if self.predicts is not self.reads:
-            predicted = self.predicts.of(samples, index)
-        plan = self.schedule.draw(index)
-        asked = self._at(self.predicts.sequence(predicted), plan, plan.first_asked)
+        read, plan = self.reads.of(samples, index), self.schedule.draw(index)
+        asked = self._asked(samples, read, plan, index)
         scored, extra = self.density.corrupted(asked, index)
         rows = self.training_rows(read, plan)
         inputs = (*rows, *self.condition.training(batch), *extra)
         targets = () if self.has_transform else (scored,)
         return Sequence(inputs, (*targets, *self._weights(plan, len(scored))))
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        """Options of `inputs_from`: what schedule, density and condition let be chosen."""
+        names = (*self.schedule.names, *self.density.names, *self.condition.names)
+        # A transform takes the whole grid as it stands.
+        return tuple(name for name in names if not (self.has_transform and name == "order"))
+
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for a user's own data.
+
+        Args:
+            inputs: as shards hold them (`Batch.inputs`), or tokens; these pass a transform by.
+            sample_index: int64 `[b]`, the samples whose draws these are. Without it, what need not
+                be drawn is not: latents are their mean, nothing is hidden that features need not
+                hide. Orders, groups and noise are those of samples 0 to b - 1.
+            **options: `option_names`; None stands for none. `order` int64 `[b or 1, n]`, of tokens
+                in raster order; `boundaries`, where groups end; `mask` bool `[b, n]` in raster
+                order, true where a token is hidden; `mask_ratio`, the share that is not seen;
+                `gamma`, of noise, a number or `[b, n, 1]` in the order; `labels` int64 `[b]`, -1:
+                no class; `image`, what is known besides, that of the inputs when absent.
+
+        Raises:
+            UserError: an option does not apply, or something does not fit.
+        """
+        self.check_options(options, self.option_names)
+        choices = {name: value for name, value in options.items() if value is not None}
+        samples = self.samples(inputs)
+        read = self.reads.of(samples, sample_index)
+        self.reads.check_values(read)
+        index = torch.arange(len(read)) if sample_index is None else sample_index
+        index = index.to(read.device)
+        plan = self.schedule.chosen(index, choices, is_named=sample_index is not None)
+        conditions = {name: choices[name] for name in self.condition.names if name in choices}
+        conditions = {**self.condition.found_in(inputs), **conditions}
+        known = self.condition.given(conditions, len(read), read.device)
+        extra: tuple[Tensor, ...] = ()
+        if self.extra_tensors:
+            asked = self._asked(samples, read, plan, index)
+            extra = self.density.corrupted(asked, index, choices)[1]
+        return (*self.training_rows(read, plan), *known, *extra)
+
+    def _asked(self, samples: Any, read: Tensor, plan: Arrangement, index: Tensor) -> Tensor:
+        """Return the tokens that a plan asks for: those that are read, or others of the samples."""
+        is_read = self.predicts is self.reads
+        tokens = read if is_read else self.predicts.of(samples, index)
+        return self._at(self.predicts.sequence(tokens), plan, plan.first_asked)
 
     def training_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
         """Return the rows that predict all that an arrangement asks for.

@@ -11,10 +11,6 @@ Legend: b images, T patches, d numbers of a patch, v ids.
 from __future__ import annotations
 
 import functools
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from megavis.composition.asking import Asking, Query, Shift
 from megavis.composition.codebook import Ids
@@ -27,7 +23,7 @@ from megavis.densities.decoders import PatchHead, decoder_flops
 from megavis.densities.diffusion import Diffusion, Process
 from megavis.densities.squared_error import SquaredError
 from megavis.model.init import Initialization, normal, vision_transformer
-from megavis.model.orders import fixed_order, take_places
+from megavis.model.orders import fixed_order
 from megavis.objectives.composition import Composition
 from megavis.objectives.darl_config import DARLConfig, position_kind
 from megavis.schedules.one_by_one import OneByOne
@@ -148,35 +144,6 @@ class DARL(Composition):
     def initialization(self) -> Initialization:
         """Return MAE's, whose recipe is followed (section 4, table 8)."""
         return vision_transformer()
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        order: Tensor | None = None,
-        gamma: Tensor | float | None = None,
-        sample_index: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return the inputs for images.
-
-        Args:
-            inputs: images uint8 `[b, h, w, 3]`.
-            order: int64 `[b, T]`, patches in raster order; that of the config where absent.
-            gamma: with diffusion, for all patches, or `[b, T, 1]` in the order; drawn where absent.
-            sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
-        """
-        patches = self.reads.of(inputs)
-        index = torch.arange(len(patches)) if sample_index is None else sample_index
-        index = index.to(patches.device)
-        plan = self.schedule.draw(index) if order is None else OneByOne.along(order)
-        rows, density = self.training_rows(patches, plan), self.density
-        if not isinstance(density, Diffusion):
-            return rows
-        noise, drawn = density.draw_noise(index, self.num_tokens)
-        if gamma is not None:
-            drawn = torch.as_tensor(gamma, device=drawn.device).expand_as(drawn)
-        return (*rows, density.noisy(take_places(patches, plan.order), noise, drawn))
 
     def generation(self) -> DARL:
         """Return itself; raises UserError where predictions are not what is read."""

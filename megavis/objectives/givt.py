@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -163,29 +163,6 @@ class GIVT(Composition):
             given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
         words = "number of the VAE's latents"
         return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        labels: Tensor | None = None,
-        sample_index: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return what the first layer takes.
-
-        Args:
-            inputs: as `Latents.of` takes them. Tokens pass the adapter by.
-            labels: int64 `[b]`; -1 or None: no class.
-            sample_index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
-
-        Raises:
-            UserError: a shape or a label is wrong.
-        """
-        latents = self.reads.of(inputs, sample_index)
-        plan = self.schedule.for_features(torch.arange(len(latents), device=latents.device))
-        rows = self.training_rows(latents, plan)
-        return (*rows, self.condition.rows(labels, len(latents), latents.device))
 
     def generation(self) -> GIVT:
         """Return itself."""

@@ -59,6 +59,10 @@ class LabelsAndImage(Labels):
             raise UserError("this model predicts from images: give those that its encoder reads")
         return *rows, self.encoder_input(values["image"].to(device))
 
+    def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
+        """Return the images."""
+        return {"image": images_and_targets(samples)[0]}
+
     def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
         """Encode the images, once for all tokens."""
         *rows, images = known
@@ -160,30 +164,6 @@ class GIVTEncoderDecoder(GIVT):
     def samples(self, inputs: Any) -> Any:
         """Return the targets."""
         return images_and_targets(inputs)[1]
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        image: Tensor | None = None,
-        labels: Tensor | None = None,
-        sample_index: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return what the first layer takes.
-
-        Args:
-            inputs: as `Latents.of` takes them. Tokens pass the adapter by.
-            image: what the encoder reads, as `encoder_input` takes it; the inputs when absent.
-            labels: int64 `[b]`; -1 or None: no class.
-            sample_index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
-
-        Raises:
-            UserError: a shape or a label is wrong.
-        """
-        own = super().inputs_from(inputs, labels=labels, sample_index=sample_index)
-        image = inputs if image is None else image.to(own[0].device)
-        return (*own, self.condition.encoder_input(image))
 
     @property
     def likelihood(self) -> Likelihood:

@@ -108,29 +108,3 @@ class GIVTMaskGIT(GIVT):
         return MaskedReader(
             self.paper, self.core, self.asks, self.slots(), num_columns=self.reads.grid[1]
         )
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        labels: Tensor | None = None,
-        mask: Tensor | None = None,
-        sample_index: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return what the first layer takes.
-
-        Args:
-            inputs: as `Latents.of` takes them. Tokens pass the adapter by.
-            labels: int64 `[b]`; -1 or None: no class.
-            mask: bool `[b, n]`, true where a token is hidden; nothing when absent.
-            sample_index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
-
-        Raises:
-            UserError: a shape or a label is wrong.
-        """
-        latents = self.reads.of(inputs, sample_index)
-        if mask is None:
-            mask = torch.zeros(len(latents), self.num_tokens, dtype=torch.bool)
-        rows = self.training_rows(latents, self.schedule.hiding(mask.to(latents.device)))
-        return (*rows, self.condition.rows(labels, len(latents), latents.device))

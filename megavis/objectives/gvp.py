@@ -13,13 +13,9 @@ Legend: b images, T patches, S condition tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from megavis.composition.asking import Query
 from megavis.composition.codebook import Ids
@@ -143,36 +139,6 @@ class GVP(Composition):
         if isinstance(self.condition, PooledFeatures):
             return self.condition.tokenizer.identity()
         return super().tokenizer_identity
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        order: Tensor | None = None,
-        boundaries: Any = None,
-        sample_index: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return both streams, with a query for every patch in the order of z.
-
-        Args:
-            inputs: images uint8 `[b, h, w, 3]`, or for d2d ids `[b, T]`.
-            order: z, int64 `[b, T]`, patches in raster order; drawn where absent.
-            boundaries: n_0 .. n_{K-1}, for all images alike; drawn where absent.
-            sample_index: int64 `[b]`, decides the draws; 0 .. b - 1 where absent.
-
-        Raises:
-            UserError: the order is no permutation, the boundaries do not increase, or an id is none
-                of the codebook's.
-        """
-        content = self.reads.of(inputs)
-        if isinstance(self.reads, Ids):
-            self.reads.check_ids(content)
-        index = torch.arange(len(content)) if sample_index is None else sample_index
-        plan = self.schedule.chosen(index.to(content.device), order, boundaries)
-        if self.paper.streams == "two":
-            plan = dataclasses.replace(plan, num_content=self.num_tokens, first_asked=0)
-        return (*self.training_rows(content, plan), *self.condition.for_features(inputs))
 
     @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:

@@ -5,9 +5,11 @@ Legend: b images, e numbers of a tokenizer's feature.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from megavis.composition.codebook import open_ids_tokenizer
@@ -27,6 +29,7 @@ class PooledFeatures(Condition):
     The paper leaves open which features: here what is looked up in the codebook, before it is.
     """
 
+    names = ("image",)
     roles: tuple[Role, ...] = ("front",)
 
     def __init__(self, *, image_size: int, size: int, tokenizer: str) -> None:
@@ -51,6 +54,17 @@ class PooledFeatures(Condition):
         """
         check_images(samples, self.image_size)
         return (self.tokenizer.to(samples.device).features(samples).mean(1),)
+
+    def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
+        """Return the images."""
+        return {"image": samples}
+
+    def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
+        """Return the features of `image`; raises UserError where there is none."""
+        super().given(values, count, device)
+        if "image" not in values:
+            raise UserError("this model knows of a whole image: give it")
+        return self.for_features(values["image"].to(device))
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:

@@ -14,7 +14,7 @@ Legend: b images, n pixels.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -117,29 +117,6 @@ class IGPT(Composition):
         # The config has let no other word pass.
         kind = cast(OrderKind, kind)
         return fixed_order(kind, height=side, width=side, block=self.paper.order_block)
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        sample_index: Tensor | None = None,
-        mask: Tensor | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return the first layer's inputs.
-
-        Args:
-            inputs: ids int64 `[b, n]` in raster order.
-            sample_index: int64 `[b]`, decides BERT's mask where none is given; without it, all
-                images have that of sample 0.
-            mask: bool `[b, n]` in raster order; true where BERT's pixel is hidden.
-        """
-        if mask is not None and isinstance(self.schedule, MaskedShare):
-            plan = self.schedule.hiding(mask.to(inputs.device))
-        else:
-            index = torch.zeros(len(inputs)).long() if sample_index is None else sample_index
-            plan = self.schedule.draw(index.to(inputs.device))
-        return self.training_rows(inputs.long(), plan)
 
     def generation(self) -> IGPT:
         """Return itself; raises UserError in BERT mode, which predicts from both sides."""

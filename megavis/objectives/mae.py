@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,17 +133,3 @@ class MAE(Composition):
             "bridge", lambda: MaskTokens(self.core, self.decoder, self), seed=seed, depth=depth
         )
         return [bridge, *block_plans(self.decoder, work, seed=seed, depth=depth + 1)]
-
-    def inputs_from(
-        self, inputs: Any, *, sample_index: Tensor | None = None, **_: Any
-    ) -> tuple[Tensor, ...]:
-        """Return the visible patches, and the places of all.
-
-        Args:
-            inputs: images uint8 `[b, h, w, 3]`.
-            sample_index: int64 `[b]`, decides which patches are visible; all are when absent.
-        """
-        if sample_index is None:
-            return self.inputs_for_features(inputs, None)
-        patches = self.reads.of(inputs)
-        return self.training_rows(patches, self.schedule.draw(sample_index.to(patches.device)))

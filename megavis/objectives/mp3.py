@@ -18,7 +18,6 @@ patch, h hidden size.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
@@ -107,29 +106,6 @@ class MP3(Composition):
         """Return one normal distribution for every matrix, as DeiT (section 4.2)."""
         fill = normal(self.paper.initial_deviation)
         return Initialization(fill, fill, fill, fill, fill)
-
-    def inputs_from(
-        self,
-        inputs: Any,
-        *,
-        sample_index: Tensor | None = None,
-        mask_ratio: float | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Return patches, what is seen of them, and which show where they stand.
-
-        Args:
-            inputs: images uint8 `[b, height, width, 3]` or frames float `[b, n, d]`.
-            sample_index: int64 `[b]`, decides which patches are seen and placed; when absent, all
-                are (without positions in the config, none shows its place).
-            mask_ratio: η; the config's when absent.
-        """
-        if sample_index is None:
-            return self.inputs_for_features(inputs, None)
-        patches = self.reads.of(inputs)
-        return self.training_rows(
-            patches, self.schedule.draw(sample_index.to(patches.device), mask_ratio)
-        )
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return `accuracy` and `top5`: shares of patches whose true place is named so.

@@ -7,7 +7,7 @@ tokenizer in training, which has none, is a `Trainable` of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -99,8 +99,28 @@ class Trainable(ABC):
         """Turn the last layer's output into the paper's own form, whole and batch first."""
 
     @abstractmethod
-    def inputs_from(self, inputs: Any, **conditions: Any) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for a user's own inputs in the paper's form."""
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return `Sequence.inputs` for a user's own inputs in the paper's form.
+
+        Args:
+            inputs: as shards hold them (`Batch.inputs`), or tokens.
+            sample_index: int64 `[b]`, the samples whose draws these are.
+            **options: of the paper, by name.
+
+        Raises:
+            UserError: an option does not apply, or something does not fit.
+        """
+
+    def check_options(self, given: Iterable[str], known: tuple[str, ...] = ()) -> None:
+        """Raise UserError for options of `inputs_from` that are none of those known."""
+        for name in given:
+            if name not in known:
+                raise UserError(
+                    f"inputs of {self.config.objective.name} take no {name}; they take"
+                    f" {', '.join(('sample_index', *known))}"
+                )
 
     @property
     def tokenizer_identity(self) -> str | None:

@@ -56,7 +56,7 @@ class VAEObjective(AutoencoderObjective):
         return VAELayer(self.paper.shape)
 
     def inputs_from(
-        self, inputs: Any, *, sample_index: Tensor | None = None, **_: Any
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
         """Return pixels and noise.
 
@@ -64,7 +64,9 @@ class VAEObjective(AutoencoderObjective):
             inputs: images `[b, H, W, 3]`, uint8, or floats in [0, 1].
             sample_index: int64 `[b]`, decides the noise; without it the noise is zero, so that
                 the mean is decoded.
+            **options: none.
         """
+        self.check_options(options)
         pixels = self.pixels_from(inputs)
         side = pixels.shape[-1] // self.paper.shape.downsampling
         shape = (self.paper.latent_channels, side, side)

@@ -82,8 +82,11 @@ class VQGANObjective(AutoencoderObjective):
             add_options(layer.network.quantize.parameters(), options)
         return layer
 
-    def inputs_from(self, inputs: Any, **_: Any) -> tuple[Tensor, ...]:
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
         """Return pixels of images `[b, H, W, 3]`, uint8 or floats in [0, 1]."""
+        self.check_options(options)
         return (self.pixels_from(inputs),)
 
     def own_terms(self, between: State) -> Mapping[str, Tensor]:

@@ -9,6 +9,7 @@ Legend: b images (1 where all images share a tensor), n positions of the sequenc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -122,9 +123,27 @@ class Schedule(ABC):
         """True where what is asked differs from draw to draw, so that evaluation is a sample."""
         return False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What can be chosen by name of the arrangement of a user's own data: see `chosen`."""
+        return ()
+
     @abstractmethod
     def draw(self, index: Tensor) -> Arrangement:
         """Return the arrangement of training for samples `index`, int64 `[b]`."""
+
+    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
+        """Return the arrangement of a user's own data.
+
+        Args:
+            index: int64 `[b]`, the samples whose draws decide what is not chosen.
+            choices: by name; others than `names` are of no meaning here.
+            is_named: the user has named these samples; nothing need be hidden where not.
+
+        Raises:
+            UserError: a choice does not fit.
+        """
+        return self.draw(index)
 
     @property
     def has_random_features(self) -> bool:

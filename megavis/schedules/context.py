@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
 from megavis.schedules.base import Arrangement, Schedule
 from megavis.schedules.context_size import context_size
@@ -51,6 +55,23 @@ class Context(Schedule):
         order = draws.argsort(dim=1, stable=True)
         ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         return self._arranged(order, self.num_context(ratio), self.num_placed)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The share that nobody reads, unless it decides how many are asked for."""
+        return ("mask_ratio",) if self.asks_context else ()
+
+    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
+        """Draw the context with η `mask_ratio`, that of training when absent.
+
+        All read all where neither samples nor η are named.
+        """
+        ratio: float | None = choices.get("mask_ratio")
+        if ratio is None and not is_named:
+            return self.for_features(index)
+        if ratio is not None and not 0 <= ratio <= 1:
+            raise UserError(f"the mask_ratio must lie in 0..1, not {ratio}")
+        return self.draw(index, ratio)
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Let all read all, and every token show its place."""

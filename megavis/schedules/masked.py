@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ class Masked(Schedule):
     """Hidden tokens are group 1, the others group 0; all are read, in one order."""
 
     takes_given = False
+    names = ("mask",)
 
     def __init__(self, orders: Orders, *, seed: int) -> None:
         """Build.
@@ -47,6 +50,23 @@ class Masked(Schedule):
     def draw(self, index: Tensor) -> Arrangement:
         """Hide tokens of samples `[b]`."""
         return self.hiding(self.draw_hidden(index))
+
+    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
+        """Hide `mask`, bool `[b, n]` in raster order.
+
+        When absent, what the named samples hide in training; without any, what features hide of
+        sample 0.
+        """
+        mask: Tensor | None = choices.get("mask")
+        if mask is None:
+            return self.draw(index) if is_named else self.for_features(torch.zeros_like(index))
+        shape = (len(index), self.orders.num_positions)
+        if mask.shape != shape or mask.dtype != torch.bool:
+            raise UserError(
+                f"the mask has shape {list(mask.shape)} and type {mask.dtype}; this run takes bool"
+                f" {list(shape)}"
+            )
+        return self.hiding(mask.to(index.device))
 
     @abstractmethod
     def draw_hidden(self, index: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.schedules.base import Arrangement, Progress, Schedule, Step
-from megavis.schedules.orders import Orders
+from megavis.schedules.orders import Orders, check_order
 
 
 class OneByOne(Schedule):
     """A group for each position."""
 
     is_sequential = True
+    names = ("order",)
 
     def __init__(self, orders: Orders, *, name: str = "token/{}", prefix: int = 0) -> None:
         """Build.
@@ -41,6 +43,14 @@ class OneByOne(Schedule):
     def draw(self, index: Tensor) -> Arrangement:
         """Return the orders of samples `[b]`."""
         return self.along(self.orders.of(index), self.prefix)
+
+    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
+        """Return the arrangement of `order`, int64 `[b or 1, n]`; that of training when absent."""
+        order: Tensor | None = choices.get("order")
+        if order is None:
+            return self.draw(index)
+        check_order(order, self.orders.num_positions)
+        return self.along(order.to(index.device), self.prefix)
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Return the order that needs no draw."""

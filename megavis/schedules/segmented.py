@@ -5,8 +5,9 @@ Legend: b images, T tokens of an image, K predicted groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from megavis.schedules.orders import check_order
 
 class Grouping(Groups):
     """z, and the group of each of its places."""
+
+    names = ("order", "boundaries")
 
     def __init__(
         self,
@@ -71,31 +74,31 @@ class Grouping(Groups):
         groups = segmentation.groups_of(boundaries, self.num_tokens)
         return Arrangement(order, groups, num_content=last, first_asked=first)
 
-    def chosen(
-        self, sample_index: Tensor, order: Tensor | None, boundaries: Sequence[int] | None
-    ) -> Arrangement:
-        """Return a user's order `[b, T]` and groups; what is absent is drawn.
+    def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
+        """Return a user's order and groups; what is absent is drawn.
+
+        All tokens are content, and all are asked for: where the groups lie follows from the data.
 
         Args:
-            sample_index: int64 `[b]`.
-            order: int64 `[b, T]`.
-            boundaries: n_0 .. n_{K-1}, for all images alike.
+            index: int64 `[b]`.
+            choices: `order`, int64 `[b or 1, T]`; `boundaries`, n_0 .. n_{K-1}, of all images.
+            is_named: of no meaning here.
 
         Raises:
             UserError: the order is no permutation, or the boundaries do not increase.
         """
-        drawn = self.draw(sample_index)
-        if order is None:
-            order = drawn.order
-        else:
+        plan, order = self.draw(index), choices.get("order")
+        boundaries: Sequence[int] | None = choices.get("boundaries")
+        if order is not None:
             check_order(order, self.num_tokens)
-        if boundaries is None:
-            return replace(drawn, order=order)
-        fault = fault_of_boundaries(boundaries, self.num_tokens)
-        if fault:
-            raise UserError(f"boundaries {fault}")
-        ends = torch.as_tensor(boundaries, device=order.device).expand(len(order), -1)
-        return self._arranged(order, ends)
+            plan = replace(plan, order=order.to(index.device).expand(len(index), -1))
+        if boundaries is not None:
+            fault = fault_of_boundaries(boundaries, self.num_tokens)
+            if fault:
+                raise UserError(f"boundaries {fault}")
+            ends = torch.as_tensor(boundaries, device=index.device).expand(len(index), -1)
+            plan = self._arranged(plan.order, ends)
+        return replace(plan, num_content=self.num_tokens, first_asked=0)
 
     def for_features(self, index: Tensor) -> Arrangement:
         """Return raster order and typical groups of training, without a draw."""

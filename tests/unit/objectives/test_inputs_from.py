@@ -1,0 +1,173 @@
+"""What goes into a model of a user's own data, and which options each paper takes by name."""
+
+import pytest
+import torch
+from small_batches import photographs
+
+from megavis.config.errors import UserError
+from megavis.model.orders import take_places
+
+PATCHES = "patch_size: 4"
+LATENTS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
+COMPOSED = (
+    "name: compose, reads: {kind: patches, patch_size: 4}, condition: {kind: class, num_classes: 3}"
+)
+PAPERS = {
+    # name: objective, kind of its inputs, what may be named besides samples
+    "igpt": ("{name: igpt, vocabulary_size: 12}", "ids", {"order"}),
+    "bert": ("{name: igpt, vocabulary_size: 12, mode: bert}", "ids", {"mask"}),
+    "givt": (f"{{name: givt, {LATENTS}}}", "latents", {"order", "labels"}),
+    "adapter": (f"{{name: givt, {LATENTS}, adapter_blocks: 1}}", "latents", {"labels"}),
+    "maskgit": (f"{{name: givt_maskgit, {LATENTS}}}", "latents", {"mask", "labels"}),
+    "darl": (f"{{name: darl, {PATCHES}}}", "images", {"order"}),
+    "diffusion": (f"{{name: darl, {PATCHES}, loss: diffusion}}", "images", {"order", "gamma"}),
+    "gvp": (f"{{name: gvp, {PATCHES}, num_groups: 3}}", "images", {"order", "boundaries"}),
+    "mp3": (f"{{name: mp3, {PATCHES}}}", "images", {"mask_ratio"}),
+    "mae": (f"{{name: mae, {PATCHES}, decoder: {{hidden_size: 16}}}}", "images", set()),
+    "composed": (
+        f"{{{COMPOSED}, schedule: {{kind: one_by_one, order: random}},"
+        " asks: {kind: query}, density: {kind: diffusion}}",
+        "images",
+        {"order", "gamma", "labels"},
+    ),
+    "composed_groups": (
+        f"{{{COMPOSED}, schedule: {{kind: groups, num_groups: 3}},"
+        " asks: {kind: query}, density: {kind: squared_error}}",
+        "images",
+        {"order", "boundaries", "labels"},
+    ),
+    "vae": (
+        "{name: vae, latent_channels: 4, multipliers: [1, 1, 1], filters: 32, blocks_per_level: 1,"
+        " perceptual_weight: 0, adversarial_weight: 0}",
+        "images",
+        set(),
+    ),
+    "classes": (
+        f"{{name: darl, {PATCHES}}}\nfinetune: {{num_classes: 3}}\nschedule: {{warmup_steps: 1}}",
+        "images",
+        set(),
+    ),
+}
+VALUES = {
+    "order": torch.randperm(9, generator=torch.Generator().manual_seed(0)).expand(4, -1),
+    "mask": torch.arange(36).view(4, 9) % 3 == 0,
+    "mask_ratio": 0.5,
+    "gamma": 0.25,
+    "boundaries": (3, 5),
+    "labels": torch.tensor([0, 2, 1, 0]),
+}
+
+
+@pytest.fixture
+def make(build_paper):
+    """Build a small model and four inputs of nine tokens."""
+
+    def make(name):
+        objective, kind, _ = PAPERS[name]
+        blocks = "model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}\n"
+        size = 3 if kind == "ids" else 12
+        text = f"""\
+name: small
+objective: {objective}
+{"" if name == "vae" else blocks}data:
+  train: shards/train
+  validation: shards/validation
+  image_size: {size}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8, validate_every: {int(name == "classes")}}}
+"""
+        inputs = photographs(4, size)
+        if kind == "ids":
+            inputs = inputs[..., 0].flatten(1).long() % 12
+        elif kind == "latents":
+            inputs = torch.rand(4, 2, 4, 3, 3, generator=torch.Generator().manual_seed(0)).half()
+        return build_paper(text)[0], inputs
+
+    return make
+
+
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_what_does_not_apply_is_refused_with_what_does(make, name):
+    objective, inputs = make(name)
+    known = PAPERS[name][2]
+    plain = objective.inputs_from(inputs, sample_index=torch.arange(4))
+    for option, value in VALUES.items():
+        if option in known:
+            chosen = objective.inputs_from(inputs, sample_index=torch.arange(4), **{option: value})
+            assert any(
+                a.shape != b.shape or not torch.equal(a, b)
+                for a, b in zip(plain, chosen, strict=True)
+            )
+            continue
+        with pytest.raises(UserError, match=f"take no {option}; ") as refused:
+            objective.inputs_from(inputs, **{option: value})
+        listed = str(refused.value).rpartition("they take ")[2].split(", ")
+        assert set(listed) == known | {"sample_index"}
+
+
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_what_is_absent_is_no_choice(make, name):
+    """None is what an option is that nobody gave."""
+    objective, inputs = make(name)
+    plain = objective.inputs_from(inputs)
+    chosen = objective.inputs_from(inputs, **dict.fromkeys(PAPERS[name][2]))
+    assert all(torch.equal(a, b) for a, b in zip(plain, chosen, strict=True))
+
+
+def test_latents_without_a_sample_are_their_mean(make):
+    objective, inputs = make("givt")
+    tokens = objective.reads.sequence(inputs[:, 0].float())
+    assert torch.equal(objective.inputs_from(inputs)[0][:, 1:], tokens[:, :-1])
+
+
+def test_nothing_is_hidden_until_a_sample_or_a_mask_says_so(make):
+    objective, inputs = make("maskgit")
+    assert not objective.inputs_from(inputs)[2].any()
+    drawn = objective.inputs_from(inputs, sample_index=torch.arange(4))[2]
+    assert torch.equal(drawn, objective.schedule.draw_hidden(torch.arange(4)))
+    chosen = objective.inputs_from(inputs, mask=VALUES["mask"])[2]
+    assert torch.equal(chosen, VALUES["mask"])
+
+
+def test_a_share_is_hidden_without_a_sample_too(make):
+    """Of nine patches two thirds are seen, and the class token."""
+    objective, inputs = make("mp3")
+    assert objective.inputs_from(inputs)[1].shape == (4, 10)
+    assert objective.inputs_from(inputs, mask_ratio=1 / 3)[1].shape == (4, 7)
+
+
+@pytest.mark.parametrize("name", ["gvp", "composed_groups"])
+def test_every_patch_has_a_query_whatever_the_groups(make, name):
+    """By hand: content in the order, groups 0 to 2 of 3, 2 and 4 patches, queries likewise."""
+    objective, inputs = make(name)
+    order = VALUES["order"]
+    rows = objective.inputs_from(inputs, order=order, boundaries=(3, 5))
+    patches, groups = objective.reads.of(inputs), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    front = int(name == "composed_groups")  # its start token
+    assert torch.equal(rows[0][:, front:], take_places(patches, order))
+    assert torch.equal(rows[1][:, front:], order)
+    assert torch.equal(rows[2][:, front:], groups.expand(4, -1))
+    assert torch.equal(rows[3], order)
+    assert torch.equal(rows[4], groups.clamp(min=1).expand(4, -1))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("darl", {"order": torch.zeros(4, 9, dtype=torch.int64)}, "no permutation of the 9"),
+        ("bert", {"mask": torch.zeros(4, 8, dtype=torch.bool)}, r"mask has shape \[4, 8\]"),
+        ("mp3", {"mask_ratio": 1.5}, "mask_ratio must lie in 0..1"),
+        ("diffusion", {"gamma": -0.5}, "gamma must lie in 0..1"),
+        ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must lie in 0..2"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(make, name, options, message):
+    objective, inputs = make(name)
+    with pytest.raises(UserError, match=message):
+        objective.inputs_from(inputs, **options)
+
+
+def test_ids_that_no_colour_has_are_refused(make):
+    objective, inputs = make("igpt")
+    with pytest.raises(UserError, match="reach from 0 to 12; objective.vocabulary_size 12"):
+        objective.inputs_from(inputs.clone().fill_(0).index_fill(1, torch.tensor([4]), 12))
