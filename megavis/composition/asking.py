@@ -156,14 +156,14 @@ class Shift(Asking):
         """Return the rows [start, stop)."""
         first = max(start - 1, 0)
         before, places = tokens[:, first : stop - 1], plan.order[:, first : stop - 1]
-        groups = plan.groups[:, first : stop - 1]
         if start == 0:
-            before = pad_front(before)
-            places, groups = F.pad(places, (1, 0), value=START), F.pad(groups, (1, 0))
-        if self.by_groups:
-            assert self.place == "content"
-            return before, places, groups.expand(len(before), -1)
-        return before, places, plan.order[:, start:stop]
+            before, places = pad_front(before), F.pad(places, (1, 0), value=START)
+        if not self.by_groups:
+            return before, places, plan.order[:, start:stop]
+        assert self.place == "content"
+        groups = plan.groups[:, first : stop - 1]
+        groups = F.pad(groups, (1, 0)) if start == 0 else groups
+        return before, places, groups.expand(len(before), -1)
 
     def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

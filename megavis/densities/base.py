@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +50,7 @@ class Draws:
     def moved(self, name: str, position: int) -> Draws:
         """Return the random numbers of another step, for the same keys."""
         blocks = self.blocks if name == self.name else {}
-        return replace(self, name=name, position=position, blocks=blocks)
+        return Draws(self.keys, self.seed, name, position, blocks)
 
     def uniform_of_position(self) -> Tensor:
         """Draw the number in [0, 1) of name and position for each token: float32 `[r · q]`."""
@@ -90,7 +90,9 @@ class Drawn:
     counts: Tensor | None = None
 
     def pack(self) -> tuple[Tensor, ...]:
-        """Return the form that pipeline stages hand on; absent parts are empty."""
+        """Return the form that pipeline stages hand on; absent parts are empty, or left away."""
+        if self.score is None and self.counts is None:
+            return (self.tokens,)
         nothing = self.tokens.new_empty(0, dtype=torch.float32)
         parts = (self.tokens, self.score, self.counts)
         return tuple(nothing if part is None else part for part in parts)

@@ -210,4 +210,5 @@ class _Lanes:
 
     def best(self) -> Tensor:
         """Return the likeliest sequence of each image, which stands first."""
-        return self.tokens[:: self.settings.beams]
+        beams = self.settings.beams
+        return self.tokens if beams == 1 else self.tokens[::beams]

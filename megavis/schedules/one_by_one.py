@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,10 +96,10 @@ class OneByOne(Schedule):
         position = step.asked.stop
         if position == step.plan.num_positions:
             return None
-        return replace(
-            step,
-            known=position,
-            asked=slice(position, position + 1),
-            number=step.number + 1,
-            name=self._name.format(position),
+        return Step(
+            step.plan,
+            position,
+            slice(position, position + 1),
+            step.number + 1,
+            self._name.format(position),
         )
