@@ -22,7 +22,7 @@ from megavis.model.stack import LocalLayers
 from megavis.objectives.igpt import IGPT
 from megavis.parallel.launch import Launch
 from megavis.sampling.sampler import Sampler
-from megavis.schedules.base import Step
+from megavis.schedules.base import Question
 from megavis.schedules.one_by_one import OneByOne
 
 PRESET = "igpt/l_32.yaml"
@@ -126,8 +126,8 @@ def graphed_place(runner: Runner, objective: IGPT, batch: int, settings: Setting
     plan = OneByOne.along(torch.arange(objective.num_tokens, device=device)[None])
 
     def inputs_at(place: int, since: int) -> tuple[Tensor, ...]:
-        step = Step(plan, place, slice(place, place + 1), 0, "")
-        return objective.rows(ids, step, (), since)
+        question = Question(plan, place, slice(place, place + 1), since=since)
+        return objective.rows(ids, question, ())
 
     runner.predictions(inputs_at(given - 1, 0), cache=cache)
     inputs = inputs_at(given, given)

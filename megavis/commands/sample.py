@@ -202,7 +202,8 @@ def _picture(
     from megavis.sampling.pictures import picture
 
     paper = opened.objective.generation()
-    columns = [{**column, **options} for column in paper.columns] if args.prefix else [options]
+    own = paper.schedule.columns if args.prefix else ({},)
+    columns = [{**column, **options} for column in own]
     # An option that was chosen may leave no difference between the columns.
     different = [column for i, column in enumerate(columns) if column not in columns[:i]]
     samplers = [opened.sampler(seed=args.seed, spell=spelled, **each) for each in different]

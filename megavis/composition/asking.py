@@ -26,7 +26,7 @@ from torch import Tensor
 from megavis.model.flops import Workload
 from megavis.model.relative import OFF_GRID
 from megavis.model.visibility import Kind
-from megavis.schedules.base import Arrangement
+from megavis.schedules.base import Arrangement, Question
 
 if TYPE_CHECKING:
     from megavis.composition.reader import Reader, Role
@@ -67,32 +67,27 @@ class Asking(ABC):
     """Condition rows in front of all others."""
 
     @property
+    @abstractmethod
+    def roles(self) -> tuple[Role, ...]:
+        """Parts of the first layer that rows are made of, where a paper has them."""
+
+    @property
     def keeps_keys(self) -> bool:
         """True where keys and values of a token do not change as others follow."""
         return self.visibility == "causal"
 
+    @property
+    def _front(self) -> tuple[Role, ...]:
+        return ("front",) if self.num_front else ()
+
     @abstractmethod
-    def rows(
-        self,
-        tokens: Tensor,
-        plan: Arrangement,
-        *,
-        known: int,
-        asked: slice,
-        since: int = 0,
-        hidden: Tensor | None = None,
-    ) -> Rows:
-        """Return the rows that predict some positions.
+    def rows(self, tokens: Tensor, question: Question) -> Rows:
+        """Return the rows that answer a question.
 
         Args:
             tokens: `[b, at least known, ...]`, in the order of the plan (of `InContext`: in raster
                 order).
-            plan: order and groups.
-            known: positions `[0, known)` may be read.
-            asked: positions that are predicted.
-            since: positions whose keys and values are kept; rows for those after.
-            hidden: bool `[b, n]`, positions that are not known; those of the plan's groups above 0
-                when absent.
+            question: what is known, and what is asked for.
         """
 
     @abstractmethod
@@ -134,18 +129,15 @@ class Shift(Asking):
         self.visibility: Kind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
 
-    def rows(
-        self,
-        tokens: Tensor,
-        plan: Arrangement,
-        *,
-        known: int,
-        asked: slice,
-        since: int = 0,
-        hidden: Tensor | None = None,
-    ) -> Rows:
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Tokens, places, what stands before the first."""
+        asked: tuple[Role, ...] = ("asked_positions",) if self.place == "both" else ()
+        return ("content", "positions", *asked, "start")
+
+    def rows(self, tokens: Tensor, question: Question) -> Rows:
         """Return tokens, their places with `START` in front, and the places (groups) asked for."""
-        return self._between(tokens, plan, since, asked.stop)
+        return self._between(tokens, question.plan, question.since, question.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
         """Return start and all tokens; as in training where rows know what they predict."""
@@ -207,23 +199,20 @@ class Mask(Asking):
         """Build; so many condition rows stand in front."""
         self.num_front = num_front
 
-    def rows(
-        self,
-        tokens: Tensor,
-        plan: Arrangement,
-        *,
-        known: int,
-        asked: slice,
-        since: int = 0,
-        hidden: Tensor | None = None,
-    ) -> Rows:
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Tokens, places, and what stands for hidden ones."""
+        return ("content", "positions", "mask", *self._front)
+
+    def rows(self, tokens: Tensor, question: Question) -> Rows:
         """Return all tokens, their places, and bool `[b, n]`, true where one is hidden."""
-        hidden = plan.groups > 0 if hidden is None else hidden
-        return tokens, plan.order, hidden.expand(len(tokens), -1)
+        order, hidden = question.plan.order, question.hidden
+        hidden = question.plan.groups > 0 if hidden is None else hidden
+        return tokens, order, hidden.expand(len(tokens), -1)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
         """Return all tokens, none hidden but those that the plan hides."""
-        return self.rows(tokens, plan, known=0, asked=slice(0, 0))
+        return self.rows(tokens, plan.question)
 
     def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
@@ -263,23 +252,21 @@ class Query(Asking):
         """
         self.num_front, self.starts, self.queries = num_front, starts, queries
 
-    def rows(
-        self,
-        tokens: Tensor,
-        plan: Arrangement,
-        *,
-        known: int,
-        asked: slice,
-        since: int = 0,
-        hidden: Tensor | None = None,
-    ) -> Rows:
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Tokens, places, what is in front, and what stands for a token that is asked for."""
+        start: tuple[Role, ...] = ("start",) if self.starts else ()
+        return ("content", "positions", *start, "query", *self._front)
+
+    def rows(self, tokens: Tensor, question: Question) -> Rows:
         """Return the known tokens, their places and groups, and the places and groups asked for.
 
         Queries of group 0 see what those of group 1 see; nothing is learned from them. Without
         queries the last token of all predicts nothing.
         """
+        plan, known = question.plan, question.known
         if self.queries:
-            return self._streams(tokens, plan, known, asked)
+            return self._streams(tokens, plan, known, question.asked)
         return self._streams(tokens, plan, min(known, plan.num_positions - 1), slice(0, 0))
 
     def _streams(self, tokens: Tensor, plan: Arrangement, known: int, asked: slice) -> Rows:
@@ -340,18 +327,15 @@ class InContext(Asking):
         """Build; so many condition rows in front belong to the context."""
         self.num_front = num_front
 
-    def rows(
-        self,
-        tokens: Tensor,
-        plan: Arrangement,
-        *,
-        known: int,
-        asked: slice,
-        since: int = 0,
-        hidden: Tensor | None = None,
-    ) -> Rows:
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Tokens, and places of those that show them."""
+        return ("content", "positions", *self._front)
+
+    def rows(self, tokens: Tensor, question: Question) -> Rows:
         """Return tokens in raster order, the rows int64 `[b, c]` of the context, those placed."""
-        return self.rows_of(tokens, plan.order[:, :known], plan.num_placed)
+        plan = question.plan
+        return self.rows_of(tokens, plan.order[:, : question.known], plan.num_placed)
 
     def rows_of(self, tokens: Tensor, context: Tensor, num_placed: int) -> Rows:
         """Return the rows of tokens `[b, n, ...]`, of which `context` `[b, c]` are seen."""
@@ -362,7 +346,7 @@ class InContext(Asking):
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
         """Return all rows; all are seen, those that the plan places show their place."""
-        return self.rows(tokens, plan, known=plan.num_content, asked=slice(0, 0))
+        return self.rows(tokens, plan.question)
 
     def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

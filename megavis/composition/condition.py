@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.reader import Role
+from megavis.composition.reader import Role, Rows, vector
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
+from megavis.model.core import Core
+from megavis.model.init import normal
 from megavis.parallel.random import uniform
 
 Known = tuple[Tensor, ...]
@@ -29,6 +31,15 @@ class Condition:
     """Conditions that can be given: `labels`, `image`."""
     roles: tuple[Role, ...] = ()
     """Parts of the first layer that take them, in the order of `Known`."""
+
+    @property
+    def identity(self) -> str | None:
+        """SHA-256 of the frozen network that describes images; None where none does."""
+        return None
+
+    def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
+        """Build the part of the first layer with this role; None where the condition has none."""
+        return None
 
     def training(self, batch: Batch) -> Known:
         """Return what training shows of a batch; random draws depend on seed and sample alone."""
@@ -93,6 +104,18 @@ class Condition:
         return []
 
 
+class LearnedTokens(Condition):
+    """Nothing of an image: learned vectors, the same in front of all, such as class tokens."""
+
+    def __init__(self, count: int) -> None:
+        """Build for so many."""
+        self.count = count
+
+    def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
+        """Build the vectors `[count, h]`."""
+        return vector(core, normal(0.02), self.count)() if role == "front" else None
+
+
 class Labels(Condition):
     """The class of an image: a row of a table, the last of which may stand for no class."""
 
@@ -115,6 +138,12 @@ class Labels(Condition):
         # Without classes one row stands for all images.
         self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
         self.null_row = self.num_rows - 1 if num_classes else 0
+
+    def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
+        """Build the table."""
+        if role != self.roles[0]:
+            return None
+        return Rows(self.num_rows, core.megatron.hidden_size)
 
     def training(self, batch: Batch) -> Known:
         """Return rows int64 `[b]` of the labels, some dropped; of no label the null label's."""

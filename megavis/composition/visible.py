@@ -15,7 +15,7 @@ from torch import Tensor
 from megavis.composition.asking import Asking, Embedded, Rows
 from megavis.model.flops import Workload
 from megavis.model.visibility import Kind
-from megavis.schedules.base import Arrangement
+from megavis.schedules.base import Arrangement, Question
 
 if TYPE_CHECKING:
     from megavis.composition.reader import Reader, Role
@@ -35,22 +35,19 @@ class Visible(Asking):
         """Build; so many condition rows stand in front."""
         self.num_front = num_front
 
-    def rows(
-        self,
-        tokens: Tensor,
-        plan: Arrangement,
-        *,
-        known: int,
-        asked: slice,
-        since: int = 0,
-        hidden: Tensor | None = None,
-    ) -> Rows:
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Tokens and places."""
+        return ("content", "positions", *self._front)
+
+    def rows(self, tokens: Tensor, question: Question) -> Rows:
         """Return the known tokens, and the places of all positions."""
-        return tokens[:, :known], plan.order.expand(len(tokens), -1).contiguous()
+        order = question.plan.order.expand(len(tokens), -1).contiguous()
+        return tokens[:, : question.known], order
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
         """Return all tokens."""
-        return self.rows(tokens, plan, known=plan.num_positions, asked=slice(0, 0))
+        return self.rows(tokens, Question(plan, plan.num_positions, slice(0, 0)))
 
     def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""

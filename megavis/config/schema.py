@@ -31,6 +31,11 @@ class ObjectiveConfig(Section):
     name: str
     """The paper's short name, for example `igpt`."""
 
+    @property
+    def no_images(self) -> str | None:
+        """Sentence on why models of these keys draw no images; None: they do."""
+        return f"runs of {self.name} draw no images"
+
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Yield what is wrong between the paper's keys and the others; nothing by default."""
         yield from ()

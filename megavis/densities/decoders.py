@@ -14,6 +14,8 @@ Legend: b images, s places, h hidden size, d numbers of a patch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -99,42 +101,68 @@ class PairDecoder(nn.Module):
         return self.linear(self.norm(pair[-1])).unflatten(0, noisy.shape[:2])
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder that is not built yet.
+
+    Attributes:
+        kind: see above.
+        width: d.
+        layers: of an `mlp` or a `transformer`.
+        denoises: it reads noisy patches.
+        tells_gamma: γ is a further channel of each.
+        channels: numbers of a token that belong to one place: colours of a pixel.
+    """
+
+    kind: DecoderKind
+    width: int
+    layers: int
+    denoises: bool
+    tells_gamma: bool = False
+    channels: int = 3
+
+    @property
+    def num_layers(self) -> int:
+        """Layers before the last linear map."""
+        return 0 if self.kind == "linear" else self.layers
+
+    @property
+    def noisy_width(self) -> int:
+        """Numbers of a noisy patch, with γ; 0 where there is none."""
+        return self.denoises * (self.width + self.tells_gamma * self.width // self.channels)
+
+    def flops(self, model: ModelConfig) -> float:
+        """Return the operations of one place's forward pass before the last linear map."""
+        width = model.hidden_size
+        embedding = 2.0 * self.noisy_width * width
+        mlp = 4.0 * width * model.mlp_size
+        if self.kind != "transformer":
+            return embedding + self.num_layers * mlp
+        # Query, output matrix and the scores over two keys of each token that is read; keys and
+        # values of both. All but the last block read both.
+        token = 4.0 * width * width + 8.0 * width + mlp
+        return embedding + self.num_layers * 8.0 * width**2 + (2 * self.num_layers - 1) * token
+
+
 class PatchHead(Head):
     """The last norm and the decoder."""
 
     norm: LastNorm
 
-    def __init__(
-        self,
-        core: Core,
-        width: int,
-        *,
-        kind: DecoderKind,
-        num_layers: int,
-        denoises: bool,
-        tells_gamma: bool = False,
-        channels: int = 3,
-    ) -> None:
-        """Build.
-
-        Args:
-            core: of the backbone.
-            width: d.
-            kind: of decoder.
-            num_layers: of it.
-            denoises: it reads noisy patches.
-            tells_gamma: γ is a further channel of each.
-            channels: numbers of a token that belong to one place: colours of a pixel.
-        """
+    def __init__(self, core: Core, decoder: Decoder) -> None:
+        """Build on the backbone of this core."""
         super().__init__(core, LastNorm(core))
-        inner = core_of_decoder(core, num_layers)
+        inner = core_of_decoder(core, decoder.num_layers)
         self.noisy: NoisyEmbedding | None = None
-        if denoises:
+        if decoder.denoises:
             self.noisy = NoisyEmbedding(
-                width, core.megatron.hidden_size, tells_gamma=tells_gamma, channels=channels
+                decoder.width,
+                core.megatron.hidden_size,
+                tells_gamma=decoder.tells_gamma,
+                channels=decoder.channels,
             )
-        decoder = PairDecoder if kind == "transformer" else SumDecoder
-        self.decoder = decoder(inner, num_layers, width)
+        network = PairDecoder if decoder.kind == "transformer" else SumDecoder
+        self.decoder = network(inner, decoder.num_layers, decoder.width)
 
     def forward(self, state: State) -> Tensor:
         """Map `[s, b, h]`, and noisy patches where they are carried, to `[b, s, d]`."""
@@ -173,25 +201,3 @@ def core_of_decoder(core: Core, num_layers: int) -> Core:
 def whole_norm(core: Core) -> Norm:
     """Return a norm of the hidden size."""
     return Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)
-
-
-def decoder_flops(
-    model: ModelConfig, kind: DecoderKind, num_layers: int, *, noisy_width: int
-) -> float:
-    """Return the operations of one place's forward pass before the last linear map.
-
-    Args:
-        model: sizes.
-        kind: of decoder.
-        num_layers: n.
-        noisy_width: numbers of a noisy patch, with γ; 0 where there is none.
-    """
-    width = model.hidden_size
-    embedding = 2.0 * noisy_width * width
-    mlp = 4.0 * width * model.mlp_size
-    if kind != "transformer":
-        return embedding + num_layers * mlp
-    # Query, output matrix and the scores over two keys of each token that is read; keys and values
-    # of both. All but the last block read both.
-    token = 4.0 * width * width + 8.0 * width + mlp
-    return embedding + num_layers * 8.0 * width * width + (2 * num_layers - 1) * token

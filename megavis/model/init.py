@@ -85,3 +85,15 @@ def vision_transformer() -> Initialization:
     """Return the fills of MAE's released code: Xavier-uniform everywhere, q, k and v as one."""
     projection = xavier_uniform_as_part_of(3)
     return Initialization(projection, projection, *[xavier_uniform] * 3)
+
+
+def scaled_by_size(width: int, depth: int, *, mlp: float) -> Initialization:
+    """Return iGPT's fills (released code): normal, attention by width and depth.
+
+    Args:
+        width: hidden size.
+        depth: number of blocks.
+        mlp: deviation of the matrices of the MLP.
+    """
+    projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)
+    return Initialization(projection, projection, output, normal(mlp), normal(mlp))

@@ -32,10 +32,10 @@ def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
     paper = OBJECTIVES[config.objective.name](config, context)
     if config.finetune is None:
         return paper
-    from megavis.objectives.base import Objective
     from megavis.objectives.classification import Classification
+    from megavis.objectives.composition import Composition
 
-    assert isinstance(paper, Objective), "the config's checks want one with blocks"
+    assert isinstance(paper, Composition), "the config's checks want one with blocks"
     return Classification(config, context, paper)
 
 

@@ -7,16 +7,12 @@ blocks, and scores what the head gives. What the engine asks of it stands in `tr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.condition import Condition
-from megavis.composition.tokens import blank_batch
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -71,6 +67,7 @@ class Objective(Trainable):
         return self.config.model.positions or self.default_positions
 
     @property
+    @abstractmethod
     def carries(self) -> tuple[str, ...]:
         """Names of the tensors that travel beside the hidden states, in the order of `Stream`.
 
@@ -78,7 +75,6 @@ class Objective(Trainable):
         `memory` of an encoder; what else is named goes through to the head. The samples' numbers
         are not named here: where the config has a drop path, `core.carries` adds them.
         """
-        return ()
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
@@ -105,10 +101,9 @@ class Objective(Trainable):
         """True where weights mean something only with the `seed` that they were trained with."""
         return False
 
+    @abstractmethod
     def workload(self) -> Workload:
         """Return what blocks compute for an image, for the count of operations."""
-        causal = self.visibility_kind == "causal"
-        return Workload.of_one_stream(self.num_tokens, self.num_outputs, causal=causal)
 
     def flops_per_image(self) -> float:
         """Return the operations of a training step for one image, by the list of layers."""
@@ -130,10 +125,6 @@ class Objective(Trainable):
         """Return the head's output whole and batch first, as the density has it."""
         return self.density.outputs(predictions)
 
-    def composition(self) -> Objective:
-        """Return itself."""
-        return self
-
     def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the loss of each position, float32 `[b, n]`, where each predicts one token.
 
@@ -144,51 +135,6 @@ class Objective(Trainable):
             name = self.config.objective.name
             raise UserError(f"{name} does not predict the patches of an order one by one")
         return self.density.per_token_loss(predictions, targets[0] if targets else None)
-
-    # How images are generated, where they are; see `Generates`.
-
-    num_copies: int = 1
-    usual_share: float = 0.5
-
-    @property
-    def columns(self) -> tuple[Mapping[str, Any], ...]:
-        """One column, with the options that the paper has by default."""
-        return ({},)
-
-    @property
-    def condition(self) -> Condition:
-        """What else is known of an image that is generated."""
-        return Condition()
-
-    @property
-    def keeps_keys(self) -> bool:
-        """True where the keys and values of a token do not change as others follow."""
-        return self.visibility_kind == "causal"
-
-    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
-        """Return the tokens: the model predicts what the tokenizer gives."""
-        return tokens
-
-    def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
-        """Return the tokens: the model predicts what the tokenizer gives."""
-        return tokens
-
-    def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
-        """Assume nothing of tokens before a model has learned them."""
-        return None
-
-    def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Return images uint8 `[b, H, W, 3]` of tokens in raster order.
-
-        Raises:
-            UserError: nothing decodes them.
-        """
-        raise UserError(f"nothing makes images of the tokens of {self.config.objective.name}")
-
-    @property
-    def has_random_sequence(self) -> bool:
-        """True where random draws of each sample decide what blocks see in `sequence`."""
-        return self.schedule.is_random
 
     @final
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -216,10 +162,9 @@ class Objective(Trainable):
                 `has_random_features` declares that there are any.
         """
 
+    @abstractmethod
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return a batch of nothing in the form of the shards: images, unless a paper says else."""
-        side = self.config.data.image_size
-        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
+        """Return a batch of nothing in the form of the shards."""
 
     def blank_sequence(self, num_images: int, device: torch.device) -> Sequence:
         """Return such a batch's training sequence: `megavis plan` counts what it takes.

@@ -27,13 +27,13 @@ from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
 from megavis.model.norms import Norm
 from megavis.model.stack import GivesFeatures, LayerPlan, num_up_to_features
-from megavis.objectives.base import Objective
 from megavis.objectives.class_heads import (
     ClassHead,
     Classifier,
     add_classifier,
     frozen,
 )
+from megavis.objectives.composition import Composition
 from megavis.objectives.mixing import Mixing
 from megavis.objectives.trainable import Sequence, Trainable
 from megavis.parallel.context import ParallelContext
@@ -50,7 +50,7 @@ class Classification(Trainable):
         settings: the config's `finetune` section.
     """
 
-    def __init__(self, config: RunConfig, context: ParallelContext, paper: Objective) -> None:
+    def __init__(self, config: RunConfig, context: ParallelContext, paper: Composition) -> None:
         super().__init__(config, context)
         assert config.finetune is not None
         self.settings, self.paper = config.finetune, paper
@@ -58,7 +58,7 @@ class Classification(Trainable):
         if self.settings.visibility == "full":
             paper.core = paper.core.with_stack(visibility_kind="full")
 
-    def composition(self) -> Objective:
+    def composition(self) -> Composition:
         """Return the paper whose blocks these are."""
         return self.paper
 

@@ -18,16 +18,14 @@ from megavis.composition.condition import Condition, Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Role, Rows, Slot, places, vector
 from megavis.composition.tokens import Colours, Patches, Tokens
-from megavis.config.errors import UserError
 from megavis.densities.base import Density
 from megavis.densities.categorical import Categorical
-from megavis.densities.decoders import PatchHead, decoder_flops
+from megavis.densities.decoders import Decoder, PatchHead
 from megavis.densities.diffusion import Diffusion, Process
 from megavis.densities.gaussians import GaussianMixture
 from megavis.densities.squared_error import SquaredError
-from megavis.model.init import Initialization, normal, vision_transformer
+from megavis.model.init import normal
 from megavis.model.mixture import ScaleForm
-from megavis.model.orders import fixed_order
 from megavis.model.patches import TokenHead
 from megavis.objectives.compose_config import (
     AnyTokens,
@@ -38,7 +36,6 @@ from megavis.objectives.compose_config import (
     IdTokens,
     LatentTokens,
     MaskAsking,
-    MaskedSchedule,
     MixtureDensity,
     OneByOneSchedule,
     PaletteTokens,
@@ -121,9 +118,7 @@ class Compose(Composition):
                 seed=seed,
             )
         if isinstance(keys, OneByOneSchedule):
-            kind = "raster" if keys.order == "random" else keys.order
-            order = fixed_order(kind, height=side, width=side, block=keys.order_block)
-            orders = Orders(order, seed=seed if keys.order == "random" else None)
+            orders = Orders.of_kind(keys.order, side, block=keys.order_block, seed=seed)
             return OneByOne(orders, prefix=keys.prefix)
         orders = Orders(torch.arange(side**2))
         if isinstance(keys, RoundsSchedule):
@@ -190,17 +185,13 @@ class Compose(Composition):
 
     def _diffusion(self, keys: DiffusionDensity, predicted: Patches | Latents) -> Diffusion:
         are_pixels, width = isinstance(predicted, Patches), predicted.width
-        channels = 3 if are_pixels else width
-        layers = 0 if keys.decoder == "linear" else keys.decoder_layers
-        head = partial(
-            PatchHead,
-            self.core,
+        decoder = Decoder(
+            keys.decoder,
             width,
-            kind=keys.decoder,
-            num_layers=layers,
+            keys.decoder_layers,
             denoises=True,
             tells_gamma=keys.condition_on_gamma,
-            channels=channels,
+            channels=3 if are_pixels else width,
         )
         process = Process(
             beta=(keys.noise_a, keys.noise_b),
@@ -210,8 +201,7 @@ class Compose(Composition):
             temperature=keys.sampling_temperature,
             seed=self.config.seed,
         )
-        noisy = width + keys.condition_on_gamma * width // channels
-        work = decoder_flops(self.config.model, keys.decoder, layers, noisy_width=noisy)
+        head, work = partial(PatchHead, self.core, decoder), decoder.flops(self.config.model)
         return Diffusion(width, process, build_head=head, decoder_flops=work)
 
     def slots(self) -> dict[str, Slot]:
@@ -235,24 +225,3 @@ class Compose(Composition):
         if not isinstance(asks, MaskAsking) and "start" not in self.condition.roles:
             slots["start_token"] = Slot("start", vector(core, fill))
         return slots
-
-    def initialization(self) -> Initialization:
-        """Return Xavier's for all matrices, as Vision Transformers have them."""
-        return vision_transformer()
-
-    def generation(self) -> Compose:
-        """Return itself.
-
-        Raises:
-            UserError: what comes out is not what goes in, or nothing says what is drawn when.
-        """
-        if self.predicts is not self.reads:
-            raise UserError(
-                "a model with objective.predicts cannot go on from what it has drawn: it reads"
-                f" {self.paper.reads.kind}"
-            )
-        if isinstance(self.paper.schedule, MaskedSchedule):
-            raise UserError(
-                "objective.schedule masked says not what is drawn when; train with rounds to draw"
-            )
-        return self

@@ -249,6 +249,20 @@ class ComposeConfig(ObjectiveConfig):
         """What comes out."""
         return self.predicts or self.reads
 
+    @property
+    def no_images(self) -> str | None:
+        """What comes out must be what goes in, and the schedule say what is drawn when."""
+        if self.predicts is not None:
+            return (
+                "a model with objective.predicts cannot go on from what it has drawn: it reads"
+                f" {self.reads.kind}"
+            )
+        if self.schedule.kind == "masked":
+            return (
+                "objective.schedule masked says not what is drawn when; train with rounds to draw"
+            )
+        return None
+
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Yield a sentence for each combination that makes no sense."""
         sizes = [*self._check_sizes(config)]

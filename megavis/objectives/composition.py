@@ -9,8 +9,8 @@ Legend: b images, n positions of the sequence, q predicted ones.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,33 @@ from torch import Tensor, nn
 
 from megavis.composition.asking import TRANSFORMED, Asking
 from megavis.composition.asking import Rows as AskedRows
+from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition, Known
-from megavis.composition.reader import Reader, Slot
-from megavis.composition.tokens import Tokens
+from megavis.composition.reader import Reader, Role, Slot
+from megavis.composition.tokens import Colours, Patches, Tokens
+from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import MEMORY
+from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
+from megavis.model.init import Initialization, filled, normal, vision_transformer
 from megavis.model.orders import take_places, to_raster
 from megavis.model.parts import stacks_of
 from megavis.model.positions import carried_names
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective, Sequence
-from megavis.schedules.base import Arrangement, Step
+from megavis.schedules.base import Arrangement, Question
 from megavis.tokenizers.latents import to_grid
 
 
 class Composition(Objective):
     """A paper in the words of the grammar."""
+
+    num_copies: int = 1
+    """Times that each column of a picture is drawn."""
+    usual_share: float = 0.5
+    """Share of an image that is given in pictures of a run."""
 
     @property
     def has_transform(self) -> bool:
@@ -63,9 +72,42 @@ class Composition(Objective):
         """What else is known: nothing, unless a paper says otherwise."""
         return Condition()
 
-    @abstractmethod
-    def slots(self) -> dict[str, Slot]:
-        """Return the parts of the first layer, by the names of their parameters."""
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Names of the first layer's parts, which are their parameters', in the order of building.
+
+        Parts that nothing asks for are left out.
+        """
+        return {}
+
+    @property
+    def deviations(self) -> Mapping[Role, float]:
+        """Deviation of learned positions and vectors at the start, where it is not 0.02."""
+        return {}
+
+    def initialization(self) -> Initialization:
+        """Return how the matrices of a block start: those of MAE's released code by default."""
+        return vision_transformer()
+
+    def patches(self) -> Patches:
+        """Return patches of `objective.patch_size`² pixels."""
+        return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
+
+    def ids(self) -> Ids:
+        """Return ids of `objective.tokenizer`, each of which stands for such a patch."""
+        paper, size = self.paper, self.config.data.image_size
+        return Ids(
+            image_size=size,
+            side=size // paper.patch_size,
+            vocabulary_size=paper.vocabulary_size,
+            tokenizer=paper.tokenizer,
+        )
+
+    def colours(self) -> Colours:
+        """Return ids of a palette of `objective.vocabulary_size` colours."""
+        data, count = self.config.data, self.paper.vocabulary_size
+        windows = data.crop == "window"
+        return Colours(image_size=data.image_size, vocabulary_size=count, windows=windows)
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
@@ -73,6 +115,26 @@ class Composition(Objective):
         return ()
 
     # What follows.
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the parts of the first layer, by the names of their parameters."""
+        needed = {*self.asks.roles, *self.condition.roles}
+        needed |= {"transform"} if self.has_transform else set()
+        names = {role: name for role, name in self.part_names.items() if role in needed}
+        return {name: Slot(role, partial(self.part, role)) for role, name in names.items()}
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part of the first layer."""
+        conditional = self.condition.part(role, self.core)
+        if conditional is not None:
+            return conditional
+        fill = normal(self.deviations.get(role, 0.02))
+        if role == "content":
+            return self.reads.embedding(self.core)
+        if role in ("positions", "asked_positions"):
+            return grid_positions(self.core, self.position_kind, self.reads.grid, fill=fill)
+        assert role in ("start", "query", "mask", "front"), f"the paper builds its {role}"
+        return filled(self.core.model.hidden_size, fill=fill)
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +182,7 @@ class Composition(Objective):
     @property
     def tokenizer_identity(self) -> str | None:
         """SHA-256 of what makes the tokens."""
-        return self.predicts.identity or self.reads.identity
+        return self.predicts.identity or self.reads.identity or self.condition.identity
 
     def workload(self) -> Workload:
         """Return what is computed for an image of training."""
@@ -217,10 +279,8 @@ class Composition(Objective):
             read: tokens as the tokenizer gives them.
             plan: the arrangement.
         """
-        asked = slice(plan.first_asked, plan.num_positions)
         content = self._at(self.reads.sequence(read), plan, 0, plan.num_content)
-        rows = self.asks.rows(content, plan, known=plan.num_content, asked=asked)
-        return self._for_transform(read, rows)
+        return self._for_transform(read, self.asks.rows(content, plan.question))
 
     def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
         """Return the rows that hold all tokens; arguments as `training_rows` has them."""
@@ -273,7 +333,17 @@ class Composition(Objective):
             return losses.mean()
         return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
 
+    def composition(self) -> Composition:
+        """Return itself."""
+        return self
+
     # Generation, for papers that generate; see `Generates`.
+
+    def generation(self) -> Composition:
+        """Return itself; raises UserError where models of the config draw no images."""
+        if self.config.objective.no_images is not None:
+            raise UserError(self.config.objective.no_images)
+        return self
 
     def blank_tokens(self, images: Tensor) -> Tensor:
         """Return tokens of zeros."""
@@ -287,11 +357,9 @@ class Composition(Objective):
         """Draw tokens as their tokenizer's training assumed them, if it did."""
         return self.reads.prior(images, seed=seed)
 
-    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
-        """Return the inputs of a step, but for what is cached."""
-        rows = self.asks.rows(
-            tokens, step.plan, known=step.known, asked=step.asked, since=since, hidden=step.hidden
-        )
+    def rows(self, tokens: Tensor, question: Question, known: Known) -> tuple[Tensor, ...]:
+        """Return the inputs that answer a question, but for what is cached."""
+        rows = self.asks.rows(tokens, question)
         return (*rows, *known, *self.density.nothing_more(rows[0]))
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:

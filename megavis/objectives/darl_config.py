@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.config.choices import DecoderKind, OrderKind, PositionKind
+from megavis.config.choices import DecoderKind, OrderKind
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
@@ -64,14 +64,19 @@ class DARLConfig(ObjectiveConfig):
         """The decoder that is named, or the loss's own."""
         return self.decoder or ("transformer" if self.loss == "diffusion" else "linear")
 
-    @property
-    def num_decoder_layers(self) -> int:
-        """Layers between the backbone's output and the last linear map."""
-        return 0 if self.decoder_kind == "linear" else self.decoder_layers
-
     def grid_side(self, config: RunConfig) -> int:
         """Return √T."""
         return config.data.image_size // self.patch_size
+
+    @property
+    def no_images(self) -> str | None:
+        """Ids are not what is read."""
+        if self.loss != "ids":
+            return None
+        return (
+            "with objective.loss ids the model reads patches and names ids, so it cannot go on"
+            " from what it has drawn"
+        )
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want whole patches and blocks, and keys that go together."""
@@ -133,8 +138,3 @@ class DARLConfig(ObjectiveConfig):
             yield "objective.decoder", f"{self.decoder} gives pixels; leave it out for loss ids"
         if self.vocabulary_size is not None:
             yield from check_vocabulary(config, self.vocabulary_size)
-
-
-def position_kind(config: RunConfig) -> PositionKind:
-    """Return the config's kind of positions, or decomposed rotary ones (section 3.4)."""
-    return config.model.positions or "rope_2d"

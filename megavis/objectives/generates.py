@@ -5,16 +5,15 @@ Legend: b images, n positions of the sequence, p positions given, H and W pixels
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from megavis.composition.condition import Condition, Known
 from megavis.config.schema import RunConfig
 from megavis.densities.base import Density
-from megavis.schedules.base import Schedule, Step
+from megavis.schedules.base import Question, Schedule
 
 
 class Generates(Protocol):
@@ -43,10 +42,6 @@ class Generates(Protocol):
         """True where the keys and values of a token do not change as others follow."""
 
     @property
-    def columns(self) -> tuple[Mapping[str, Any], ...]:
-        """Options of each column of a picture that is drawn from parts of images."""
-
-    @property
     def num_copies(self) -> int:
         """Times that each column is drawn, each with draws of its own."""
 
@@ -71,14 +66,13 @@ class Generates(Protocol):
     def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
         """Draw tokens as the tokenizer's training assumed them; None where it assumed nothing."""
 
-    def rows(self, tokens: Tensor, step: Step, known: Known, since: int) -> tuple[Tensor, ...]:
-        """Return what the first layer takes to predict the positions of a step.
+    def rows(self, tokens: Tensor, question: Question, known: Known) -> tuple[Tensor, ...]:
+        """Return what the first layer takes to predict the positions that are asked for.
 
         Args:
             tokens: `[r, n, ...]` in the order of generation.
-            step: its plan has one row, or r.
+            question: its plan has one row, or r.
             known: the condition.
-            since: positions whose keys and values are kept.
         """
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:

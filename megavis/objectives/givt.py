@@ -9,7 +9,7 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megavis.composition.asking import TRANSFORMED, Asking, Shift
 from megavis.composition.condition import Labels
 from megavis.composition.latents import Latents
-from megavis.composition.reader import Rows, Slot, places
+from megavis.composition.reader import Role
 from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
@@ -118,25 +118,27 @@ class GIVT(Composition):
             hands_on=TRANSFORMED if self.has_transform else None,
         )
 
-    def slots(self) -> dict[str, Slot]:
-        """Return adapter, labels (the first row is one), latents and positions."""
-        core = self.core
-        width, size = core.megatron.hidden_size, self.reads.width
-        fill = normal(width**-0.5)
-        adapter = {"adapter": Slot("transform", self._build_adapter)}
-        return (adapter if self.has_transform else {}) | {
-            "labels": Slot("start", lambda: Rows(self.condition.num_rows, width)),
-            # Flax's default for a dense layer.
-            "linear": Slot(
-                "content", lambda: self.reads.embedding(core, truncated_normal(size**-0.5))
-            ),
-            "positions": Slot("positions", places(core, self.position_kind, self.reads.grid, fill)),
-        }
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Adapter, labels (the first row is one), latents and positions."""
+        return {
+            "transform": "adapter", "start": "labels", "content": "linear", "positions": "positions"
+        }  # fmt: skip
 
-    def _build_adapter(self) -> Adapter:
+    @property
+    def deviations(self) -> Mapping[Role, float]:
+        """That of positions is 1 / √h."""
+        return dict.fromkeys(("positions", "front"), self.config.model.hidden_size**-0.5)
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part, latents embedded with Flax's default for a dense layer."""
         size, paper = self.reads.width, self.paper
-        bottleneck = paper.adapter_bottleneck or 4 * size
-        return Adapter(size, num_blocks=paper.adapter_blocks, bottleneck=bottleneck)
+        if role == "transform":
+            bottleneck = paper.adapter_bottleneck or 4 * size
+            return Adapter(size, num_blocks=paper.adapter_blocks, bottleneck=bottleneck)
+        if role == "content":
+            return self.reads.embedding(self.core, truncated_normal(size**-0.5))
+        return super().part(role)
 
     def initialization(self) -> Initialization:
         """Return the released code's: LeCun's for attention, Xavier's for the MLP."""
@@ -163,10 +165,6 @@ class GIVT(Composition):
             given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
         words = "number of the VAE's latents"
         return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
-
-    def generation(self) -> GIVT:
-        """Return itself."""
-        return self
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
         """Return tokens `[b, n, d]` of latents.

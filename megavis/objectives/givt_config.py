@@ -81,6 +81,11 @@ class LatentTokensConfig(ObjectiveConfig):
         """True where a label stands for no class."""
         return self.num_classes > 0 and self.label_dropout > 0
 
+    @property
+    def no_images(self) -> None:
+        """All draw images."""
+        return None
+
     def grid(self, config: RunConfig) -> tuple[int, int]:
         """Return height and width of the grid of tokens."""
         side = config.data.image_size // self.downsampling

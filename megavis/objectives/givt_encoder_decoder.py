@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.condition import Known, Labels, OnFirstStage
-from megavis.composition.reader import Reader, Role, Slot
+from megavis.composition.reader import Reader, Role
+from megavis.composition.tokens import blank_batch
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
+from megavis.model.core import Core
 from megavis.model.encoder import Encoder, encoder_model
 from megavis.model.flops import Workload, forward_flops
-from megavis.objectives.base import Objective
 from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
 from megavis.objectives.trainable import Likelihood
@@ -40,7 +41,14 @@ class LabelsAndImage(Labels):
 
     def __init__(self, paper: EncoderDecoderConfig, *, image_size: int, seed: int) -> None:
         super().__init__(paper.num_classes, dropout=paper.label_dropout, seed=seed)
-        self.name, self.image_size = paper.name, image_size
+        self.paper, self.image_size = paper, image_size
+
+    def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
+        """Build the table, or the encoder."""
+        if role != "memory":
+            return super().part(role, core)
+        layers, size = self.paper.encoder_layers, self.paper.encoder_patch_size
+        return Encoder(core, num_layers=layers, patch_size=size)
 
     def training(self, batch: Batch) -> Known:
         """Return the rows of the labels, and the images as the encoder reads them."""
@@ -82,7 +90,7 @@ class LabelsAndImage(Labels):
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
         """Refuse: every image is drawn from another."""
-        raise UserError(f"runs of {self.name} draw no images from nothing")
+        raise UserError(f"runs of {self.paper.name} draw no images from nothing")
 
     def shown(self, examples: Batch) -> list[Tensor]:
         """Return images and targets."""
@@ -125,12 +133,10 @@ class GIVTEncoderDecoder(GIVT):
         size = self.config.data.image_size
         return LabelsAndImage(self.paper, image_size=size, seed=self.config.seed)
 
-    def slots(self) -> dict[str, Slot]:
-        """Return those of the causal model, and the encoder."""
-        paper, core = self.paper, self.core
-        layers, size = paper.encoder_layers, paper.encoder_patch_size
-        encoder = Slot("memory", lambda: Encoder(core, num_layers=layers, patch_size=size))
-        return super().slots() | {"encoder": encoder}
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Those of the causal model, and the encoder."""
+        return {**super().part_names, "memory": "encoder"}
 
     def workload(self) -> Workload:
         """Return that of the causal blocks, which attend to the encoder's patches."""
@@ -159,7 +165,8 @@ class GIVTEncoderDecoder(GIVT):
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return black images."""
-        return Objective.blank_batch(self, num_images, device)
+        side = self.config.data.image_size
+        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def samples(self, inputs: Any) -> Any:
         """Return the targets."""

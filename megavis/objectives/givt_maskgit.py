@@ -8,6 +8,7 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.asking import TRANSFORMED, Mask
-from megavis.composition.reader import Reader, Slot
+from megavis.composition.reader import Reader, Role
 from megavis.model.embeddings import to_stream
-from megavis.model.init import filled, normal
 from megavis.model.stream import State, Stream
 from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_maskgit_config import MaskGITConfig
@@ -94,14 +94,12 @@ class GIVTMaskGIT(GIVT):
         """Hidden tokens are guessed, each by itself."""
         return None
 
-    def slots(self) -> dict[str, Slot]:
-        """Return those of the causal model, and the label's position."""
-        width = self.core.megatron.hidden_size
-        slots = super().slots()
-        if self.position_kind == "learned":
-            fill = normal(width**-0.5)
-            slots["label_position"] = Slot("front", lambda: filled(width, fill=fill))
-        return slots
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Those of the causal model, and the label's position."""
+        names = super().part_names
+        is_learned = self.position_kind == "learned"
+        return {**names, "front": "label_position"} if is_learned else names
 
     def build_embedding(self) -> MaskedReader:
         """Return labels, latents, marks of what is hidden, and positions."""

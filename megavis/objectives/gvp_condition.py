@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavis.composition.codebook import open_ids_tokenizer
 from megavis.composition.condition import Condition, Known
@@ -18,6 +18,8 @@ from megavis.composition.reader import Role
 from megavis.composition.tokens import check_images
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
+from megavis.model.core import Core
+from megavis.model.patches import WholeLinear
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer
@@ -32,7 +34,7 @@ class PooledFeatures(Condition):
     names = ("image",)
     roles: tuple[Role, ...] = ("front",)
 
-    def __init__(self, *, image_size: int, size: int, tokenizer: str) -> None:
+    def __init__(self, image_size: int, *, size: int, tokenizer: str) -> None:
         """Build.
 
         Args:
@@ -41,6 +43,15 @@ class PooledFeatures(Condition):
             tokenizer: run folder of what makes features of images.
         """
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of the tokenizer."""
+        return self.tokenizer.identity()
+
+    def part(self, role: Role, core: Core) -> nn.Module | None:
+        """Build the map of features to the first token."""
+        return WholeLinear(self.size, core.megatron.hidden_size) if role == "front" else None
 
     def training(self, batch: Batch) -> Known:
         """Return the features of a batch's images."""

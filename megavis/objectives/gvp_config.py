@@ -56,6 +56,17 @@ class GVPConfig(ObjectiveConfig):
         count = self.num_patches(config)
         return bounds_of(self.segmentation, count, self.num_groups, self.boundaries)
 
+    @property
+    def no_images(self) -> str | None:
+        """Models must read what they predict, and can be asked for any token."""
+        faults = {
+            "variant p2d reads patches and predicts ids": self.variant == "p2d",
+            "condition_size knows the whole image": self.condition_size is not None,
+            "streams one does not know which token is asked for": self.streams == "one",
+        }
+        fault = next((text for text, holds in faults.items() if holds), None)
+        return fault and f"a model with objective.{fault}; pictures need one trained without"
+
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want patches that fill the image, and groups that fit them."""
         faults = [*check_patches(config, self.patch_size)]

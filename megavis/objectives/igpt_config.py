@@ -61,6 +61,16 @@ class IGPTConfig(ObjectiveConfig):
     order_block: Positive = 4
     """Side of a block in pixels, for `nested_raster` and `round_robin`."""
 
+    @property
+    def no_images(self) -> str | None:
+        """BERT's mode predicts from both sides."""
+        if self.mode == "autoregressive":
+            return None
+        return (
+            "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
+            " objective.mode autoregressive"
+        )
+
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want an order of all pixels, and sizes that the tensor group can share."""
         num_pixels = config.data.image_size**2

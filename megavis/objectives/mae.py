@@ -15,13 +15,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megavis.composition.reader import Slot, places, vector
 from megavis.composition.tokens import Patches
 from megavis.composition.visible import ORDER, Visible
 from megavis.densities.squared_error import SquaredError
 from megavis.model.core import Core
+from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
-from megavis.model.init import Initialization, filled, normal, vision_transformer
+from megavis.model.init import filled, normal
 from megavis.model.parts import Bridge, block_plans, bridge_plan
 from megavis.model.patches import TokenHead
 from megavis.model.positions import cell_coordinates
@@ -39,7 +39,8 @@ class MaskTokens(Bridge):
         fill, self.num_front = normal(0.02), paper.asks.num_front
         self.num_columns = paper.reads.grid[1]
         self.mask = filled(above.model.hidden_size, fill=fill)
-        self.positions = places(above, paper.position_kind, paper.reads.grid, fill)()
+        grid = paper.reads.grid
+        self.positions = grid_positions(above, paper.position_kind, grid, fill=fill)
 
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]
@@ -60,12 +61,12 @@ class MAE(Composition):
     config_type = MAEConfig
     paper: MAEConfig
     default_positions = "sincos"
+    part_names = {"content": "patches", "positions": "positions", "front": "class_token"}
 
     @cached_property
     def reads(self) -> Patches:
         """Patches of pixels."""
-        size = self.config.data.image_size
-        return Patches(image_size=size, patch_size=self.paper.patch_size)
+        return self.patches()
 
     @property
     def num_tokens(self) -> int:
@@ -97,21 +98,6 @@ class MAE(Composition):
             normalize=self.paper.normalize_targets,
             build_head=lambda: TokenHead(self.decoder, width, num_skipped=skipped),
         )
-
-    def slots(self) -> dict[str, Slot]:
-        """Return patches, positions and the class token."""
-        core, fill = self.core, normal(0.02)
-        slots = {
-            "patches": Slot("content", lambda: self.reads.embedding(core)),
-            "positions": Slot("positions", places(core, self.position_kind, self.reads.grid, fill)),
-        }
-        if self.paper.class_token:
-            slots["class_token"] = Slot("front", vector(core, fill))
-        return slots
-
-    def initialization(self) -> Initialization:
-        """Return Xavier-uniform fills, as the released code."""
-        return vision_transformer()
 
     @cached_property
     def decoder(self) -> Core:

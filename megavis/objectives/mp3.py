@@ -23,7 +23,6 @@ from torch import Tensor
 
 from megavis.composition.asking import InContext
 from megavis.composition.places import Places
-from megavis.composition.reader import Slot, places, vector
 from megavis.composition.tokens import Frames, Patches
 from megavis.densities.place import Place
 from megavis.model.init import Initialization, normal
@@ -38,6 +37,7 @@ class MP3(Composition):
 
     config_type = MP3Config
     paper: MP3Config
+    part_names = {"content": "patches", "positions": "positions", "front": "class_token"}
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
@@ -47,10 +47,8 @@ class MP3(Composition):
     @cached_property
     def reads(self) -> Frames | Patches:
         """Patches, or frames of a spectrogram (section 4.3)."""
-        data = self.config.data
-        if data.frames is not None:
-            return Frames(*data.frames)
-        return Patches(image_size=data.image_size, patch_size=self.paper.patch_size)
+        frames = self.config.data.frames
+        return self.patches() if frames is None else Frames(*frames)
 
     @property
     def num_places(self) -> int:
@@ -90,17 +88,6 @@ class MP3(Composition):
             num_skipped=int(self.paper.class_token),
             build_head=lambda: TokenHead(self.core, self.num_places, normal(0.02)),
         )
-
-    def slots(self) -> dict[str, Slot]:
-        """Return patches, the positions of those that show them, and the class token."""
-        core, fill = self.core, normal(0.02)
-        slots = {
-            "patches": Slot("content", lambda: self.reads.embedding(core)),
-            "positions": Slot("positions", places(core, self.position_kind, self.reads.grid, fill)),
-        }
-        if self.paper.class_token:
-            slots["class_token"] = Slot("front", vector(core, fill))
-        return slots
 
     def initialization(self) -> Initialization:
         """Return one normal distribution for every matrix, as DeiT (section 4.2)."""

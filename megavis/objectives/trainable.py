@@ -22,8 +22,8 @@ from megavis.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from megavis.composition.places import Places
-    from megavis.objectives.base import Objective
     from megavis.objectives.classification import Classification
+    from megavis.objectives.composition import Composition
     from megavis.objectives.generates import Generates
 
 
@@ -173,7 +173,7 @@ class Trainable(ABC):
         """
         raise UserError(f"runs of {self.config.objective.name} draw no images")
 
-    def composition(self) -> Objective:
+    def composition(self) -> Composition:
         """Return the paper whose Transformer blocks these are.
 
         Raises:

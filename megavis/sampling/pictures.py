@@ -45,7 +45,7 @@ class Gallery:
         if not objective.reconstructs:
             paper = objective.generation()
             paper.check_images(folder)
-            for options in paper.columns:
+            for options in paper.schedule.columns:
                 settings_of(paper, options)
 
     def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
@@ -65,7 +65,7 @@ class Gallery:
             if examples is None:
                 raise UserError("reconstructions need images: give data.validation")
             return picture_of_reconstructions(runner, objective, examples.inputs)
-        columns = objective.generation().columns
+        columns = objective.generation().schedule.columns
         samplers = [Sampler(runner, objective, self.folder, options) for options in columns]
         paper = samplers[0].paper
         share = 0.0 if examples is None else paper.usual_share

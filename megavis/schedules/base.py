@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -49,31 +49,47 @@ class Arrangement:
         return self.order.shape[1]
 
     @property
+    def question(self) -> Question:
+        """All that is asked for at once, as in training."""
+        return Question(self, self.num_content, slice(self.first_asked, self.num_positions))
+
+    @property
     def is_predicted(self) -> Tensor:
         """Return bool `[b or 1, n - first_asked]`: true where the loss counts."""
         return self.groups[:, self.first_asked :] > 0
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of generation: what is known, and which positions are drawn now.
+class Question:
+    """What is known of a sequence, and which of its positions are asked for.
 
     Attributes:
         plan: order and groups; `[1, n]`, or one row an image.
         known: positions `[0, known)` hold tokens that may be read.
-        asked: positions drawn now, a contiguous range.
-        number: of the step, from 0.
-        name: purpose of the step's random draws.
+        asked: positions that are predicted, a contiguous range.
         hidden: bool `[b, n]`, for schedules that do not follow an order: true where no token is
-            known yet.
+            known; where the plan's groups are above 0 when absent.
+        since: positions whose keys and values are kept; rows are wanted for those after.
     """
 
     plan: Arrangement
     known: int
     asked: slice
+    hidden: Tensor | None = field(default=None, kw_only=True)
+    since: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Step(Question):
+    """One step of generation: the positions that are asked for are drawn.
+
+    Attributes:
+        number: of the step, from 0.
+        name: purpose of the step's random draws.
+    """
+
     number: int
     name: str
-    hidden: Tensor | None = None
 
     @property
     def num_asked(self) -> int:
@@ -117,6 +133,11 @@ class Schedule(ABC):
     def needs_given(self) -> bool:
         """True where generation starts from given tokens alone."""
         return False
+
+    @property
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """Options of each column of a picture that is drawn from parts of images: the defaults."""
+        return ({},)
 
     @property
     def is_random(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +60,12 @@ class Groups(Schedule):
     @abstractmethod
     def num_positions(self) -> int:
         """Positions n of the sequence."""
+
+    @property
+    def columns(self) -> tuple[Mapping[str, Any], ...]:
+        """Hidden tokens all at once, and in 4 and 12 groups."""
+        hidden = max(1, self.num_positions * 3 // 4)
+        return tuple({"groups": n} for n in sorted({1, min(4, hidden), min(12, hidden)}))
 
     def order_of(self, images: Tensor, options: GroupOptions, *, seed: int) -> Tensor:
         """Draw an order for each image `[b]`, a function of seed and number: int64 `[b, n]`."""

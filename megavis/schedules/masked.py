@@ -177,7 +177,7 @@ class Rounds(Masked):
         shape = (num_images, order.shape[1])
         hidden = torch.ones(shape, dtype=torch.bool, device=order.device)
         plan = Arrangement(order, hidden.long(), num_content=order.shape[1])
-        return Step(plan, 0, slice(0, order.shape[1]), 0, "round/0", hidden)
+        return Step(plan, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
 
     def after(self, step: Step, progress: Progress, options: RoundOptions) -> Step | None:
         """Hide the least confident of the tokens that were drawn; ask for these again."""
@@ -193,7 +193,7 @@ class Rounds(Masked):
         confidence = confidence.masked_fill(~step.hidden, float("inf"))
         hidden = lowest(confidence, left)
         plan = replace(step.plan, groups=hidden.long())
-        return Step(plan, 0, step.asked, number + 1, f"round/{number + 1}", hidden)
+        return Step(plan, 0, step.asked, number + 1, f"round/{number + 1}", hidden=hidden)
 
 
 def lowest(confidence: Tensor, count: int) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from megavis.config.choices import OrderKind
 from megavis.config.errors import UserError
-from megavis.model.orders import Constant, random_orders
+from megavis.model.orders import Constant, fixed_order, random_orders
+from megavis.parallel.random import derive_seed
 
 
 class Orders:
@@ -22,6 +27,20 @@ class Orders:
         self._shared, self._seed = Constant(shared), seed
         self.num_positions = len(shared)
 
+    @classmethod
+    def of_kind(cls, kind: OrderKind, side: int, *, block: int, seed: int) -> Orders:
+        """Return the orders of a square grid: of `random` each image has its own, features raster.
+
+        Args:
+            kind: as `fixed_order` has it, or `random`.
+            side: of the grid.
+            block: side of a block, for the kinds that have blocks.
+            seed: of the run.
+        """
+        is_random = kind == "random"
+        shared = fixed_order("raster" if is_random else kind, height=side, width=side, block=block)
+        return cls(shared, seed=seed if is_random else None)
+
     @property
     def is_random(self) -> bool:
         """True where each image has an order of its own."""
@@ -36,6 +55,23 @@ class Orders:
     def shared(self, device: torch.device) -> Tensor:
         """Return the order without chance: int64 `[1, n]`."""
         return self._shared.on(device)[None]
+
+
+def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int) -> Tensor:
+    """Return the order int64 `[n]` that all images of a run share.
+
+    Args:
+        order: a kind, of which `random` is drawn once for the run, or the cells themselves.
+        side: of the grid.
+        block: side of a block, for the kinds that have blocks.
+        seed: of the run.
+    """
+    if not isinstance(order, str):
+        return torch.tensor(order)
+    if order == "random":
+        generator = torch.Generator().manual_seed(derive_seed(seed, "order") >> 1)
+        return torch.randperm(side**2, generator=generator)
+    return fixed_order(cast(OrderKind, order), height=side, width=side, block=block)
 
 
 def check_order(order: Tensor, num_tokens: int) -> None:

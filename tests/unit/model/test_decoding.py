@@ -6,7 +6,7 @@ import torch
 from megavis.model import product
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
-from megavis.schedules.base import Step
+from megavis.schedules.base import Question
 from megavis.schedules.one_by_one import OneByOne
 
 LAYER_NORM = "model.normalization=layer_norm"
@@ -22,7 +22,7 @@ SHAPES = [
 def inputs_at(objective, ids, start, stop):
     """Return the inputs of the places [start, stop)."""
     plan = OneByOne.along(torch.arange(objective.num_tokens)[None])
-    return objective.rows(ids, Step(plan, stop - 1, slice(stop - 1, stop), 0, ""), (), start)
+    return objective.rows(ids, Question(plan, stop - 1, slice(stop - 1, stop), since=start), ())
 
 
 def logits_piece_by_piece(runner, objective, cache, ids, num_given):

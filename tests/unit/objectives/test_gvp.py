@@ -7,7 +7,7 @@ import torch
 
 from megavis.model.stream import Stream
 from megavis.model.visibility import Visibility
-from megavis.schedules.base import Arrangement
+from megavis.schedules.base import Arrangement, Question
 from megavis.schedules.segmentation import groups_of
 
 SIDE, PATCHES = 3, 9
@@ -50,7 +50,7 @@ def by_megavis(embedding, num_tokens, condition, order, boundaries):
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
     patches = torch.zeros(1, num_tokens, 48)
     plan = Arrangement(z, groups, num_content=num_tokens)
-    rows = embedding.asking.rows(patches, plan, known=num_tokens, asked=slice(0, num_tokens))
+    rows = embedding.asking.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
     stream = Stream.unpack(embedding(rows), ("content_groups", "query_groups"))
     mask = Visibility("two_stream", **stream.carried).dense_mask(len(stream.hidden))[0]
     places = z[0].argsort() + condition  # where the tokens of raster order stand
@@ -103,7 +103,7 @@ def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
     groups = groups_of(torch.tensor([boundaries]), num_tokens)
     plan = Arrangement(z, groups, num_content=num_tokens)
     patches = torch.randn(1, num_tokens, 48)
-    inputs = objective.asks.rows(patches, plan, known=num_tokens, asked=slice(0, num_tokens))
+    inputs = objective.asks.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
     stream = Stream.unpack(embedding(inputs), objective.carries)
     hidden = stream.hidden.detach().requires_grad_()
     state = stream.with_hidden(hidden).pack()

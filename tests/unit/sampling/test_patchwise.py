@@ -58,7 +58,7 @@ def sampler(build, tmp_path):
 def sequence_of(objective, patches, order):
     """Return the inputs of training for patches that stand in the order already."""
     plan = OneByOne.along(order)
-    rows = objective.asks.rows(patches, plan, known=plan.num_content, asked=slice(0, 16))
+    rows = objective.asks.rows(patches, plan.question)
     return (*rows, *objective.density.nothing_more(rows[0]))
 
 
