@@ -41,7 +41,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     context = open_context(launch, device="cpu")
     objective = build_objective(config, context)
     engine = Engine(config, objective, context)
-    ids = torch.randint(512, (1, objective.num_tokens))
+    ids = torch.randint(512, (1, objective.backbone.num_tokens))
     engine.train_step(iter([Batch(ids, torch.full((1,), -1), torch.arange(1))]), 0)
     parameters = [4 * logical_shape(p).numel() for _, p in engine.layers.named_parameters()]
     sizes = [size for size in parameters for _ in range(KINDS)]

@@ -112,7 +112,7 @@ class Run:
         """Refuse tokens that mean something else than in training."""
         if trained_with is None:
             return
-        given = self.objective.tokenizer_identity
+        given = self.objective.backbone.tokenizer_identity
         if given not in (None, trained_with):
             raise UserError(
                 f"{self.folder} was trained with the tokenizer {trained_with[:12]}; that of"
@@ -175,7 +175,7 @@ class Run:
             UserError: there is no such layer, or the model cannot do without a class.
         """
         batch = self._batch(inputs, sample_index)
-        features = self.runner.features(self.objective.feature_inputs(batch))
+        features = self.runner.features(self.objective.backbone.feature_inputs(batch))
         if layer is None:
             return features
         if not -len(features) <= layer < len(features):
@@ -193,7 +193,7 @@ class Run:
         Raises:
             UserError: the model cannot do without a class.
         """
-        self.objective.check_unlabelled()
+        self.objective.backbone.check_unlabelled()
         sequence = self.objective.sequence(self._batch(inputs, sample_index))
         predictions = self.runner.predictions(sequence.inputs)
         return float(self.objective.loss(predictions, sequence.targets))
@@ -277,7 +277,7 @@ class Run:
         Raises:
             UserError: nothing decodes them.
         """
-        return self.objective.composition().to_images(tokens, self.folder).cpu().numpy()
+        return self.objective.backbone.composition().to_images(tokens, self.folder).cpu().numpy()
 
     def _batch(self, inputs: Any, sample_index: Tensor | None) -> Batch:
         own = self._own_form(inputs)

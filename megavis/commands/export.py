@@ -77,10 +77,10 @@ def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
         colors = fits_imagegpt(opened.config)
     except UserError as error:
         raise UserError(f"--to imagegpt: {error}") from None
-    settings = folder_settings(model, num_colors=colors, num_pixels=objective.num_tokens)
+    settings = folder_settings(model, num_colors=colors, num_pixels=objective.backbone.num_tokens)
     tensors = to_imagegpt(weights, num_heads=model.num_attention_heads)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(colors, (2, objective.num_tokens), generator=generator)
+    ids = torch.randint(colors, (2, objective.backbone.num_tokens), generator=generator)
     difference = check_agreement(opened.outputs(ids), folder_logits(tensors, settings, ids))
     has_palette = (opened.folder / PALETTE_NAME).exists()
     write_folder(out, settings, tensors, palette=opened.palette if has_palette else None)

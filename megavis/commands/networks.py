@@ -105,7 +105,7 @@ def network_of(opened: Run, cache: FeatureCache | None) -> Network:
         opened.config,
         opened.checkpoint,
         dtype=opened.dtype,
-        tokenizer=opened.objective.tokenizer_identity,
+        tokenizer=opened.objective.backbone.tokenizer_identity,
     )
     return Network(opened.objective, opened.context, lambda: opened.runner, cache, identity)
 
@@ -133,6 +133,6 @@ def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> 
         opened.config.model_copy(update={"seed": seed}),
         None,
         dtype=opened.dtype,
-        tokenizer=objective.tokenizer_identity,
+        tokenizer=objective.backbone.tokenizer_identity,
     )
     return Network(objective, opened.context, build, cache, identity)

@@ -80,7 +80,7 @@ def draw_patches(args: argparse.Namespace) -> int:
 
         errors = measured.measure_patches(
             opened.runner,
-            opened.objective.composition(),
+            opened.objective.backbone.composition(),
             held_out_images(opened, args),
             num_images=args.num_images,
         )

@@ -54,7 +54,7 @@ def measure_attention(
     Raises:
         UserError: the paper's tokens do not all see all, or know where they stand by turning keys.
     """
-    paper = objective.composition()
+    paper = objective.backbone.composition()
     if paper.core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps are drawn of models whose tokens can all see all")
     if "coordinates" in paper.carries and paper.relative_grid is None:
@@ -62,7 +62,7 @@ def measure_attention(
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
-        inputs = objective.feature_inputs(batch.to(runner.context.device))
+        inputs = paper.feature_inputs(batch.to(runner.context.device))
         found = [_sums(weights) for weights in attention_weights(runner, inputs)]
         maps, entropies = (torch.stack(parts) for parts in zip(*found, strict=True))
         if total is not None:

@@ -51,7 +51,7 @@ def measure_correlations(
     sums: list[Tensor] = []
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
-        inputs = objective.feature_inputs(batch.to(runner.context.device))
+        inputs = objective.backbone.feature_inputs(batch.to(runner.context.device))
         tokens = last_tokens(runner, inputs)
         side = math.isqrt(tokens.shape[1])
         cells = tokens[:, -(side**2) :]

@@ -66,7 +66,7 @@ class Network:
     @property
     def num_views(self) -> int:
         """How often an image is looked at: 5 times where its inputs hold random draws."""
-        return NUM_VIEWS if self.objective.has_random_features else 1
+        return NUM_VIEWS if self.objective.backbone.has_random_features else 1
 
     def features(
         self, dataset: ShardDataset, *, limit: int | None = None, num_views: int = 1
@@ -150,7 +150,9 @@ def extract(
         data_parallel_size=context.data.size,
     ):
         batch = view_of(batch.to(context.device), view, dataset)
-        pooled = _gather(runner.features(objective.feature_inputs(batch)), 1, batch_size, context)
+        pooled = _gather(
+            runner.features(objective.backbone.feature_inputs(batch)), 1, batch_size, context
+        )
         named = _gather(batch.labels, 0, batch_size, context)
         if context.is_main:
             layers += [part.cpu() for part in pooled]

@@ -36,7 +36,7 @@ def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
     from megavis.objectives.composition import Composition
 
     assert isinstance(paper, Composition), "the config's checks want one with blocks"
-    return Classification(config, context, paper)
+    return Classification(paper)
 
 
 class _Papers(Mapping[str, _Found]):

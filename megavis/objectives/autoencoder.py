@@ -37,7 +37,7 @@ from megavis.model.discriminator import (
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import LayerPlan
 from megavis.objectives.autoencoder_config import AutoencoderConfig
-from megavis.objectives.trainable import Sequence, Trainable
+from megavis.objectives.trainable import Backbone, Sequence, Trainable
 from megavis.tokenizers.grids import to_images
 
 State = tuple[Tensor, ...]
@@ -72,8 +72,13 @@ class DiscriminatorLayer(nn.Module):
         return (*state, for_generator, real, fake, slope)
 
 
-class AutoencoderObjective(Trainable):
+class AutoencoderObjective(Trainable, Backbone):
     """Reconstruct images through a grid that is much smaller."""
+
+    @property
+    def backbone(self) -> AutoencoderObjective:
+        """This itself."""
+        return self
 
     @property
     def paper(self) -> AutoencoderConfig:

@@ -26,14 +26,14 @@ from megavis.model.init import Initialization
 from megavis.model.parts import block_plans, model_flops, stacks_of
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import Kind
-from megavis.objectives.trainable import Sequence, Trainable
+from megavis.objectives.trainable import Backbone, Sequence, Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.base import Schedule
 
 __all__ = ["Objective", "Sequence"]
 
 
-class Objective(Trainable):
+class Objective(Trainable, Backbone):
     """One paper's way from a batch to a loss."""
 
     paper: Any
@@ -41,20 +41,34 @@ class Objective(Trainable):
     default_positions: ClassVar[PositionKind] = "none"
     """How tokens know where they stand, unless the config says otherwise."""
 
-    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+    def __init__(
+        self, config: RunConfig, context: ParallelContext, *, visibility: Kind | None = None
+    ) -> None:
+        """Build.
+
+        Args:
+            config: of the run.
+            context: where this process stands.
+            visibility: which token sees which, in place of the paper's own.
+        """
         super().__init__(config, context)
         assert isinstance(config.objective, self.config_type)
         self.paper = config.objective
         stack = StackSpec(
             BLOCKS,
             config.model,
-            self.visibility_kind,
+            visibility or self.visibility_kind,
             self.initialization(),
             carries=(*self.carries, SAMPLES) if config.drop_path else self.carries,
             drop_path=config.drop_path,
             relative_grid=self.relative_grid,
         )
         self.core = Core.create(config, context.megatron_groups(), stack)
+
+    @property
+    def backbone(self) -> Objective:
+        """This itself."""
+        return self
 
     @property
     @abstractmethod

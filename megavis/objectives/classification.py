@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.flops import Workload, training_flops
@@ -36,7 +35,6 @@ from megavis.objectives.class_heads import (
 from megavis.objectives.composition import Composition
 from megavis.objectives.mixing import Mixing
 from megavis.objectives.trainable import Sequence, Trainable
-from megavis.parallel.context import ParallelContext
 
 NO_LABEL = -1
 """The label of an image that has none."""
@@ -45,21 +43,23 @@ NO_LABEL = -1
 class Classification(Trainable):
     """A paper's model with classes on top.
 
+    An operator on a composition: visibility, layers, sequence and loss follow from it.
+
     Attributes:
-        paper: the paper's objective, whose layers these are but for the head.
+        paper: the composition, whose layers these are but for the head.
         settings: the config's `finetune` section.
     """
 
-    def __init__(self, config: RunConfig, context: ParallelContext, paper: Composition) -> None:
-        super().__init__(config, context)
-        assert config.finetune is not None
-        self.settings, self.paper = config.finetune, paper
-        self.processes = context.data.group
-        if self.settings.visibility == "full":
-            paper.core = paper.core.with_stack(visibility_kind="full")
+    def __init__(self, paper: Composition) -> None:
+        """Put classes on a paper whose config has a `finetune` section."""
+        super().__init__(paper.config, paper.context)
+        assert paper.config.finetune is not None
+        self.settings, self.processes = paper.config.finetune, paper.context.data.group
+        self.paper = paper.seeing_all() if self.settings.visibility == "full" else paper
 
-    def composition(self) -> Composition:
-        """Return the paper whose blocks these are."""
+    @property
+    def backbone(self) -> Composition:
+        """The paper, whose blocks these are."""
         return self.paper
 
     def classification(self) -> Classification:
@@ -77,43 +77,18 @@ class Classification(Trainable):
         return max(self.settings.mixup, self.settings.cutmix) > 0
 
     @property
-    def num_tokens(self) -> int:
-        """Places of the paper's sequence."""
-        return self.paper.num_tokens
-
-    @property
-    def tokenizer_identity(self) -> str | None:
-        """As in pre-training."""
-        return self.paper.tokenizer_identity
-
-    @property
-    def carries_gradient(self) -> bool:
-        """As in pre-training."""
-        return self.paper.carries_gradient
-
-    @property
     def has_random_sequence(self) -> bool:
         """True where what classes are read off depends on random draws of each sample."""
         if self.is_joint:
             return self.paper.has_random_sequence
-        return self.has_random_features
-
-    @property
-    def has_random_features(self) -> bool:
-        """As in pre-training."""
         return self.paper.has_random_features
-
-    @property
-    def missing_null_label(self) -> str | None:
-        """As in pre-training."""
-        return self.paper.missing_null_label
 
     def flops_per_image(self) -> float:
         """Return the operations of a training step for one image, without the classifier's few."""
         if self.is_joint:
             return self.paper.flops_per_image()
         causal = self.paper.core.visibility_kind == "causal"
-        work = Workload.of_one_stream(self.num_tokens, 0, causal=causal)
+        work = Workload.of_one_stream(self.paper.num_tokens, 0, causal=causal)
         return training_flops(self.config.model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
@@ -162,8 +137,8 @@ class Classification(Trainable):
         Without the paper's own loss it is the sequence of features.
         """
         if not self.is_joint:
-            return Sequence(self.feature_inputs(batch), (batch.labels,))
-        self.check_unlabelled()
+            return Sequence(self.paper.feature_inputs(batch), (batch.labels,))
+        self.paper.check_unlabelled()
         own = self.paper.sequence(batch.unlabelled())
         return Sequence(own.inputs, (*own.targets, batch.labels))
 
@@ -181,10 +156,6 @@ class Classification(Trainable):
         )
         mixed = self.sequence(dataclasses.replace(batch, inputs=images))
         return Sequence(mixed.inputs, (*mixed.targets[:-1], classes))
-
-    def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return what the paper takes for features."""
-        return self.paper.feature_inputs(batch)
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any

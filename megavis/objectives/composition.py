@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -336,6 +336,10 @@ class Composition(Objective):
     def composition(self) -> Composition:
         """Return itself."""
         return self
+
+    def seeing_all(self) -> Self:
+        """Return the same paper with blocks in which all tokens see all, built anew."""
+        return type(self)(self.config, self.context, visibility="full")
 
     # Generation, for papers that generate; see `Generates`.
 

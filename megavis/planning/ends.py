@@ -74,7 +74,7 @@ def ends_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
 
 
 def _objective(config: RunConfig, context: ParallelContext) -> Objective:
-    return build_objective(config, context).composition()
+    return build_objective(config, context).backbone.composition()
 
 
 def ends_of(objective: Objective) -> Ends:

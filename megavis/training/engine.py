@@ -48,7 +48,7 @@ class Engine:
         self._pipelined = context.pipeline.size > 1
         plans = objective.layer_plans()
         settings = deepspeed_config(
-            config, context.data.size, carries_gradient=objective.carries_gradient
+            config, context.data.size, carries_gradient=objective.backbone.carries_gradient
         )
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]

@@ -47,7 +47,7 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
         path = Path(settings.from_run or "") / "config.yaml"
         source = load_config(path, objectives=objective_configs()).config
         complaint = next(_differences(source, loaded.config, objective), None)
-        tokenizer = train.manifest.identity or objective.tokenizer_identity
+        tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if complaint is None and read_manifest(checkpoint).tokenizer != tokenizer:
             complaint = f"was trained on other tokens than those of {train.directory}"
     except UserError as error:

@@ -30,7 +30,7 @@ def open_data(
     except UserError as error:
         raise loaded.source.error([(key, str(error))]) from None
     complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]
-    missing = int((dataset.labels < 0).sum()) if objective.needs_labels else 0
+    missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
     if missing and not complaints:
         text = f"{path} holds {missing} samples without a label, of {len(dataset)} in all"
         complaints.append((key, f"{text}, and this model has no row for them"))

@@ -82,7 +82,7 @@ class TrainingRun:
         if path is not None:
             held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
         # A tokenizer that does not fit is refused here, not by the first batch.
-        tokenizer = train_data.manifest.identity or objective.tokenizer_identity
+        tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         network = objective.classification()
         if network is None:
             return cls(config, context, objective, train_data, held_out, tokenizer)

@@ -49,7 +49,7 @@ def build_hooks(
     log = LogMetrics(
         settings.log_every,
         flops_per_image=paper.flops_per_image(),
-        tokens_per_image=paper.num_tokens,
+        tokens_per_image=paper.backbone.num_tokens,
     )
     replaced = TellReplacedSamples(settings.log_every, run.train_data, run.context)
     hooks: list[Hook] = [log, save.record_stall, replaced]

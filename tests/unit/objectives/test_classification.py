@@ -11,6 +11,7 @@ from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.model.declarations import options_of
 from megavis.objectives import OBJECTIVES
+from megavis.objectives.classification import Classification
 from megavis.parallel.random import uniform
 
 WORDS = (
@@ -199,3 +200,21 @@ def test_depth_of_a_layer_is_declared_and_not_read_off_its_name(build, tmp_path)
     objective.paper.layer_plans = lambda: renamed
     scales = [plan.options.learning_rate_scale for plan in objective.layer_plans()]
     assert scales == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_classes_are_put_on_a_composition_that_stays_as_it_is(build, tmp_path, batch):
+    """Visibility, layers and loss are the operator's; what is read is asked of its backbone."""
+    words = (*WORDS, "finetune.visibility=full")
+    objective, _ = build(tmp_path / "c.yaml", *words)
+    plain = OBJECTIVES["igpt"](objective.config, objective.context)
+    core, head, sequence = plain.core, plain.layer_plans()[-1].factory, plain.sequence(batch)
+    on_top = Classification(plain)
+    assert plain.core is core
+    assert core.visibility_kind == "causal"
+    assert on_top.backbone is not plain
+    assert on_top.backbone.core.visibility_kind == "full"
+    assert plain.layer_plans()[-1].factory == head
+    again = plain.sequence(batch)
+    assert all(map(torch.equal, again.inputs, sequence.inputs))
+    kept = OBJECTIVES["igpt"](build(tmp_path / "c.yaml", *WORDS)[0].config, objective.context)
+    assert Classification(kept).backbone is kept

@@ -180,7 +180,7 @@ def test_features_are_those_of_transformers_without_masking(make):
         expected = theirs.vit(images, noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
     for layer in runner.layers.modules[5:]:
         layer.register_forward_hook(lambda *_: pytest.fail("the decoder has no part in features"))
-    features = runner.features(objective.feature_inputs(batch))
+    features = runner.features(objective.backbone.feature_inputs(batch))
     assert features.shape == (4, 3, WIDTH)
     torch.testing.assert_close(features[-1], expected.mean(1), rtol=1e-5, atol=1e-5)
 
@@ -204,7 +204,7 @@ def test_fine_tuning_keeps_the_encoder_alone(make):
     kept = {}
     bridge = pretrained.layers.modules[4]
     bridge.norm.register_forward_hook(lambda _, __, out: kept.update(out=out))
-    pretrained.features(objective.feature_inputs(batch))
+    pretrained.features(objective.backbone.feature_inputs(batch))
     classifier = runner.layers.modules[4].classifier.linear
     torch.testing.assert_close(logits, classifier(kept["out"][0]), rtol=1e-5, atol=1e-5)
 

@@ -84,7 +84,7 @@ def tokenized(name):
 def test_random_labels_are_not_found_in_features_of_random_images(make, name):
     objective, runner = make(name, *tokenized(name))
     batch = random_batch(name, 600)
-    layers = runner.features(objective.feature_inputs(batch)).numpy()
+    layers = runner.features(objective.backbone.feature_inputs(batch)).numpy()
     train, test = slice(0, 400), slice(400, 600)
     for features in layers:
         features = (features - features.mean(0)) / features.std(0).clip(1e-6)
@@ -100,7 +100,7 @@ def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
     batch = random_batch(name, 6)
     other = Batch(batch.inputs, batch.labels.roll(1), batch.sample_index)
     assert not torch.equal(batch.labels, other.labels)
-    features = [runner.features(objective.feature_inputs(each)) for each in (batch, other)]
+    features = [runner.features(objective.backbone.feature_inputs(each)) for each in (batch, other)]
     assert torch.equal(*features)
     if not words:
         return
@@ -116,7 +116,7 @@ def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
 @pytest.mark.parametrize("name", ["causal", "masked"])
 def test_features_are_those_of_the_null_label_with_nothing_hidden(make, name):
     objective, _ = make(name)
-    tokens, _, third, rows = objective.feature_inputs(random_batch(name, 5))
+    tokens, _, third, rows = objective.backbone.feature_inputs(random_batch(name, 5))
     assert tokens.shape == (5, 16, 4)
     assert rows.tolist() == [objective.condition.null_row] * 5
     assert objective.condition.null_row == objective.condition.num_rows - 1
@@ -128,11 +128,11 @@ def test_a_run_without_a_null_label_is_refused_by_its_key(make, name):
     words = (*tokenized(name), "objective.label_dropout=0")
     objective, _ = make(name, *words)
     with pytest.raises(UserError, match=r"objective\.label_dropout is 0"):
-        objective.feature_inputs(random_batch(name, 2))
+        objective.backbone.feature_inputs(random_batch(name, 2))
     for more in (FINETUNE, (*FINETUNE[1:], "evaluation={what: [probe]}")):
         with pytest.raises(UserError, match=r"objective\.label_dropout: is 0"):
             make(name, *words, *more)
     # Without classes no input holds one.
     objective, _ = make(name, *words, "objective.num_classes=0")
-    rows = objective.feature_inputs(random_batch(name, 3))[3]
+    rows = objective.backbone.feature_inputs(random_batch(name, 3))[3]
     assert len(np.unique(rows)) == 1
