@@ -126,8 +126,8 @@ def graphed_place(runner: Runner, objective: IGPT, batch: int, settings: Setting
     plan = OneByOne.along(torch.arange(objective.num_tokens, device=device)[None])
 
     def inputs_at(place: int, since: int) -> tuple[Tensor, ...]:
-        question = Question(plan, place, slice(place, place + 1), since=since)
-        return objective.rows(ids, question, ())
+        question = Question(plan, place, slice(place, place + 1))
+        return objective.rows(ids, question, (), since)
 
     runner.predictions(inputs_at(given - 1, 0), cache=cache)
     inputs = inputs_at(given, given)

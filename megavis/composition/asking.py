@@ -81,13 +81,14 @@ class Asking(ABC):
         return ("front",) if self.num_front else ()
 
     @abstractmethod
-    def rows(self, tokens: Tensor, question: Question) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
         """Return the rows that answer a question.
 
         Args:
             tokens: `[b, at least known, ...]`, in the order of the plan (of `InContext`: in raster
                 order).
             question: what is known, and what is asked for.
+            since: positions whose keys and values are kept; rows are wanted for those after.
         """
 
     @abstractmethod
@@ -135,9 +136,9 @@ class Shift(Asking):
         asked: tuple[Role, ...] = ("asked_positions",) if self.place == "both" else ()
         return ("content", "positions", *asked, "start")
 
-    def rows(self, tokens: Tensor, question: Question) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
         """Return tokens, their places with `START` in front, and the places (groups) asked for."""
-        return self._between(tokens, question.plan, question.since, question.asked.stop)
+        return self._between(tokens, question.plan, since, question.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
         """Return start and all tokens; as in training where rows know what they predict."""
@@ -204,7 +205,7 @@ class Mask(Asking):
         """Tokens, places, and what stands for hidden ones."""
         return ("content", "positions", "mask", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
         """Return all tokens, their places, and bool `[b, n]`, true where one is hidden."""
         order, hidden = question.plan.order, question.hidden
         hidden = question.plan.groups > 0 if hidden is None else hidden
@@ -258,7 +259,7 @@ class Query(Asking):
         start: tuple[Role, ...] = ("start",) if self.starts else ()
         return ("content", "positions", *start, "query", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
         """Return the known tokens, their places and groups, and the places and groups asked for.
 
         Queries of group 0 see what those of group 1 see; nothing is learned from them. Without
@@ -332,7 +333,7 @@ class InContext(Asking):
         """Tokens, and places of those that show them."""
         return ("content", "positions", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
         """Return tokens in raster order, the rows int64 `[b, c]` of the context, those placed."""
         plan = question.plan
         return self.rows_of(tokens, plan.order[:, : question.known], plan.num_placed)

@@ -40,7 +40,7 @@ class Visible(Asking):
         """Tokens and places."""
         return ("content", "positions", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
         """Return the known tokens, and the places of all positions."""
         order = question.plan.order.expand(len(tokens), -1).contiguous()
         return tokens[:, : question.known], order

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.config.section import Positive, Section
+from megavis.config.section import Above0, AtLeast0, Positive, Section
 
 
 class EvaluationConfig(Section):
@@ -35,7 +35,7 @@ class EvaluationConfig(Section):
     """Where; on cuda it shares a GPU with training."""
     threads: Positive = 1
     """Threads of the process."""
-    interval: Annotated[float, Field(gt=0)] = 5.0
+    interval: Above0 = 5.0
     """Seconds between two looks for a new checkpoint."""
-    finish_within: Annotated[float, Field(ge=0)] = 600.0
+    finish_within: AtLeast0 = 600.0
     """Seconds that the end of training waits for the last checkpoint's measures."""

@@ -14,7 +14,16 @@ from pydantic import Discriminator, Field, SerializeAsAny, Tag
 
 from megavis.config.choices import PositionKind
 from megavis.config.evaluation import EvaluationConfig
-from megavis.config.section import Complaint, Fraction, NonNegative, Positive, Section, Share
+from megavis.config.section import (
+    Above0,
+    AtLeast0,
+    Complaint,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
 
 
 class ObjectiveConfig(Section):
@@ -56,7 +65,7 @@ class ModelConfig(Section):
     """`rms_norm`: a gain and no mean subtraction. `layer_norm`: the usual one, with a bias."""
     norm_bias: Literal["all", "last"] = "all"
     """Which layer norms have a bias: all, or only the one before the head."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Above0 = 1e-5
     """Added to the variance inside every norm."""
     activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
     """`quick_gelu` is x · sigmoid(1.702 x)."""
@@ -78,7 +87,7 @@ class ModelConfig(Section):
     positions: PositionKind | None = None
     """How tokens know where they stand; the paper's own way when absent. `relative_2d`: attention
     has a bias for each offset, zero at the start."""
-    position_scale: Annotated[float, Field(gt=0)] = 1.0
+    position_scale: Above0 = 1.0
     """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
     interpolates them."""
 
@@ -129,7 +138,7 @@ class MixedSource(Section):
 
     path: str
     """Folder of shards."""
-    weight: Annotated[float, Field(gt=0)]
+    weight: Above0
     """Share of the training images that come from it; weights need not sum to 1."""
 
 
@@ -175,7 +184,7 @@ class DataConfig(Section):
     mirrored ones too."""
     rand_augment: (
         Annotated[
-            tuple[Annotated[float, Field(ge=0, le=10)], Annotated[float, Field(ge=0)]],
+            tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0],
             Field(strict=False),
         ]
         | None
@@ -220,16 +229,16 @@ class OptimizerConfig(Section):
     algorithm: Literal["adam", "lars"] = "adam"
     """`lars` scales each matrix's step by its norm, for the large batches of linear evaluation."""
 
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: Above0
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """Adam's decay rates; the first is the momentum of LARS."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Above0 = 1e-8
     """Adam's denominator constant."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay on the kernels of linear maps and convolutions; biases, norms,
     embeddings, positions and learned tokens have none."""
-    gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
+    gradient_clipping: AtLeast0 = 0.0
     """Largest global gradient norm; 0 leaves gradients alone."""
     ema_decay: Fraction = 0.0
     """Decay a step of a moving average of the weights, which validation, pictures and whoever opens
@@ -279,10 +288,10 @@ class TrainingConfig(Section):
     """Steps between two image grids; 0: never."""
     sample_images: Positive = 8
     """Images of such a grid."""
-    hang_timeout: Annotated[float, Field(ge=0)] = 180.0
+    hang_timeout: AtLeast0 = 180.0
     """Seconds that a step of several processes may take before the job is ended as hung; what comes
     between two steps may take ten times as long. 0: any time."""
-    spike_threshold: Annotated[float, Field(ge=0)] = 0.0
+    spike_threshold: AtLeast0 = 0.0
     """A step is bad when its loss lies more than so many deviations (1.4826 times the median
     distance from the median) above the median of the good steps before it; 0: no finite loss is."""
     spike_window: Annotated[int, Field(ge=2)] = 100
@@ -312,7 +321,7 @@ class FinetuneConfig(Section):
     """Which checkpoint of that run; the newest when absent."""
     num_classes: Annotated[int, Field(gt=1)]
     """Classes of the labels; must be that of the shards."""
-    generative_weight: Annotated[float, Field(ge=0)] = 0.0
+    generative_weight: AtLeast0 = 0.0
     """Weight of the paper's own loss, beside 1 for the classes; at 0 images are seen as they are
     for features."""
     visibility: Literal["kept", "full"] = "kept"
@@ -322,10 +331,10 @@ class FinetuneConfig(Section):
     token (a class token), or the last one."""
     label_smoothing: Fraction = 0.0
     """Share of a label that is spread evenly over all classes."""
-    mixup: Annotated[float, Field(ge=0)] = 0.0
+    mixup: AtLeast0 = 0.0
     """α of Beta(α, α), from which the share of the other image comes when two are added; 0: never.
     With `cutmix` too, each happens to half of the pairs."""
-    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    cutmix: AtLeast0 = 0.0
     """Likewise for a rectangle of the other image put into the first."""
     drop_path: Fraction | None = None
     """Takes the place of `model.drop_path` in this run; that when absent."""

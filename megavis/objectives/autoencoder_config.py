@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, Positive, RunConfig
-
-Weight = Annotated[float, Field(ge=0)]
+from megavis.config.section import Above0, AtLeast0
 
 
 class AutoencoderConfig(ObjectiveConfig):
@@ -32,19 +31,19 @@ class AutoencoderConfig(ObjectiveConfig):
     norm_groups: Positive = 32
     """Groups of each group norm; 32 in the papers. Narrow networks want fewer: a group of one
     channel forgets how bright it was."""
-    reconstruction_weight: Weight = 1.0
+    reconstruction_weight: AtLeast0 = 1.0
     """Of the squared error, averaged over pixels and channels in [0, 1]."""
-    perceptual_weight: Weight = 0.1
+    perceptual_weight: AtLeast0 = 0.1
     """Of the distance in VGG-16's features; 0 switches it off."""
     perceptual_weights: str | None = None
     """File of VGG-16 weights (.safetensors or .pth, torchvision's names)."""
-    adversarial_weight: Weight = 0.1
+    adversarial_weight: AtLeast0 = 0.1
     """Of the non-saturating adversarial loss; 0 trains without a discriminator."""
-    r1_weight: Weight = 10.0
+    r1_weight: AtLeast0 = 10.0
     """γ of the penalty γ/2 · ‖∇D(x)‖² on the discriminator's slope at images."""
     discriminator_filters: Positive = 64
     """Channels of the discriminator's first level."""
-    discriminator_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    discriminator_learning_rate: Above0 | None = None
     """Peak rate of the discriminator; optimizer.learning_rate when absent."""
     discriminator_betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] | None = None
     """Adam's decay rates for the discriminator; optimizer.betas when absent."""

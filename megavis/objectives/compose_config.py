@@ -20,12 +20,9 @@ from megavis.config.schema import (
     Positive,
     RunConfig,
 )
-from megavis.config.section import Section
+from megavis.config.section import Above0, AtLeast0, Section
 from megavis.objectives.layout_checks import check_tokens
 from megavis.schedules.boundaries import most_groups
-
-Above0 = Annotated[float, Field(gt=0)]
-AtLeast0 = Annotated[float, Field(ge=0)]
 
 
 class PaletteTokens(Section):

@@ -9,7 +9,7 @@ Legend: b images, n positions of the sequence, q predicted ones.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -279,26 +279,28 @@ class Composition(Objective):
             read: tokens as the tokenizer gives them.
             plan: the arrangement.
         """
-        content = self._at(self.reads.sequence(read), plan, 0, plan.num_content)
-        return self._for_transform(read, self.asks.rows(content, plan.question))
+        ask = partial(self.asks.rows, question=plan.question)
+        return self._rows(read, plan, plan.num_content, ask)
 
     def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
         """Return the rows that hold all tokens; arguments as `training_rows` has them."""
-        content = self._at(self.reads.sequence(read), plan, 0)
-        return self._for_transform(read, self.asks.feature_rows(content, plan))
+        return self._rows(read, plan, None, partial(self.asks.feature_rows, plan=plan))
+
+    def _rows(
+        self, read: Tensor, plan: Arrangement, stop: int | None, ask: Callable[[Tensor], AskedRows]
+    ) -> AskedRows:
+        """Ask with the tokens before `stop`; those for a transform go in on their grid."""
+        tokens = self.reads.sequence(read)
+        if not self.has_transform or read.ndim == 3:
+            return ask(self._at(tokens, plan, 0, stop))
+        grid = to_grid(tokens, height=self.reads.grid[0]).contiguous()
+        return grid, *ask(tokens[:, :0])[1:]
 
     def _at(self, tokens: Tensor, plan: Arrangement, start: int, stop: int | None = None) -> Tensor:
         """Return the tokens at positions [start, stop) of a plan, of those in raster order."""
         if not self.asks.permutes:
             return tokens
         return take_places(tokens, plan.order[:, start:stop])
-
-    def _for_transform(self, read: Tensor, rows: AskedRows) -> AskedRows:
-        """Put tokens that a learned transform has not seen in place of the rows', on their grid."""
-        if not self.has_transform or read.ndim == 3:
-            return rows
-        tokens = self.reads.sequence(read)
-        return to_grid(tokens, height=self.reads.grid[0]).contiguous(), *rows[1:]
 
     def _weights(self, plan: Arrangement, count: int) -> tuple[Tensor, ...]:
         """Return which of the asked positions count, `[b, q]`; nothing where all do."""
@@ -361,9 +363,11 @@ class Composition(Objective):
         """Draw tokens as their tokenizer's training assumed them, if it did."""
         return self.reads.prior(images, seed=seed)
 
-    def rows(self, tokens: Tensor, question: Question, known: Known) -> tuple[Tensor, ...]:
+    def rows(
+        self, tokens: Tensor, question: Question, known: Known, since: int = 0
+    ) -> tuple[Tensor, ...]:
         """Return the inputs that answer a question, but for what is cached."""
-        rows = self.asks.rows(tokens, question)
+        rows = self.asks.rows(tokens, question, since)
         return (*rows, *known, *self.density.nothing_more(rows[0]))
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:

@@ -12,10 +12,8 @@ from pydantic import Field
 
 from megavis.config.choices import DecoderKind, OrderKind
 from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
+from megavis.config.section import Above0, AtLeast0
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
-
-Shape = Annotated[float, Field(gt=0)]
-Temperature = Annotated[float, Field(ge=0)]
 
 
 class DARLConfig(ObjectiveConfig):
@@ -45,9 +43,9 @@ class DARLConfig(ObjectiveConfig):
     the pair of output and noisy patch for diffusion when absent."""
     decoder_layers: Positive = 1
     """Layers of an `mlp` or blocks of a `transformer`; a `linear` decoder has none."""
-    noise_a: Shape = 0.03
+    noise_a: Above0 = 0.03
     """a of γ ~ Beta(a, b), with `diffusion`; γ near 0 is nearly pure noise."""
-    noise_b: Shape = 1.0
+    noise_b: Above0 = 1.0
     """b of γ ~ Beta(a, b)."""
     predicts: Literal["clean", "noise"] = "clean"
     """With `diffusion`: the clean patch x⁰, or the noise ε that was added."""
@@ -55,7 +53,7 @@ class DARLConfig(ObjectiveConfig):
     """With `diffusion`: γ is a further channel of the noisy patch (section 4.1)."""
     sampling_steps: Positive = 1000
     """With `diffusion`: steps from noise to a patch when images are drawn (appendix F)."""
-    sampling_temperature: Temperature = 1.0
+    sampling_temperature: AtLeast0 = 1.0
     """With `diffusion`: multiplies the noise of each of these steps. Ours: the paper's process is
     that of 1; below, images come out nearer to what is likeliest, and with less texture."""
 

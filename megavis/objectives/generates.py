@@ -66,13 +66,16 @@ class Generates(Protocol):
     def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
         """Draw tokens as the tokenizer's training assumed them; None where it assumed nothing."""
 
-    def rows(self, tokens: Tensor, question: Question, known: Known) -> tuple[Tensor, ...]:
+    def rows(
+        self, tokens: Tensor, question: Question, known: Known, since: int = 0
+    ) -> tuple[Tensor, ...]:
         """Return what the first layer takes to predict the positions that are asked for.
 
         Args:
             tokens: `[r, n, ...]` in the order of generation.
             question: its plan has one row, or r.
             known: the condition.
+            since: positions whose keys and values are kept.
         """
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:

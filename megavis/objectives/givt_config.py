@@ -6,9 +6,7 @@ Where paper and released code differ, the key says what each has; the default is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from megavis.config.choices import ScaleActivation
 from megavis.config.schema import (
@@ -19,6 +17,7 @@ from megavis.config.schema import (
     Positive,
     RunConfig,
 )
+from megavis.config.section import Above0, AtLeast0
 from megavis.objectives.layout_checks import check_tokens
 
 NO_NULL_LABEL = (
@@ -48,9 +47,9 @@ class LatentTokensConfig(ObjectiveConfig):
     """`full`: a single Gaussian whose numbers depend on each other; num_components must be 1."""
     scale_activation: ScaleActivation = "squareplus"
     """From an output to a scale: `squareplus` in the released code, `softplus` in the paper."""
-    scale_floor: Annotated[float, Field(gt=0)] = 1e-6
+    scale_floor: Above0 = 1e-6
     """Smallest scale: 1e-6 in the released code, 1e-5 in the paper (appendix C.1)."""
-    head_std: Annotated[float, Field(ge=0)] = 0.02
+    head_std: AtLeast0 = 0.02
     """Deviation of the last matrix at the start. 0 in the released code, where all components start
     alike and rounding alone parts them; then no two layouts do the same."""
     adapter_blocks: NonNegative = 0
@@ -60,7 +59,7 @@ class LatentTokensConfig(ObjectiveConfig):
     has 8 · numbers of a token at 512²."""
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes jpeg shards as they are read and decodes samples."""
-    tokenizer_beta: Annotated[float, Field(ge=0)] | None = None
+    tokenizer_beta: AtLeast0 | None = None
     """β that the VAE of `tokenizer` must have been trained with, as its run's config says; another
     one is refused. None: any."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, RunConfig
+from megavis.config.section import Above0
 from megavis.objectives.layout_checks import check_patches, check_tokens
 
 _ADDED = ("learned", "sincos")
@@ -27,7 +28,7 @@ class MP3Config(ObjectiveConfig):
     0.05 for speech); `model.positions` says how."""
     patch_size: Annotated[int, Field(gt=0)] = 16
     """Side of a patch in pixels (table 1); a frame of a spectrogram is a patch of its own."""
-    initial_deviation: Annotated[float, Field(gt=0)] = 0.02
+    initial_deviation: Above0 = 0.02
     """Deviation of the blocks' matrices at the start; DeiT's (section 4.2) suits widths from 384,
     narrow networks want about 0.7 / √hidden_size."""
     class_token: bool = True

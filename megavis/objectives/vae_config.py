@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from megavis.config.schema import Positive
-from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
+from megavis.config.section import AtLeast0
+from megavis.objectives.autoencoder_config import AutoencoderConfig
 from megavis.tokenizers.shapes import VAEShape
 
 
@@ -15,7 +16,7 @@ class VAEConfig(AutoencoderConfig):
     name: Literal["vae"] = "vae"
     latent_channels: Positive = 16
     """d, real numbers a latent."""
-    beta: Weight = 5e-5
+    beta: AtLeast0 = 5e-5
     """β, of the divergence from N(0, 1); 1e-5 for the Large models (table 5)."""
     kl_normalization: Literal["sum", "mean"] = "sum"
     """`sum`: nats an image, over all its latents (section 3.1 flattens them); `mean`: nats a

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megavis.config.schema import Positive
-from megavis.objectives.autoencoder_config import AutoencoderConfig, Weight
+from megavis.config.section import Above0, AtLeast0
+from megavis.objectives.autoencoder_config import AutoencoderConfig
 from megavis.tokenizers.shapes import VQGANShape
 
 
@@ -21,14 +22,14 @@ class VQGANConfig(AutoencoderConfig):
     """d, numbers of an entry."""
     latent_channels: Positive = 256
     """Channels between the networks and the codebook's own."""
-    codebook_weight: Weight = 1.0
+    codebook_weight: AtLeast0 = 1.0
     """Of the squared distance that pulls entries to the vectors that chose them."""
-    commitment_weight: Weight = 0.25
+    commitment_weight: AtLeast0 = 0.25
     """β, of the same distance, pulling vectors to their entries."""
-    revival_weight: Weight = 1.0
+    revival_weight: AtLeast0 = 1.0
     """Of the squared distance that pulls entries that no vector of a process's micro-batch chose to
     vectors of it, so that none is dead for good. Neither paper has it."""
-    codebook_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    codebook_learning_rate: Above0 | None = None
     """Peak rate of the codebook; optimizer.learning_rate when absent."""
 
     @property

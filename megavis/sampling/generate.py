@@ -93,8 +93,7 @@ def generate_in_steps(
     with runner.evaluating():
         while step is not None:
             since = 0 if cache is None else cache.length
-            question = replace(lanes.spread_step(step), since=since)
-            rows = paper.rows(lanes.repeated(), question, known)
+            rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
             draws = lanes.draws(step)
 
             def finish(head: nn.Module, state: State, draws: Draws = draws) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,22 @@ class Acceptance:
 
     def _numbers(self) -> list[int]:
         return [0, 0, 0] if self.counts is None else self.counts.tolist()
+
+
+class DrawOptions(TypedDict, total=False):
+    """How tokens are drawn.
+
+    Attributes:
+        conditions: by name, one row an image.
+        order: int64 `[b or 1, n]`; that of the schedule when absent.
+        given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
+        cached: see `generate_in_steps`; True when absent.
+    """
+
+    conditions: Mapping[str, Tensor] | None
+    order: Tensor | None
+    given: Tensor | None
+    cached: bool
 
 
 class Sampler:
@@ -95,49 +111,26 @@ class Sampler:
         """Return conditions in the model's form; raises UserError where they do not fit."""
         return self.paper.condition.given(conditions, count, self.device)
 
-    def tokens(
-        self,
-        images: Tensor,
-        *,
-        conditions: Mapping[str, Tensor] | None = None,
-        order: Tensor | None = None,
-        given: Tensor | None = None,
-        cached: bool = True,
-    ) -> Tensor:
+    def tokens(self, images: Tensor, **options: Unpack[DrawOptions]) -> Tensor:
+        """Return the tokens after the last step; see `rounds`."""
+        *_, last = self.rounds(images, **options)
+        return last
+
+    def rounds(self, images: Tensor, **options: Unpack[DrawOptions]) -> Iterator[Tensor]:
         """Draw tokens; every process that shares layers calls this together.
 
         Args:
             images: int64 `[b]`, numbers of the images.
-            conditions: by name, one row an image.
-            order: int64 `[b or 1, n]`; that of the schedule when absent.
-            given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
-            cached: see `generate_in_steps`.
+            **options: see `DrawOptions`.
 
-        Returns:
-            `[b, n, ...]` in the order, as the model predicts them.
+        Yields:
+            Tokens `[b, n, ...]` in the order, as the model predicts them, after each step. A later
+            step may change what was yielded before.
 
         Raises:
             UserError: a condition does not fit, or the paper generates from nothing alone.
         """
-        *_, last = self.rounds(
-            images, conditions=conditions, order=order, given=given, cached=cached
-        )
-        return last
-
-    def rounds(
-        self,
-        images: Tensor,
-        *,
-        conditions: Mapping[str, Tensor] | None = None,
-        order: Tensor | None = None,
-        given: Tensor | None = None,
-        cached: bool = True,
-    ) -> Iterator[Tensor]:
-        """Yield the tokens after each step; arguments as `tokens` has them.
-
-        A later step may change what was yielded before.
-        """
-        paper = self.paper
+        paper, given, order = self.paper, options.get("given"), options.get("order")
         if given is not None and not paper.schedule.takes_given:
             raise UserError(
                 f"runs of {paper.config.objective.name} draw all tokens at once: nothing can be"
@@ -150,9 +143,9 @@ class Sampler:
             images,
             settings=self.settings,
             order=self.order_of(images) if order is None else order,
-            known=self.known(conditions or {}, len(images)),
+            known=self.known(options.get("conditions") or {}, len(images)),
             given=given,
-            cached=cached,
+            cached=options.get("cached", True),
         )
         for tokens, counts in steps:
             self.acceptance.add(counts)

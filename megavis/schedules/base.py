@@ -69,14 +69,12 @@ class Question:
         asked: positions that are predicted, a contiguous range.
         hidden: bool `[b, n]`, for schedules that do not follow an order: true where no token is
             known; where the plan's groups are above 0 when absent.
-        since: positions whose keys and values are kept; rows are wanted for those after.
     """
 
     plan: Arrangement
     known: int
     asked: slice
     hidden: Tensor | None = field(default=None, kw_only=True)
-    since: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ SHAPES = [
 def inputs_at(objective, ids, start, stop):
     """Return the inputs of the places [start, stop)."""
     plan = OneByOne.along(torch.arange(objective.num_tokens)[None])
-    return objective.rows(ids, Question(plan, stop - 1, slice(stop - 1, stop), since=start), ())
+    return objective.rows(ids, Question(plan, stop - 1, slice(stop - 1, stop)), (), start)
 
 
 def logits_piece_by_piece(runner, objective, cache, ids, num_given):
