@@ -1,4 +1,4 @@
-"""`megavis figure patches` and `megavis figure completions`: what is predicted, and how well."""
+"""`megavis figure patches`, `completions` and `reconstructions`: what is predicted, how well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_patch_figures(figures: Any) -> None:
-    """Add both to the figures of `megavis figure`."""
+    """Add them to the figures of `megavis figure`."""
     patches = figures.add_parser(
         "patches",
         help="prediction error by place of the order (DARL, Figures 10 to 14)",
@@ -50,6 +50,16 @@ def add_patch_figures(figures: Any) -> None:
         "--draws", type=positive, default=8, help="of each image, for their mean"
     )
     completions.set_defaults(run=draw_completions)
+    reconstructions = figures.add_parser(
+        "reconstructions",
+        help="hidden patches predicted from the others, and their PSNR",
+        description="Hide patches of held-out images as training does and predict them. Prints the"
+        " PSNR of what was hidden, and that of giving each hidden patch its true mean colour. The"
+        " picture shows the first eight: what was visible, the prediction, the original.",
+        epilog="example: megavis figure reconstructions runs/mae_demo",
+    )
+    add_image_arguments(reconstructions, num_images=256)
+    reconstructions.set_defaults(run=draw_reconstructions)
 
 
 def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int | None) -> None:
@@ -128,6 +138,50 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
         f"PSNR of the lower halves of {count} images: completed {scores.completed:.2f} dB,"
         f" mean of {args.draws} completions {scores.mean:.2f} dB,"
         f" last row repeated {scores.repeated:.2f} dB\n{folder / 'completions.png'}\n{table}\n"
+    )
+    return 0
+
+
+def draw_reconstructions(args: argparse.Namespace) -> int:
+    """Predict, compare and draw.
+
+    Raises:
+        UserError: the run, its data or its objective does not allow it.
+    """
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        return _reconstruct(opened, args)
+
+
+def _reconstruct(opened: Run, args: argparse.Namespace) -> int:
+    import torch
+
+    from megavis.evaluation.figures import write_table
+    from megavis.evaluation.images.filling import score_filling
+    from megavis.evaluation.reconstructions import reconstruct
+    from megavis.objectives.composition import Composition
+    from megavis.sampling.grids import hide, image_grid, save_png
+    from megavis.sampling.pictures import pixels_of
+
+    paper = opened.objective.composition()
+    assert isinstance(paper, Composition)
+    dataset = held_out_images(opened, args)
+    batch = read_in_turn(dataset, args.num_images).to(opened.context.device)
+    found = reconstruct(opened.runner, paper, batch, opened.folder)
+    originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
+    hidden = pixels_of(found.hidden, originals)
+    rows = [
+        {"hidden": name, **score_filling(found.originals, images, torch.from_numpy(hidden))}
+        for name, images in (("predicted", found.made), ("their mean colour", found.flat))
+    ]
+    columns = (hide(originals, ~hidden), made, originals)
+    folder = args.run_folder / "evaluation"
+    save_png(folder / "reconstructions.png", image_grid([*zip(*columns, strict=True)][:8]))
+    table = write_table(folder / "reconstructions.csv", rows)
+    words = ", ".join(f"{row['hidden']} {row['psnr']:.2f} dB" for row in rows)
+    sys.stdout.write(
+        f"PSNR of the hidden patches of {len(batch)} images: {words}\n"
+        f"{folder / 'reconstructions.png'}\n{table}\n"
     )
     return 0
 

@@ -170,6 +170,18 @@ class Density(ABC):
     def outputs(self, predictions: Any) -> Tensor:
         """Return the head's output whole and batch first, `[b, q, num_outputs]`."""
 
+    def restored(self, predictions: Any, targets: Tensor) -> Tensor:
+        """Return the tokens `[b, q, ...]` that predictions stand for, to be shown as images.
+
+        Args:
+            predictions: what the head gives.
+            targets: the true tokens `[b, q, ...]`, from which comes what is not predicted.
+
+        Raises:
+            UserError: predictions are no tokens.
+        """
+        raise UserError("no image can be made of what this model predicts of hidden tokens")
+
     def drawing(self, options: Any, *, scored: bool) -> Drawing:
         """Return what draws tokens.
 

@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.heads import Head
 from megavis.model.stream import State
-from megavis.tokenizers.patches import normalize_patches
+from megavis.tokenizers.patches import normalize_patches, with_statistics_of
 
 
 class SquaredError(Density):
@@ -60,6 +60,11 @@ class SquaredError(Density):
     def outputs(self, predictions: Tensor) -> Tensor:
         """Return the predictions `[b, q, d]`."""
         return predictions[:, self.num_skipped :]
+
+    def restored(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return the predictions, with mean and deviation of the targets where standardised."""
+        predicted = self.outputs(predictions).float()
+        return with_statistics_of(targets, predicted) if self.normalize else predicted
 
     def drawing(self, options: object, *, scored: bool) -> Drawing:
         """Return what draws the mean.

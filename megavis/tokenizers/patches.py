@@ -80,8 +80,20 @@ def normalize_patches(patches: Tensor) -> Tensor:
     "Masked Autoencoders Are Scalable Vision Learners", section 3; as its released code, the
     variance is the unbiased one, with 1e-6 added.
     """
-    mean, variance = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
-    return (patches - mean) / (variance + _EPSILON).sqrt()
+    mean, deviation = _own_statistics(patches)
+    return (patches - mean) / deviation
+
+
+def with_statistics_of(patches: Tensor, normalized: Tensor) -> Tensor:
+    """Undo `normalize_patches`: give each of `normalized` mean and deviation of its patch."""
+    mean, deviation = _own_statistics(patches)
+    return normalized * deviation + mean
+
+
+def _own_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of each patch, `[..., 1]`."""
+    variance = patches.var(-1, keepdim=True)
+    return patches.mean(-1, keepdim=True), (variance + _EPSILON).sqrt()
 
 
 @functools.cache

@@ -2,9 +2,12 @@
 
 import csv
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from megavis.config.errors import UserError
 from megavis.evaluation.images.completions import (
@@ -104,8 +107,6 @@ def test_errors_by_patch(run_folder, capsys):
 
 
 def held_out(opened, count):
-    import numpy as np
-
     from megavis.data.dataset import ShardDataset
     from megavis.data.loader import read_batch
 
@@ -122,3 +123,25 @@ def test_completions(run_folder, capsys):
     with (run_folder / "evaluation" / "completions.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 9
     assert (run_folder / "evaluation" / "completions.png").exists()
+
+
+def test_reconstructions(image_shards, tmp_path, capsys):
+    from megavis.cli import main
+
+    objective = (
+        "{name: mae, patch_size: 4,"
+        " decoder: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}}"
+    )
+    text = CONFIG.format(folder=tmp_path, shards=image_shards)
+    path = tmp_path / "c.yaml"
+    path.write_text(re.sub("objective: .*", f"objective: {objective}", text))
+    assert main(["train", str(path), "--device", "cpu"]) == 0
+    folder = tmp_path / "tiny_darl"
+    assert main(["figure", "reconstructions", str(folder), "--num-images", "9"]) == 0
+    assert "PSNR of the hidden patches of 9 images: predicted" in capsys.readouterr().out
+    with (folder / "evaluation" / "reconstructions.csv").open() as file:
+        rows = {row["hidden"]: float(row["psnr"]) for row in csv.DictReader(file)}
+    assert rows["predicted"] < rows["their mean colour"]
+    # Eight rows of three images of 128² pixels, with lines of two between them.
+    pixels = np.asarray(Image.open(folder / "evaluation" / "reconstructions.png"))
+    assert pixels.shape == (8 * 130 + 2, 3 * 130 + 2, 3)
