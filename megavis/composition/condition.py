@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.reader import Role, Rows, vector
+from megavis.composition.reader import Role, Rows
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.model.core import Core
-from megavis.model.init import normal
+from megavis.model.init import filled, normal
 from megavis.parallel.random import uniform
 
 Known = tuple[Tensor, ...]
@@ -113,7 +113,9 @@ class LearnedTokens(Condition):
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
         """Build the vectors `[count, h]`."""
-        return vector(core, normal(0.02), self.count)() if role == "front" else None
+        if role != "front":
+            return None
+        return filled(self.count, core.model.hidden_size, fill=normal(0.02))
 
 
 class Labels(Condition):
@@ -123,7 +125,13 @@ class Labels(Condition):
     roles: tuple[Role, ...] = ("start",)
 
     def __init__(
-        self, num_classes: int, *, dropout: float, seed: int, num_special_rows: int = 0
+        self,
+        num_classes: int,
+        *,
+        dropout: float,
+        seed: int,
+        num_special_rows: int = 0,
+        deviation: float = 1.0,
     ) -> None:
         """Build.
 
@@ -132,8 +140,10 @@ class Labels(Condition):
             dropout: probability that training shows the null label; 0: there is none.
             seed: with the sample decides that.
             num_special_rows: rows of the table between the classes and the null label.
+            deviation: of the table at the start.
         """
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
+        self.deviation = deviation
         self.has_null_label = num_classes > 0 and dropout > 0
         # Without classes one row stands for all images.
         self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
@@ -143,7 +153,7 @@ class Labels(Condition):
         """Build the table."""
         if role != self.roles[0]:
             return None
-        return Rows(self.num_rows, core.megatron.hidden_size)
+        return Rows(self.num_rows, core.megatron.hidden_size, normal(self.deviation))
 
     def training(self, batch: Batch) -> Known:
         """Return rows int64 `[b]` of the labels, some dropped; of no label the null label's."""

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.composition.asking import Asking
-from megavis.config.choices import PositionKind
 from megavis.model.core import MEMORY, Core
-from megavis.model.embeddings import grid_positions, to_stream
-from megavis.model.init import Fill, filled, normal
-from megavis.model.positions import Positions, cell_coordinates
+from megavis.model.embeddings import to_stream
+from megavis.model.init import Fill, filled
+from megavis.model.positions import cell_coordinates
 from megavis.model.stream import State, Stream, as_bits
 from megavis.tokenizers.latents import to_grid, to_tokens
 
@@ -52,27 +51,13 @@ class Slot:
 class Rows(nn.Module):
     """A table of learned vectors, whole on every process."""
 
-    def __init__(self, num_rows: int, hidden_size: int, fill: Fill | None = None) -> None:
+    def __init__(self, num_rows: int, hidden_size: int, fill: Fill) -> None:
         super().__init__()
-        self.weight = filled(num_rows, hidden_size, fill=fill or normal(1.0))
+        self.weight = filled(num_rows, hidden_size, fill=fill)
 
     def forward(self, index: Tensor) -> Tensor:
         """Look up int64 `[...]`: `[..., hidden_size]`."""
         return F.embedding(index, self.weight)
-
-
-def vector(core: Core, fill: Fill, count: int | None = None) -> Callable[[], nn.Parameter]:
-    """Return what builds a learned vector `[h]`, or so many `[count, h]`."""
-    width = core.megatron.hidden_size
-    shape = (width,) if count is None else (count, width)
-    return lambda: filled(*shape, fill=fill)
-
-
-def places(
-    core: Core, kind: PositionKind, grid: tuple[int, int], fill: Fill
-) -> Callable[[], Positions]:
-    """Return what builds positions on a grid of rows and columns."""
-    return lambda: grid_positions(core, kind, grid, fill=fill)
 
 
 class Reader(nn.Module):

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megavis.config.evaluation import EvaluationConfig
-from megavis.config.finetune_checks import check_finetuning, check_finetuning_batch
+from megavis.config.finetune_checks import (
+    check_finetuning,
+    check_finetuning_batch,
+    check_null_label,
+)
 from megavis.config.schema import (
     Complaint,
     DataConfig,
@@ -27,6 +31,7 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
     yield from _check_deepspeed(config.parallel, config.training.precision)
     yield from _check_offload(config.parallel)
     yield from config.objective.check(config)
+    yield from check_null_label(config)
     yield from check_finetuning(config)
     if config.evaluation is not None:
         yield from _check_evaluation(config.evaluation, config.data)

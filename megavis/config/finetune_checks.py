@@ -6,6 +6,21 @@ from collections.abc import Iterator
 
 from megavis.config.schema import Complaint, FinetuneConfig, RunConfig
 
+NO_NULL_LABEL = (
+    "is 0: the model has no null label and cannot do without the class of an image, which features"
+    " must not see; train with a value above 0"
+)
+"""What is wrong with the key `missing_null_label` where classes are read off such a model."""
+
+
+def check_null_label(config: RunConfig) -> Iterator[Complaint]:
+    """Want an input for "no class" where classes are read off a model that knows them."""
+    key = config.objective.missing_null_label
+    measures = config.evaluation.what if config.evaluation else ()
+    reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)
+    if reads_classes and key is not None:
+        yield key, NO_NULL_LABEL
+
 
 def check_finetuning(config: RunConfig) -> Iterator[Complaint]:
     """The step is chosen by an accuracy, and no token may see what it predicts."""

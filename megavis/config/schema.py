@@ -41,6 +41,11 @@ class ObjectiveConfig(Section):
     """The paper's short name, for example `igpt`."""
 
     @property
+    def missing_null_label(self) -> str | None:
+        """Key whose value 0 leaves no input for "no class"; None: there is one, or no need."""
+        return None
+
+    @property
     def no_images(self) -> str | None:
         """Sentence on why models of these keys draw no images; None: they do."""
         return f"runs of {self.name} draw no images"
@@ -183,11 +188,7 @@ class DataConfig(Section):
     """Mirror every second training image, at random; ids cannot, and latents must hold the
     mirrored ones too."""
     rand_augment: (
-        Annotated[
-            tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0],
-            Field(strict=False),
-        ]
-        | None
+        Annotated[tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0], Field(strict=False)] | None
     ) = None
     """RandAugment of training images, of JPEG shards alone: magnitude of 10, and its deviation from
     one operation to the next; none when absent."""

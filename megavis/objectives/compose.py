@@ -8,6 +8,7 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, partial
 
 import torch
@@ -16,7 +17,7 @@ from megavis.composition.asking import Asking, Mask, Query, Shift
 from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition, Labels
 from megavis.composition.latents import Latents
-from megavis.composition.reader import Role, Rows, Slot, places, vector
+from megavis.composition.reader import Role
 from megavis.composition.tokens import Colours, Patches, Tokens
 from megavis.densities.base import Density
 from megavis.densities.categorical import Categorical
@@ -51,11 +52,6 @@ from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
 from megavis.schedules.segmented import Grouping
 from megavis.tokenizers.patches import pixel_range
-
-NO_NULL_LABEL = (
-    "objective.condition.dropout is 0: the model cannot do without the class of an image, which"
-    " features must not see; train with a value above 0"
-)
 
 
 class ClassInFront(Labels):
@@ -144,13 +140,7 @@ class Compose(Composition):
         if not isinstance(keys, ClassCondition):
             return Condition()
         kind = Labels if isinstance(self.paper.asks, ShiftAsking) else ClassInFront
-        return kind(keys.num_classes, dropout=keys.dropout, seed=self.config.seed)
-
-    @property
-    def missing_null_label(self) -> str | None:
-        """A sentence where the model always has a class."""
-        keys = self.paper.condition
-        return NO_NULL_LABEL if isinstance(keys, ClassCondition) and not keys.dropout else None
+        return kind(keys.num_classes, dropout=keys.dropout, seed=self.config.seed, deviation=0.02)
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
@@ -204,24 +194,17 @@ class Compose(Composition):
         head, work = partial(PatchHead, self.core, decoder), decoder.flops(self.config.model)
         return Diffusion(width, process, build_head=head, decoder_flops=work)
 
-    def slots(self) -> dict[str, Slot]:
-        """Return the parts of the first layer, by their roles."""
-        core, fill, asks = self.core, normal(0.02), self.paper.asks
-        positions = places(core, self.position_kind, self.reads.grid, fill)
-        slots = {
-            "content": Slot("content", lambda: self.reads.embedding(core)),
-            "places": Slot("positions", positions),
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """What parts are called, by their roles."""
+        asks = self.paper.asks
+        names: dict[Role, str] = {
+            "content": "content",
+            "positions": "places",
+            "asked_positions": "asked_places",
+            "query": "query_vector",
         }
-        if isinstance(asks, ShiftAsking) and asks.place == "both":
-            slots["asked_places"] = Slot("asked_positions", positions)
-        if isinstance(asks, QueryAsking):
-            slots["query_vector"] = Slot("query", vector(core, fill))
         if isinstance(asks, MaskAsking) and asks.filler == "vector":
-            slots["filler"] = Slot("mask", vector(core, fill))
-        for role in self.condition.roles:
-            assert isinstance(self.condition, Labels)
-            num_rows, width = self.condition.num_rows, core.megatron.hidden_size
-            slots["labels"] = Slot(role, partial(Rows, num_rows, width, fill))
-        if not isinstance(asks, MaskAsking) and "start" not in self.condition.roles:
-            slots["start_token"] = Slot("start", vector(core, fill))
-        return slots
+            names["mask"] = "filler"
+        names |= dict.fromkeys(self.condition.roles, "labels")
+        return {**names, **({} if "start" in names else {"start": "start_token"})}

@@ -247,6 +247,12 @@ class ComposeConfig(ObjectiveConfig):
         return self.predicts or self.reads
 
     @property
+    def missing_null_label(self) -> str | None:
+        """The probability of dropping the class, where that is the condition and it is 0."""
+        has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
+        return "objective.condition.dropout" if has_none else None
+
+    @property
     def no_images(self) -> str | None:
         """What comes out must be what goes in, and the schedule say what is drawn when."""
         if self.predicts is not None:

@@ -343,7 +343,7 @@ class Composition(Objective):
         """Return the same paper with blocks in which all tokens see all, built anew."""
         return type(self)(self.config, self.context, visibility="full")
 
-    # Generation, for papers that generate; see `Generates`.
+    # Generation, for papers that generate.
 
     def generation(self) -> Composition:
         """Return itself; raises UserError where models of the config draw no images."""
@@ -352,11 +352,19 @@ class Composition(Objective):
         return self
 
     def blank_tokens(self, images: Tensor) -> Tensor:
-        """Return tokens of zeros."""
+        """Return tokens `[b, n, ...]` of zeros for images `[b]`, on their device."""
         return self.reads.blank(images)
 
     def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return tokens of what shards hold, as the tokenizer gives them."""
+        """Return tokens of what shards hold, as the tokenizer gives them.
+
+        Args:
+            inputs: of `Batch`, or tokens.
+            index: int64 `[b]`, of the samples; decides draws of the tokenizer, where it draws.
+
+        Raises:
+            UserError: the inputs have another form.
+        """
         return self.reads.of(inputs, index)
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
@@ -366,12 +374,33 @@ class Composition(Objective):
     def rows(
         self, tokens: Tensor, question: Question, known: Known, since: int = 0
     ) -> tuple[Tensor, ...]:
-        """Return the inputs that answer a question, but for what is cached."""
+        """Return what the first layer takes to predict the positions that are asked for.
+
+        Args:
+            tokens: `[r, n, ...]` in the order of generation.
+            question: its plan has one row, or r.
+            known: the condition.
+            since: positions whose keys and values are kept.
+        """
         rows = self.asks.rows(tokens, question, since)
         return (*rows, *known, *self.density.nothing_more(rows[0]))
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
-        """Return tokens `[b, n, ...]` as the model predicts them."""
+        """Return tokens `[b, n, ...]` in raster order as the model predicts them.
+
+        Args:
+            layer: the first layer.
+            tokens: as the tokenizer gives them.
+
+        Raises:
+            UserError: a learned transform mixes all of an image, so that a part of its tokens knows
+                the rest.
+        """
+        if self.has_transform:
+            raise UserError(
+                "with objective.adapter_blocks a token depends on the whole image: no part of an"
+                " image can be given"
+            )
         return self.reads.sequence(tokens)
 
     def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
@@ -386,5 +415,13 @@ class Composition(Objective):
         self.reads.check_images(folder)
 
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Return images uint8 `[b, H, W, 3]` of tokens as `undo` gives them."""
+        """Return images uint8 `[b, H, W, 3]` of tokens as `undo` gives them.
+
+        Args:
+            tokens: in raster order.
+            folder: of the run, which may hold what decodes them.
+
+        Raises:
+            UserError: nothing decodes them.
+        """
         return self.reads.to_images(tokens, folder)

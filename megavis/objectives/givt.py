@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking, Shift
 from megavis.composition.condition import Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Role
-from megavis.config.errors import UserError
 from megavis.data.manifest import Manifest
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
@@ -28,7 +27,7 @@ from megavis.model.init import Initialization, normal, truncated_normal, xavier_
 from megavis.model.mixture import ScaleForm
 from megavis.model.patches import TokenHead
 from megavis.objectives.composition import Composition
-from megavis.objectives.givt_config import NO_NULL_LABEL, GIVTConfig, LatentTokensConfig
+from megavis.objectives.givt_config import GIVTConfig, LatentTokensConfig
 from megavis.objectives.trainable import Likelihood
 from megavis.schedules.base import Schedule
 from megavis.schedules.one_by_one import OneByOne
@@ -151,13 +150,6 @@ class GIVT(Composition):
         yield from self.condition.check_classes(len(manifest.class_names))
 
     @property
-    def missing_null_label(self) -> str | None:
-        """A sentence where the table of labels has classes and no null label."""
-        if self.paper.has_null_label or not self.paper.num_classes:
-            return None
-        return f"objective.label_dropout {NO_NULL_LABEL}"
-
-    @property
     def likelihood(self) -> Likelihood | None:
         """A token's density is one over its d numbers; the adapter preserves volumes."""
         size, given = self.reads.width, None
@@ -165,16 +157,3 @@ class GIVT(Composition):
             given = f"the class, but for the {self.paper.label_dropout:.0%} that training drops"
         words = "number of the VAE's latents"
         return Likelihood(words, self.num_tokens * size, per_loss=size, given=given)
-
-    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
-        """Return tokens `[b, n, d]` of latents.
-
-        Raises:
-            UserError: an adapter mixes all latents, so that a part of its tokens knows the rest.
-        """
-        if self.has_transform:
-            raise UserError(
-                "with objective.adapter_blocks a token depends on the whole image: no part of an"
-                " image can be given"
-            )
-        return super().transform(layer, tokens)

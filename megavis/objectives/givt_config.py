@@ -20,12 +20,6 @@ from megavis.config.schema import (
 from megavis.config.section import Above0, AtLeast0
 from megavis.objectives.layout_checks import check_tokens
 
-NO_NULL_LABEL = (
-    "is 0: the model has no null label and cannot do without the class of an image, which features"
-    " must not see; train with a value above 0"
-)
-"""What is wrong with `objective.label_dropout` where classes are read off such a model."""
-
 
 class LatentTokensConfig(ObjectiveConfig):
     """What both models share."""
@@ -76,9 +70,10 @@ class LatentTokensConfig(ObjectiveConfig):
         return self.num_components * (1 + 2 * self.token_size)
 
     @property
-    def has_null_label(self) -> bool:
-        """True where a label stands for no class."""
-        return self.num_classes > 0 and self.label_dropout > 0
+    def missing_null_label(self) -> str | None:
+        """The probability of dropping the class, where there are classes and it is 0."""
+        has_none = self.num_classes > 0 and not self.label_dropout
+        return "objective.label_dropout" if has_none else None
 
     @property
     def no_images(self) -> None:
@@ -110,15 +105,8 @@ class LatentTokensConfig(ObjectiveConfig):
         if self.tokenizer_beta is not None and self.tokenizer is None:
             yield "objective.tokenizer_beta", "needs objective.tokenizer, the run of that VAE"
         yield from self._check_adapter()
-        yield from self._check_null_label(config)
         places = self.num_places(config)
         yield from check_tokens(config, places, what=f"{places} places")
-
-    def _check_null_label(self, config: RunConfig) -> Iterator[Complaint]:
-        measures = config.evaluation.what if config.evaluation else ()
-        reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)
-        if reads_classes and self.num_classes and not self.has_null_label:
-            yield "objective.label_dropout", NO_NULL_LABEL
 
     def _check_adapter(self) -> Iterator[Complaint]:
         half, groups = self.token_size // 2, min(32, self.token_size // 2)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.condition import Known
 from megavis.densities.base import Drawing, Drawn, Draws
 from megavis.model.runner import Runner
 from megavis.model.stream import State
-from megavis.objectives.generates import Generates, Known
+from megavis.objectives.composition import Composition
 from megavis.schedules.base import Progress, Step
 
 
@@ -51,7 +52,7 @@ class Settings:
 @torch.no_grad()
 def generate_in_steps(
     runner: Runner,
-    paper: Generates,
+    paper: Composition,
     images: Tensor,
     *,
     settings: Settings,
@@ -147,7 +148,7 @@ class _Lanes:
         lanes = self.settings.drawing.num_lanes
         return rows if lanes == 1 else torch.cat([rows] * lanes)
 
-    def spread_known(self, known: Known, paper: Generates) -> Known:
+    def spread_known(self, known: Known, paper: Composition) -> Known:
         """Repeat the condition for all rows; with guidance, the second half has none."""
         known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
         if self.settings.drawing.num_lanes == 1:

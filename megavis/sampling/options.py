@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megavis.config.errors import UserError
-from megavis.objectives.generates import Generates
+from megavis.objectives.composition import Composition
 from megavis.sampling.generate import Settings
 
 
@@ -30,7 +30,7 @@ class Search:
 
 
 def settings_of(
-    paper: Generates,
+    paper: Composition,
     options: Mapping[str, Any],
     *,
     seed: int = 0,

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavis.composition.condition import Known
 from megavis.config.errors import UserError
 from megavis.model.orders import take_places, to_raster
 from megavis.model.runner import Runner
-from megavis.objectives.generates import Known
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import Axis
 from megavis.sampling.generate import generate_in_steps
