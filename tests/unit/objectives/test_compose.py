@@ -297,6 +297,9 @@ def test_features_of_classes_want_a_null_label(build):
     objective, _ = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR, without)
     with pytest.raises(UserError, match=r"objective\.condition\.dropout is 0"):
         objective.feature_inputs(batch_of(photographs(2, 16)))
+    tuned = ("finetune={num_classes: 3}", "data.validation=held", "training.validate_every=1")
+    with pytest.raises(UserError, match=r"objective\.condition\.dropout: is 0"):
+        build(PATCHES, ONE_BY_ONE, SHIFT, ERROR, without, more=tuned)
     objective, runner = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR, CLASSES)
     batch = batch_of(photographs(2, 16))
     assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
