@@ -159,12 +159,10 @@ def _reconstruct(opened: Run, args: argparse.Namespace) -> int:
     from megavis.evaluation.figures import write_table
     from megavis.evaluation.images.filling import score_filling
     from megavis.evaluation.reconstructions import reconstruct
-    from megavis.objectives.composition import Composition
     from megavis.sampling.grids import hide, image_grid, save_png
     from megavis.sampling.pictures import pixels_of
 
-    paper = opened.objective.composition()
-    assert isinstance(paper, Composition)
+    paper = opened.objective.backbone.composition()
     dataset = held_out_images(opened, args)
     batch = read_in_turn(dataset, args.num_images).to(opened.context.device)
     found = reconstruct(opened.runner, paper, batch, opened.folder)
