@@ -56,12 +56,12 @@ class Words(Objective):
         return Condition()
 
     @property
+    @abstractmethod
     def part_names(self) -> Mapping[Role, str]:
         """Names of the first layer's parts, which are their parameters', in the order of building.
 
         Parts that nothing asks for are left out.
         """
-        return {}
 
     @property
     def deviations(self) -> Mapping[Role, float]:
