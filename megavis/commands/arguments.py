@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,18 @@ def add_config(parser: argparse.ArgumentParser, *, text: str = "YAML file") -> N
 
 def read_config(args: argparse.Namespace) -> LoadedConfig:
     """Read the config that `add_config` asks for; raises UserError as `load_config`."""
-    from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
-
     if not Path(args.config).exists():
         raise UserError(f"{args.config}: no such config file")
+    return load_user_config(args.config, args.overrides)
 
-    return load_config(args.config, args.overrides, objectives=objective_configs())
+
+def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
+    """Load a config file of a user's, whose epochs are those of its shards; see `load_config`."""
+    from megavis.config.load import load_config
+    from megavis.data.manifest import num_images
+    from megavis.objectives import objective_configs
+
+    return load_config(path, overrides, objectives=objective_configs(), count_images=num_images)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_config, add_device
+from megavis.commands.arguments import add_config, add_device, load_user_config
 from megavis.commands.kept_figure import keep_figure
 from megavis.commands.options import refuse_options
 from megavis.config.arguments import non_negative, positive
@@ -83,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
         UserError: a point's config is wrong, or has no validation data.
     """
     from megavis.commands.quiet import quietly
-    from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
     from megavis.parallel.launch import read_launch
 
     with quietly():
@@ -92,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     points = points_of(
         args.grid,
-        lambda words: load_config(
-            args.config, [*args.overrides, *words], objectives=objective_configs()
-        ),
+        lambda words: load_user_config(args.config, [*args.overrides, *words]),
     )
     if args.count:
         sys.stdout.write(f"{len(points)}\n")

@@ -6,6 +6,7 @@ from typing import Any
 
 from megavis.config.names import ObjectiveTypes
 from megavis.config.schema import ObjectiveConfig, RunConfig
+from megavis.config.shorthand import PRESETS, RIVALS, Shorthand
 from megavis.config.yaml_tree import BASED_ON
 
 
@@ -23,8 +24,22 @@ def json_schema(objectives: ObjectiveTypes) -> dict[str, Any]:
         schema["$defs"][paper.__name__] = section
         papers.append({"$ref": f"#/$defs/{paper.__name__}"})
     schema["properties"]["objective"] = {"oneOf": papers, "description": "The paper's own keys."}
+    _add_shorthand(schema)
     _allow_a_base(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _add_shorthand(schema: dict[str, Any]) -> None:
+    """Add the keys that stand for others, in whose place these need not be given."""
+    for name, field in Shorthand.model_fields.items():
+        section = schema["$defs"][schema["properties"][name]["$ref"].rpartition("/")[2]]
+        keys = type(field.default).model_json_schema()["properties"]
+        section["properties"] |= keys
+        replaced = {RIVALS.get(key) for key in keys}
+        if "preset" in keys:
+            replaced |= set(next(iter(PRESETS.values())))
+        if "required" in section:
+            section["required"] = [key for key in section["required"] if key not in replaced]
 
 
 def _allow_a_base(schema: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from megavis.config.checks import check_config, check_world
 from megavis.config.names import ObjectiveTypes, SchemaNames, did_you_mean
 from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
+from megavis.config.shorthand import CountImages, Shorthand, take_shorthand, write_out_epochs
 from megavis.config.yaml_tree import Source, apply_override, dump_tree, read_tree
 
 
@@ -35,7 +36,11 @@ class LoadedConfig:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, objectives: ObjectiveTypes
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    objectives: ObjectiveTypes,
+    count_images: CountImages | None = None,
 ) -> LoadedConfig:
     """Read a YAML file, apply `key=value` words, check everything.
 
@@ -43,6 +48,8 @@ def load_config(
         path: the YAML file.
         overrides: words such as `training.steps=100`; the value is read as YAML.
         objectives: config class of each paper by name.
+        count_images: looks into shards, for lengths in epochs; without it the config must say
+            `data.num_images`.
 
     Raises:
         UserError: with file, line, key and what would be right for every mistake.
@@ -51,14 +58,19 @@ def load_config(
     tree = read_tree(Path(path), source)
     for word in overrides:
         apply_override(tree, word, source)
-    config = _validate(tree, source, objectives)
+    config = _validate(tree, source, objectives, count_images)
     complaints = list(check_config(config))
     if complaints:
         raise source.error(complaints)
     return LoadedConfig(config, source)
 
 
-def _validate(tree: dict[str, Any], source: Source, objectives: ObjectiveTypes) -> RunConfig:
+def _validate(
+    tree: dict[str, Any],
+    source: Source,
+    objectives: ObjectiveTypes,
+    count_images: CountImages | None,
+) -> RunConfig:
     names = SchemaNames(objectives, tree)
     if names.objective is None:
         given = f", not {reprlib.repr(names.paper)}" if names.paper is not None else ""
@@ -66,6 +78,14 @@ def _validate(tree: dict[str, Any], source: Source, objectives: ObjectiveTypes) 
         text = f"must say which paper: one of {known}{given}{did_you_mean(names.paper, objectives)}"
         raise source.error([("objective.name", text)])
     complaints: list[Complaint] = []
+    try:
+        shorthand = Shorthand.model_validate(take_shorthand(tree))
+        complaints += write_out_epochs(tree, shorthand, count_images)
+    except ValidationError as error:
+        complaints += names.explain(error.errors())
+    if complaints:
+        # What they stand for would be called missing.
+        raise source.error(complaints)
     # The objective comes first, with its paper's class, so that its errors keep their keys.
     try:
         tree["objective"] = names.objective.model_validate(tree["objective"])

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megavis.config.schema import UNION_LABELS, Complaint, ObjectiveConfig, RunConfig
+from megavis.config.shorthand import shorthand_keys
 
 ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
 
@@ -100,7 +101,7 @@ class SchemaNames:
             if inner is None:
                 return []
             model = inner
-        return list(model.model_fields)
+        return [*model.model_fields, *shorthand_keys(".".join(sections))]
 
 
 def did_you_mean(given: Any, legal: Iterable[str]) -> str:

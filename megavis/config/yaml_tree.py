@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from megavis.config.errors import UserError
-from megavis.config.schema import Complaint
+from megavis.config.section import Complaint
+from megavis.config.shorthand import RIVALS, write_out_preset
 
 BASED_ON = "based_on"
 """Key of a file, beside the sections, that names another whose keys hold where this has none."""
@@ -71,6 +72,9 @@ class Source:
 def read_tree(path: Path, source: Source, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a file, and beneath its keys those of the file that it is based on."""
     tree = _read_file(path, source)
+    if isinstance(tree.get("model"), dict):
+        # Here, so that a preset replaces the sizes of a file beneath.
+        tree["model"] = write_out_preset(tree["model"])
     if BASED_ON not in tree:
         return tree
     base = tree.pop(BASED_ON)
@@ -89,7 +93,7 @@ def read_tree(path: Path, source: Source, above: tuple[Path, ...] = ()) -> dict[
 
 def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return both, section by section; where both have a value, that of `above`."""
-    merged = dict(beneath)
+    merged = {key: value for key, value in beneath.items() if RIVALS.get(key) not in above}
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
@@ -174,6 +178,9 @@ def apply_override(tree: dict[str, Any], word: str, source: Source) -> None:
         place[last] = yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"command line: {key}: '{text}' is not a YAML value") from None
+    place.pop(RIVALS.get(last, ""), None)
+    if isinstance(tree.get("model"), dict):
+        tree["model"] = write_out_preset(tree["model"], wins=key == "model.preset")
     for inner in [line for line in source.lines if line.startswith(f"{key}.")]:
         del source.lines[inner]  # the word replaced the whole section
     source.lines[key] = (source.path, 0)

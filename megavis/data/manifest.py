@@ -175,3 +175,10 @@ def _explain(path: Path, error: ValidationError) -> str:
         return f"{path} is not valid JSON ({first['msg']}): write the shards again"
     text = first["msg"].removeprefix("Value error, ")
     return f"{path} is not a shard manifest: {where + ': ' if where else ''}{text}"
+
+
+def num_images(folder: str) -> int | None:
+    """Return how many samples a local folder of shards holds; None where there are none yet."""
+    if not (Path(folder) / MANIFEST_NAME).is_file():
+        return None
+    return Manifest.read(folder).num_samples

@@ -78,18 +78,6 @@ class Process:
     temperature: float
     seed: int
 
-    @classmethod
-    def of(cls, keys: Any, *, value_range: tuple[float, float] | None, seed: int) -> Process:
-        """Return what a section's keys say: `noise_a`, `noise_b`, `predicts`, `sampling_...`."""
-        return cls(
-            beta=(keys.noise_a, keys.noise_b),
-            predicts=keys.predicts,
-            value_range=value_range,
-            sampling_steps=keys.sampling_steps,
-            temperature=keys.sampling_temperature,
-            seed=seed,
-        )
-
 
 class Diffusion(Density):
     """A decoder that takes noise from patches."""

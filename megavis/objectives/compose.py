@@ -35,11 +35,11 @@ from megavis.objectives.compose_config import (
     DiffusionDensity,
     GroupsSchedule,
     IdTokens,
+    LatentTokens,
     MaskAsking,
     MixtureDensity,
     OneByOneSchedule,
     PaletteTokens,
-    PatchTokens,
     QueryAsking,
     RoundsSchedule,
     ShiftAsking,
@@ -78,22 +78,28 @@ class Compose(Composition):
         return self.reads if self.paper.predicts is None else self._tokens(self.paper.predicts)
 
     def _tokens(self, keys: AnyTokens) -> Tokens:
+        data, size = self.config.data, self.config.data.image_size
         if isinstance(keys, PaletteTokens):
-            return self.colours(keys)
+            windows = data.crop == "window"
+            return Colours(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
         if isinstance(keys, IdTokens):
-            return self.ids(keys)
-        if isinstance(keys, PatchTokens):
-            return self.patches(keys)
-        size = self.config.data.image_size
-        return Latents(
-            channels=keys.channels,
-            side=keys.side(size),
-            stacked=1,
-            seed=self.config.seed,
-            tokenizer=keys.tokenizer,
-            beta=None,
-            image_size=size,
-        )
+            return Ids(
+                image_size=size,
+                side=keys.side(size),
+                vocabulary_size=keys.vocabulary_size,
+                tokenizer=keys.tokenizer,
+            )
+        if isinstance(keys, LatentTokens):
+            return Latents(
+                channels=keys.channels,
+                side=keys.side(size),
+                stacked=1,
+                seed=self.config.seed,
+                tokenizer=keys.tokenizer,
+                beta=None,
+                image_size=size,
+            )
+        return Patches(image_size=size, patch_size=keys.patch_size)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -177,8 +183,14 @@ class Compose(Composition):
             tells_gamma=keys.condition_on_gamma,
             channels=3 if are_pixels else width,
         )
-        value_range = pixel_range() if are_pixels else None
-        process = Process.of(keys, value_range=value_range, seed=self.config.seed)
+        process = Process(
+            beta=(keys.noise_a, keys.noise_b),
+            predicts=keys.predicts,
+            value_range=pixel_range() if are_pixels else None,
+            sampling_steps=keys.sampling_steps,
+            temperature=keys.sampling_temperature,
+            seed=self.config.seed,
+        )
         head, work = partial(PatchHead, self.core, decoder), decoder.flops(self.config.model)
         return Diffusion(width, process, build_head=head, decoder_flops=work)
 

@@ -41,12 +41,12 @@ class DARL(Composition):
     @cached_property
     def reads(self) -> Patches:
         """Patches of pixels."""
-        return self.patches(self.paper)
+        return self.patches()
 
     @cached_property
     def predicts(self) -> Ids | Patches:
         """What is read, or ids of a frozen tokenizer (appendix B.4)."""
-        return self.ids(self.paper) if self.paper.loss == "ids" else self.reads
+        return self.ids() if self.paper.loss == "ids" else self.reads
 
     @cached_property
     def schedule(self) -> OneByOne:
@@ -90,5 +90,12 @@ class DARL(Composition):
                 build_head=head,
                 decoder_flops=work,
             )
-        process = Process.of(paper, value_range=pixel_range(), seed=self.config.seed)
+        process = Process(
+            beta=(paper.noise_a, paper.noise_b),
+            predicts=paper.predicts,
+            value_range=pixel_range(),
+            sampling_steps=paper.sampling_steps,
+            temperature=paper.sampling_temperature,
+            seed=self.config.seed,
+        )
         return Diffusion(predicts.width, process, build_head=head, decoder_flops=work)

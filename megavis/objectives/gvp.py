@@ -44,12 +44,12 @@ class GVP(Composition):
     @cached_property
     def reads(self) -> Ids | Patches:
         """Ids (d), or patches of pixels (p)."""
-        return self.ids(self.paper) if self.paper.variant == "d2d" else self.patches(self.paper)
+        return self.ids() if self.paper.variant == "d2d" else self.patches()
 
     @cached_property
     def predicts(self) -> Ids | Patches:
         """What is read, or ids in its place (p2d)."""
-        return self.ids(self.paper) if self.paper.variant == "p2d" else self.reads
+        return self.ids() if self.paper.variant == "p2d" else self.reads
 
     @cached_property
     def schedule(self) -> Grouping:

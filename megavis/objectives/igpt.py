@@ -42,7 +42,7 @@ class IGPT(Composition):
     @cached_property
     def reads(self) -> Colours:
         """Palette ids."""
-        return self.colours(self.paper)
+        return self.colours()
 
     @cached_property
     def schedule(self) -> OneByOne | MaskedShare:

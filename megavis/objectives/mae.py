@@ -66,7 +66,7 @@ class MAE(Composition):
     @cached_property
     def reads(self) -> Patches:
         """Patches of pixels."""
-        return self.patches(self.paper)
+        return self.patches()
 
     @property
     def num_tokens(self) -> int:

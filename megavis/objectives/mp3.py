@@ -48,7 +48,7 @@ class MP3(Composition):
     def reads(self) -> Frames | Patches:
         """Patches, or frames of a spectrogram (section 4.3)."""
         frames = self.config.data.frames
-        return self.patches(self.paper) if frames is None else Frames(*frames)
+        return self.patches() if frames is None else Frames(*frames)
 
     @property
     def num_places(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any
 
 from torch import nn
 
@@ -56,12 +55,12 @@ class Words(Objective):
         return Condition()
 
     @property
-    @abstractmethod
     def part_names(self) -> Mapping[Role, str]:
         """Names of the first layer's parts, which are their parameters', in the order of building.
 
         Parts that nothing asks for are left out.
         """
+        return {}
 
     @property
     def deviations(self) -> Mapping[Role, float]:
@@ -72,23 +71,23 @@ class Words(Objective):
         """Return how the matrices of a block start: those of MAE's released code by default."""
         return vision_transformer()
 
-    def patches(self, keys: Any) -> Patches:
-        """Return patches of `patch_size`² pixels, of the keys that have it."""
-        return Patches(image_size=self.config.data.image_size, patch_size=keys.patch_size)
+    def patches(self) -> Patches:
+        """Return patches of `objective.patch_size`² pixels."""
+        return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
 
-    def ids(self, keys: Any) -> Ids:
-        """Return ids of `tokenizer`, each of which stands for such a patch."""
-        size = self.config.data.image_size
+    def ids(self) -> Ids:
+        """Return ids of `objective.tokenizer`, each of which stands for such a patch."""
+        paper, size = self.paper, self.config.data.image_size
         return Ids(
             image_size=size,
-            side=size // keys.patch_size,
-            vocabulary_size=keys.vocabulary_size,
-            tokenizer=keys.tokenizer,
+            side=size // paper.patch_size,
+            vocabulary_size=paper.vocabulary_size,
+            tokenizer=paper.tokenizer,
         )
 
-    def colours(self, keys: Any) -> Colours:
-        """Return ids of a palette of `vocabulary_size` colours."""
-        data, count = self.config.data, keys.vocabulary_size
+    def colours(self) -> Colours:
+        """Return ids of a palette of `objective.vocabulary_size` colours."""
+        data, count = self.config.data, self.paper.vocabulary_size
         windows = data.crop == "window"
         return Colours(image_size=data.image_size, vocabulary_size=count, windows=windows)
 
