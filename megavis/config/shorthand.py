@@ -56,8 +56,8 @@ class DataShorthand(Section):
     """In `data`."""
 
     num_images: Positive | None = None
-    """Training images. With it lengths in epochs are known before there are shards, and shards that
-    hold another number are refused."""
+    """Training images of an epoch where there are no shards to count them in, as when a run is
+    planned, and where several folders are mixed."""
 
 
 class TrainingShorthand(Section):
@@ -146,9 +146,7 @@ def write_out_epochs(
     lengths = dict(_lengths(shorthand))
     folder = tree.get("data", {}).get("train") if isinstance(tree.get("data"), dict) else None
     counted = count_images(folder) if count_images and isinstance(folder, str) else None
-    images = shorthand.data.num_images or counted
-    if counted is not None and counted != images:
-        yield "data.num_images", f"{images}, but {folder} holds {counted} images"
+    images = shorthand.data.num_images if counted is None else counted
     if lengths and images is None:
         key = ".".join(next(iter(lengths)))
         yield key, f"{_unknown_number(folder)}: give data.num_images"
