@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,3 +27,5 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+    sampling_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys that say how images are drawn, and change neither a weight nor a loss."""

@@ -7,7 +7,7 @@ checked here, without torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -182,6 +182,8 @@ class MixtureDensity(Section):
 
 class DiffusionDensity(Section):
     """A decoder that takes noise from a token."""
+
+    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
     kind: Literal["diffusion"]
     decoder: DecoderKind = "transformer"

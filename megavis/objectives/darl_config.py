@@ -6,7 +6,7 @@ Legend: T patches of an image, k side of a block of patches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,8 @@ from megavis.objectives.layout_checks import check_patches, check_tokens, check_
 
 class DARLConfig(ObjectiveConfig):
     """The keys of DARL."""
+
+    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
 
     name: Literal["darl"] = "darl"
     patch_size: Positive = 16

@@ -12,6 +12,7 @@ from megavis.checkpoint.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
 from megavis.config.schema import Complaint, FinetuneConfig, RunConfig
+from megavis.config.section import Section
 from megavis.data.mixture import Samples
 from megavis.objectives import objective_configs
 from megavis.objectives.classification import Classification
@@ -60,19 +61,28 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
 def _differences(source: RunConfig, config: RunConfig, objective: Classification) -> Iterator[str]:
     """Yield what makes the other run's weights mean something else here."""
     for section in ("objective", "model"):
-        there, here = (getattr(each, section).model_dump() for each in (source, config))
-        for key in {**there, **here}:
-            if there.get(key) != here.get(key) and not _MAY_DIFFER.fullmatch(key):
-                yield (
-                    f"was trained with {section}.{key} {there.get(key)}, and this config has"
-                    f" {here.get(key)}; fine-tuning keeps the architecture"
-                )
+        yield from _other_keys(getattr(source, section), getattr(config, section), section)
     yield from _other_size(source, config, objective.paper.position_kind)
     if objective.paper.weights_need_their_seed and source.seed != config.seed:
         yield (
             f"was trained with seed {source.seed}, which its weights depend on; set seed to"
             f" {source.seed}, not {config.seed}"
         )
+
+
+def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
+    """Compare two sections, key by key."""
+    for key in {**type(source).model_fields, **type(config).model_fields}:
+        there, here = getattr(source, key, None), getattr(config, key, None)
+        if there == here or _MAY_DIFFER.fullmatch(key) or key in config.sampling_keys:
+            continue
+        if isinstance(there, Section) and isinstance(here, Section):
+            yield from _other_keys(there, here, f"{name}.{key}")
+        else:
+            yield (
+                f"was trained with {name}.{key} {there}, and this config has {here}; fine-tuning"
+                " keeps the architecture"
+            )
 
 
 def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Iterator[str]:

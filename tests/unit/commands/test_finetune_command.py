@@ -152,3 +152,49 @@ def test_a_random_order_needs_the_seed_that_it_was_learned_with(config, capsys, 
     (source / "config.yaml").write_text(yaml.safe_dump(tree))
     words = [f"finetune.from_run={source}", "objective.order=random", "seed=1"]
     assert "was trained with seed 0, which its weights depend on" in refused(capsys, config, *words)
+
+
+OBJECTIVES = {
+    "darl": {"name": "darl", "patch_size": 4, "loss": "diffusion"},
+    "compose": {
+        "name": "compose",
+        "reads": {"kind": "patches", "patch_size": 4},
+        "schedule": {"kind": "one_by_one"},
+        "asks": {"kind": "shift"},
+        "density": {"kind": "diffusion"},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=OBJECTIVES)
+def drawn_by_diffusion(request, image_shards, tmp_path_factory):
+    """A fine-tuning config whose source draws with the default options, and their section."""
+    root = tmp_path_factory.mktemp("diffusion")
+    parts = ("train", "validation")
+    tree = {
+        "name": "source",
+        "output": f"{root}/runs",
+        "objective": OBJECTIVES[request.param],
+        "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
+        "data": {part: f"{image_shards}/{part}" for part in parts} | {"image_size": 16},
+        "parallel": {"zero_stage": 0},
+        "optimizer": {"learning_rate": 1e-2},
+        "training": {"steps": 1, "batch_size": 8, "validate_every": 1, "sample_every": 0},
+    }
+    (root / "source.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["train", str(root / "source.yaml"), "--device", "cpu"]) == 0
+    tree["name"] = "tuned"
+    tree["finetune"] = {"from_run": f"{root}/runs/source", "num_classes": 10}
+    (root / "tuned.yaml").write_text(yaml.safe_dump(tree))
+    return root / "tuned.yaml", "objective.density" * (request.param == "compose") or "objective"
+
+
+def test_how_images_are_drawn_does_not_keep_a_run_from_being_fine_tuned(
+    drawn_by_diffusion, capsys, tmp_path
+):
+    path, section = drawn_by_diffusion
+    words = [f"{section}.sampling_temperature=0.7", f"{section}.sampling_steps=5"]
+    message = refused(capsys, path, *words, f"{section}.noise_b=2.0")
+    assert f"was trained with {section}.noise_b 1.0, and this config has 2.0" in message
+    words.append(f"output={tmp_path}")
+    assert main(["finetune", str(path), "--device", "cpu", *words]) == 0, capsys.readouterr().err
