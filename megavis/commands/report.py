@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -66,7 +65,7 @@ def summary(run: RunRecord) -> list[str]:
     """Return the lines of one run for a terminal."""
     folder = run.folder
     lines = [f"{folder}, step {run.last_step}"]
-    lines += [*_losses(run), *_probe(folder), *_classes(folder), *_images(folder)]
+    lines += [*_losses(run), *_measures(folder)]
     lines += _pictures(run.pictures())
     lines.append(_row("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
     return lines
@@ -95,44 +94,16 @@ def _losses(run: RunRecord) -> Iterator[str]:
             return
 
 
-def _probe(folder: Path) -> Iterator[str]:
-    """The trained network's best layer, an untrained one's, and raw pixels: a row each."""
-    path = folder / "evaluation" / "probe.json"
-    if not path.exists():
-        return
-    result = json.loads(path.read_text(encoding="utf-8"))
-    best = result["best_layer"]
-    rows = (
-        ("trained", best["accuracy"], f"  layer {best['layer']}"),
-        ("untrained", result["untrained_accuracy"], ""),
-        ("raw pixels", result["pixels"]["accuracy"], ""),
-    )
-    for number, (name, accuracy, note) in enumerate(rows):
-        label = "" if number else "linear probe"
-        yield _row(label, f"{name:12}{accuracy:6.1%}{note}")
+def _measures(folder: Path) -> Iterator[str]:
+    """What evaluation has found: a row a number, named once by what was measured."""
+    from megavis.reports.measures import measures
 
-
-def _classes(folder: Path) -> Iterator[str]:
-    """What fine-tuning has come to, on the images that chose nothing."""
-    path = folder / "evaluation" / "finetune_test.json"
-    if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
-        yield _row("classes", f"{result['top1']:.1%} of {result['num_images']} test images")
-
-
-def _images(folder: Path) -> Iterator[str]:
-    """What a tokenizer loses, and how often samples are named as the class they were drawn for."""
-    path = folder / "evaluation" / "reconstruction.json"
-    if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
-        yield _row("reconstruction", f"{result['psnr']:.1f} dB, SSIM {result['ssim']:.2f}")
-    path = folder / "evaluation" / "classes.json"
-    if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
-        parts = [part for part in ("samples", "reconstructions", "real images") if part in result]
-        for number, part in enumerate(parts):
-            label = "" if number else "named right"
-            yield _row(label, f"{result[part]['all']:6.1%} of {result[part]['images']} {part}")
+    before = ""
+    for measure in measures(folder):
+        note = f"  {measure.note}" if measure.note else ""
+        label = "" if measure.of == before else measure.of
+        yield _row(label, f"{measure.name:16}{measure.written:>8}{note}")
+        before = measure.of
 
 
 def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:

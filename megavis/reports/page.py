@@ -14,7 +14,7 @@ from megavis.evaluation.published import published_papers
 from megavis.reports.beside_papers import compare
 from megavis.reports.blocks import Block, Picture, Section, picture, text, words
 from megavis.reports.charts import NUM_COLORS
-from megavis.reports.results import first_sections, result_sections
+from megavis.reports.results import first_sections, numbers_found, result_sections
 from megavis.reports.run_record import RunRecord
 from megavis.reports.training_sections import (
     events_table,
@@ -108,7 +108,7 @@ def _run_page(number: int, run: RunRecord) -> RunPage:
         color=number % NUM_COLORS,
         paper=paper.title if paper else words(run.objective),
         facts=headline(run),
-        glance=[*pictures[:1], *found],
+        glance=[*pictures[:1], *numbers_found(run), *found],
         pictures=pictures[1:],
         sections=list(result_sections(run)),
         commands=list(_commands(run)),

@@ -25,6 +25,7 @@ from megavis.reports.blocks import (
 )
 from megavis.reports.charts import Chart
 from megavis.reports.known_results import KNOWN_RESULTS
+from megavis.reports.measures import measures
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 
@@ -54,6 +55,17 @@ _HEADINGS = {
 
 
 _FIRST = ("probe", "completions", "jigsaw", "groups")
+
+
+def numbers_found(run: RunRecord) -> Iterator[Table]:
+    """Yield a table of what evaluation has measured; the probe is shown in its own way."""
+    try:
+        found = [measure for measure in measures(run.folder) if measure.of != "linear probe"]
+    except (KeyError, TypeError, ValueError):
+        return  # Not of the form that the commands write: each is shown by itself.
+    rows = [(f"{each.of}, {each.name}", f"{each.written} {each.note}".strip()) for each in found]
+    if rows:
+        yield Table("In numbers", ("", "value"), rows)
 
 
 def first_sections(run: RunRecord) -> Iterator[Section]:

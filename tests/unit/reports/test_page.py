@@ -102,9 +102,10 @@ def test_the_first_screen_shows_pictures_and_probe_before_the_curves(run_folder)
     page = render([RunRecord.read(run_folder)])
     (folder / "completions-00000040.png").unlink()
     glance = page[page.index('<section id="glance">') : page.index('<section id="runs">')]
-    named = ("completions-00000040.png", "Accuracy by depth", "Best layer", "17.41")
+    named = ("completions-00000040.png", "classes, test images", "Accuracy by depth", "Best layer")
     assert [name for name in named if name in glance] == list(named)
-    assert glance.index("completions-") < glance.index("Accuracy by depth")
+    assert sorted(named, key=glance.index) == list(named)
+    assert "17.41" in glance
     assert "samples-00000040.png" not in glance
     assert [page.count(f"<h4>{name}</h4>") for name in ("Accuracy by depth", "Best layer")] == [
         1,
