@@ -11,6 +11,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Threads that wait sleep. If they spin, as they do by default, and a core is busy with other work, the
+# demo takes five times the CPU time (docs/evaluation.md).
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+
 seed=${SEED:-0}
 tag=
 [ "$seed" = 0 ] || tag=_$seed
@@ -70,11 +74,12 @@ letters_12() {
   done
 }
 
-# probe RUN: read letters off each layer of a run on letters_12.
+# probe RUN [SIZE]: read letters off each layer of a run on letters_12, or on letters_SIZE.
 probe() {
+  local tail=${2:+_$2}
   step "probe each layer: does a linear classifier of its features name the letter?" \
-    megavis probe "$1" --selection demo/selection --train-images 5000 --untrained-networks 1 \
-    --seed "$seed"
+    megavis probe "$1" --selection "demo/selection$tail" --validation "demo/validation$tail" \
+    --train-images 5000 --untrained-networks 1 --seed "$seed"
 }
 
 igpt() {
@@ -177,7 +182,30 @@ givt() {
   finish "$run" "$vae"
 }
 
-papers=(igpt igpt-bert darl mp3 givt)
+gvp() {
+  local run=runs/gvp_demo$tag ids=runs/gvp_demo_d2d$tag vqgan=runs/gvp_demo_vqgan part
+  letters_32
+  step "train GVP on patches (p2p), 4 layers 128 wide, for 600 steps of 64 images" \
+    megavis train yaml_configs/gvp/demo.yaml $(seeded gvp_demo)
+  probe "$run" 32
+  step "predict hidden patches, all at once and in groups" \
+    megavis figure groups "$run" --images demo/validation_32
+  step "train a VQGAN of 256 ids for 600 steps of 32 images" \
+    megavis train yaml_configs/gvp/demo_vqgan.yaml
+  step "reconstruct 1,000 letters in unseen fonts" \
+    megavis evaluate reconstruction "$vqgan" --images demo/validation_32 --num-images 1000
+  for part in train selection validation; do
+    step "write $part images as ids" \
+      python -m data_tools ids "demo/${part}_32" --tokenizer "$vqgan" --out "demo/ids_$part" --size 32
+  done
+  step "train GVP from ids to ids (d2d), for 300 steps of 64 images" \
+    megavis train yaml_configs/gvp/demo_d2d.yaml $(seeded gvp_demo_d2d)
+  step "draw hidden ids, all at once and in groups" \
+    megavis figure groups "$ids" --images demo/ids_validation
+  finish "$run" "$ids" "$vqgan"
+}
+
+papers=(igpt igpt-bert darl mp3 givt gvp)
 
 demo() {
   local began=$SECONDS

@@ -117,6 +117,22 @@ DEMOS = (
             ),
         ),
     ),
+    Demo(
+        paper="gvp",
+        title="GVP: hidden patches, group by group",
+        runs=("gvp_demo", "gvp_demo_d2d", "gvp_demo_vqgan"),
+        pictures=(
+            (
+                "gvp_demo/evaluation/groups.png",
+                "Letters in unseen fonts; a quarter of their patches; and the others predicted by"
+                " squared error all at once, in four and in twelve groups (p2p)",
+            ),
+            (
+                "gvp_demo_d2d/evaluation/groups.png",
+                "The same with ids of a VQGAN, drawn (d2d); the letters are the VQGAN's",
+            ),
+        ),
+    ),
 )
 
 

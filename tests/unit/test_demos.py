@@ -16,7 +16,11 @@ from megavis.cli import read_arguments
 ROOT = Path(__file__).parents[2]
 PAPERS = re.search(r"^papers=\((.*)\)$", (ROOT / "launch/demo.sh").read_text(), re.MULTILINE)[1]
 
-TOKENIZERS = "demo_vae"
+TOKENIZERS = ("demo_vae", "demo_vqgan")
+
+
+def of_tokenizer(text):
+    return any(name in text for name in TOKENIZERS)
 
 
 @pytest.fixture
@@ -70,13 +74,13 @@ def test_another_seed_has_runs_of_its_own(demo, tmp_path, paper):
     assert process.returncode == 0, process.stderr
     log = (tmp_path / "demo" / f"{paper}_3.log").read_text()
     trained = [line for line in log.splitlines() if re.search("megavis (train|finetune)", line)]
-    names = {re.search(r" name=(\w+)", line)[1] for line in trained if TOKENIZERS not in line}
+    names = {re.search(r" name=(\w+)", line)[1] for line in trained if not of_tokenizer(line)}
     assert names
     assert all(name.endswith("_3") for name in names)
-    assert all("seed=3" in line for line in trained if TOKENIZERS not in line)
+    assert all("seed=3" in line for line in trained if not of_tokenizer(line))
     # What is opened is a run of this seed; a tokenizer belongs to the data.
     opened = set(re.findall(r"runs/(\w+)", log))
-    assert {name for name in opened if TOKENIZERS not in name} <= names
+    assert {name for name in opened if not of_tokenizer(name)} <= names
 
 
 def test_make_demos_is_every_paper_and_the_gallery(demo):
@@ -106,6 +110,27 @@ def gallery(monkeypatch):
     return importlib.import_module("gallery")
 
 
+@pytest.fixture
+def seeds(gallery):
+    return importlib.import_module("seeds")
+
+
+def write_probed(runs, seed, trained, steps=7):
+    """Write a run of iGPT's demo and its probe by hand."""
+    name = f"igpt_demo_{seed}" if seed else "igpt_demo"
+    (runs / name / "evaluation").mkdir(parents=True)
+    training = f"training: {{steps: {steps}, batch_size: 8}}"
+    (runs / name / "config.yaml").write_text(f"name: {name}\nseed: {seed}\n{training}\n")
+    record = {"step": 7, "validation_loss": 1.25}
+    (runs / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    probe = {
+        "best_layer": {"layer": 2, "accuracy": trained},
+        "untrained_accuracy": 0.125,
+        "pixels": {"accuracy": 0.25},
+    }
+    (runs / name / "evaluation" / "probe.json").write_text(json.dumps(probe))
+
+
 def test_the_gallery_shows_the_runs_that_are_there(gallery, tmp_path, capsys):
     runs, docs = tmp_path / "runs", tmp_path / "docs"
     docs.mkdir()
@@ -128,3 +153,31 @@ def test_the_gallery_shows_the_runs_that_are_there(gallery, tmp_path, capsys):
 
 def test_every_demo_of_the_gallery_is_one_of_the_script(gallery):
     assert [entry.paper for entry in gallery.DEMOS] == PAPERS.split()
+
+
+def test_mean_and_deviation_over_the_seeds_that_are_there(seeds, tmp_path, capsys):
+    runs, page = tmp_path / "runs", tmp_path / "seeds.md"
+    words = ["--runs", str(runs), "--out", str(page)]
+    assert seeds.main(words) == 1
+    assert "holds no run of a demo" in capsys.readouterr().err
+    for seed, accuracy in ((0, 0.3), (1, 0.34), (2, 0.35)):
+        write_probed(runs, seed, accuracy)
+    # Another demo's run, though its name begins alike.
+    write_probed(runs, "bert", 0.9)
+    assert seeds.main(words) == 0
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines()]
+    # ((0.3 - 0.33)² + (0.34 - 0.33)² + (0.35 - 0.33)²) / 2 = 0.0007, whose root is 0.0265.
+    each = ["30.0%", "34.0%", "35.0%"]
+    assert ["linear probe, trained", "33.0 ± 2.6%", *each] in rows
+    apart = ["5.0%", "9.0%", "10.0%"]
+    assert ["linear probe, trained − raw pixels", "8.0 ± 2.6%", *apart] in rows
+    assert ["validation loss", "1.25 ± 0.00", "1.25", "1.25", "1.25"] in rows
+
+
+def test_seeds_of_different_recipes_are_not_averaged(seeds, tmp_path, capsys):
+    runs, page = tmp_path / "runs", tmp_path / "seeds.md"
+    write_probed(runs, 0, 0.3)
+    write_probed(runs, 1, 0.3, steps=8)
+    assert seeds.main(["--runs", str(runs), "--out", str(page)]) == 2
+    assert "igpt_demo differ in training.steps" in capsys.readouterr().err
+    assert not page.exists()
