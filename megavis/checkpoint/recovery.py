@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megavis.checkpoint.folder import checkpoints_by_age, set_aside
 from megavis.checkpoint.load import check_files
 from megavis.checkpoint.manifest import Manifest
@@ -27,18 +25,18 @@ def newest_whole_checkpoint(
     Raises:
         UserError: on every process, when there are checkpoints and all are damaged.
     """
-    # The main process tells: the folder may look older on another node.
-    told = [checkpoints_by_age(run_folder, up_to=up_to) if context.is_main else []]
-    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
+    # The folder may look older on another node.
+    own = checkpoints_by_age(run_folder, up_to=up_to) if context.is_main else []
+    folders = context.from_main(own)
     complaints: list[str] = []
-    for folder in told[0]:
+    for folder in folders:
         try:
             manifest = check_files(folder, context)
         except UserError as error:
             complaints.append(str(error))
             continue
         if complaints and context.is_main:
-            set_aside(run_folder, told[0][: len(complaints)], newest=folder)
+            set_aside(run_folder, folders[: len(complaints)], newest=folder)
             sys.stderr.writelines(f"WARNING: {text}\n" for text in complaints)
             sys.stderr.write(f"WARNING: going on from {folder}, the newest one that is whole\n")
         return folder, manifest

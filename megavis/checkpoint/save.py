@@ -119,13 +119,11 @@ class Snapshot:
                 self._finish(gathered)
             except OSError as error:
                 failures = [str(error)]
-        told = [failures]
-        group = self._context.world.group
-        dist.broadcast_object_list(told, src=0, group=group, device=self._context.device)
-        if told[0]:
+        failures = self._context.from_main(failures)
+        if failures:
             if self._context.is_main:
                 shutil.rmtree(self._partial, ignore_errors=True)
-            raise OSError(f"checkpoint of step {self.step} not saved: {told[0][0]}")
+            raise OSError(f"checkpoint of step {self.step} not saved: {failures[0]}")
 
     def _finish(self, gathered: list) -> None:
         progress = self._progress

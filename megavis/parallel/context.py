@@ -12,7 +12,7 @@ import socket
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from megavis.parallel.device import (
 from megavis.parallel.launch import Launch
 
 Group = dist.ProcessGroup
+_Value = TypeVar("_Value")
 
 MEETING_SECONDS = 600.0
 """How long processes wait for one another where they meet; and in a collective at least."""
@@ -69,6 +70,16 @@ class ParallelContext:
     def is_main(self) -> bool:
         """True on the one process that writes logs."""
         return self.world.rank == 0
+
+    def from_main(self, value: _Value) -> _Value:
+        """Return the main process's value on every process; every process calls this.
+
+        Args:
+            value: anything that can be pickled; those of other processes are ignored.
+        """
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.world.group, device=self.device)
+        return values[0]
 
     def megatron_groups(self) -> ProcessGroupCollection:
         """Return the groups in the form that Megatron's modules take as an argument."""

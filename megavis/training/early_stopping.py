@@ -38,16 +38,14 @@ class EarlyStopping:
     ) -> EarlyStopping:
         """Return what a run had seen when it had taken so many steps; every process calls this."""
         looks = [look for look in looks_of(read_metrics(run_folder)) if look[0] <= step]
-        # The main process tells: the folder may look older on another node.
-        told = [looks]
-        dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
-        return cls(patience, told[0])
+        # The folder may look older on another node.
+        return cls(patience, context.from_main(looks))
 
     def __call__(self, state: StepState) -> None:
         """Look at the step's accuracy where it was measured, after the first step."""
         if state.step == 0 or ACCURACY not in state.record:
             return
-        # The main process tells: another last bit elsewhere must not part the processes.
+        # From the main process: a last bit that differs elsewhere must not part the processes.
         context = state.engine.context
         accuracy = torch.tensor(state.record[ACCURACY], dtype=torch.float64, device=context.device)
         dist.broadcast(accuracy, src=0, group=context.world.group)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megavis.checkpoint.folder import checkpoints_by_age, set_aside
 from megavis.checkpoint.manifest import MANIFEST, Manifest, WentBack
 from megavis.checkpoint.recovery import Found, newest_whole_checkpoint
@@ -66,8 +64,8 @@ def go_back(
 
 
 def _agree_on(run_folder: Path, folder: Path, changed: Manifest, context: ParallelContext) -> None:
-    """Let the main process write the changed manifest, and all hear whether it could."""
-    told = [""]
+    """Write the changed manifest; raises OSError on every process if the main one cannot."""
+    failure = ""
     if context.is_main:
         try:
             older = checkpoints_by_age(run_folder, up_to=changed.step)
@@ -80,10 +78,10 @@ def _agree_on(run_folder: Path, folder: Path, changed: Manifest, context: Parall
                 f" {changed.step + changed.batches_skipped} of the sample order\n"
             )
         except OSError as error:
-            told = [str(error)]
-    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
-    if told[0]:
-        raise OSError(told[0])
+            failure = str(error)
+    failure = context.from_main(failure)
+    if failure:
+        raise OSError(failure)
 
 
 def record_return(metrics: MetricsWriter, run_folder: Path, manifest: Manifest) -> None:

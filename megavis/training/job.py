@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megavis.config.errors import UserError
@@ -70,7 +69,7 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
     Raises:
         UserError: on every process, where another job holds it.
     """
-    refusal: list[str | None] = [None]
+    refusal = ""
     with contextlib.ExitStack() as stack:
         if context.is_main:
             # A scheduler's restart may come before the last process of the job has ended.
@@ -78,8 +77,8 @@ def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
             try:
                 stack.enter_context(RunLock(run_folder, patience=patience))
             except UserError as error:
-                refusal = [str(error)]
-        dist.broadcast_object_list(refusal, src=0, group=context.world.group, device=context.device)
-        if refusal[0] is not None:
-            raise UserError(refusal[0])
+                refusal = str(error)
+        refusal = context.from_main(refusal)
+        if refusal:
+            raise UserError(refusal)
         yield

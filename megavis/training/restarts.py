@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megavis.config.errors import UserError
 from megavis.data.files import write_atomically
 from megavis.parallel.context import ParallelContext
@@ -28,12 +26,12 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
     Raises:
         UserError: on every process, when there were more.
     """
-    told = [""]
+    refusal = ""
     if context.is_main and is_automatic(os.environ):
-        told = [_count(run_folder / RECORD_NAME, first_step, limit)]
-    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
-    if told[0]:
-        raise UserError(told[0])
+        refusal = _count(run_folder / RECORD_NAME, first_step, limit)
+    refusal = context.from_main(refusal)
+    if refusal:
+        raise UserError(refusal)
 
 
 def is_automatic(environment: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -87,8 +87,8 @@ class SpikeWatch:
             return
         state.stop = "the loss went up and stays up"
         if context.is_main:
-            told = {"step": state.step, "steps": state.last_step, "reason": state.stop}
-            write_atomically(self._folder / _GIVEN_UP, json.dumps(told).encode())
+            record = {"step": state.step, "steps": state.last_step, "reason": state.stop}
+            write_atomically(self._folder / _GIVEN_UP, json.dumps(record).encode())
 
 
 def is_lost(losses: Sequence[float], patience: int) -> bool:
@@ -142,7 +142,8 @@ def search_rates(
     outcomes: list[Outcome] = []
     for rate in sorted(set(rates), reverse=True):
         config = config_for(loaded.config, rate)
-        outcome = _agree(read_outcome(config), context)
+        # The folder may look older on another node.
+        outcome = context.from_main(read_outcome(config))
         if outcome.state == "unfinished":
             run = TrainingRun.open(LoadedConfig(config, loaded.source), context)
             with Signals() as signals, hold_run(run.folder, context):
@@ -150,7 +151,7 @@ def search_rates(
             del run
             # An engine lies in cycles of references, and the next one needs its memory.
             gc.collect()
-            outcome = _agree(read_outcome(config), context)
+            outcome = context.from_main(read_outcome(config))
         outcomes.append(outcome)
         report(outcome)
         if len(outcomes) > 1 and outcome.is_worse_than(outcomes[-2]):
@@ -185,10 +186,10 @@ def read_outcome(config: RunConfig) -> Outcome:
     rate = config.optimizer.learning_rate
     given_up = folder / _GIVEN_UP
     if given_up.exists():
-        told = json.loads(given_up.read_text(encoding="utf-8"))
+        record = json.loads(given_up.read_text(encoding="utf-8"))
         # Another schedule is another run: what it was given up for need not happen again.
-        if told["steps"] == steps:
-            return Outcome(rate, str(folder), "given up", told["step"], math.inf)
+        if record["steps"] == steps:
+            return Outcome(rate, str(folder), "given up", record["step"], math.inf)
     records = read_metrics(folder)
     last = records[-1] if records else {"step": 0}
     loss, step = last.get("validation_loss", math.nan), int(last["step"])
@@ -211,12 +212,3 @@ def _stopped_early(config: RunConfig, looks: Sequence[tuple[int, float]]) -> boo
 def _logged_losses(folder: Path, *, before: int) -> list[float]:
     records = read_metrics(folder)
     return [r["loss"] for r in records if "loss" in r and r["step"] < before]
-
-
-def _agree(outcome: Outcome, context: ParallelContext) -> Outcome:
-    """Return what the main process has read: the folder may look older on another node."""
-    told: list[Any] = [outcome]
-    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
-    agreed = told[0]
-    assert isinstance(agreed, Outcome)
-    return agreed

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from megavis.training.finetune import Finetuning
 from megavis.training.hooks import (
     CollectGarbage,
@@ -89,11 +87,10 @@ def make_up_for(
     if not state.is_due(validate.every):
         return
     context = state.engine.context
-    # The main process tells: the folder may look older on another node.
     lines = read_metrics(run_folder)
-    told = [any("validation_loss" in line and line["step"] == state.step for line in lines)]
-    dist.broadcast_object_list(told, src=0, group=context.world.group, device=context.device)
-    if told[0]:
+    is_done = any("validation_loss" in line and line["step"] == state.step for line in lines)
+    # The folder may look older on another node.
+    if context.from_main(is_done):
         return
     validate(state)
     if finetuning is not None:
