@@ -11,6 +11,7 @@ from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
 from megavis.commands.sampling_options import spelled
 from megavis.config.arguments import positive
+from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.data.dataset import ShardDataset
@@ -162,6 +163,8 @@ def _reconstruct(opened: Run, args: argparse.Namespace) -> int:
     from megavis.sampling.grids import hide, image_grid, save_png
     from megavis.sampling.pictures import pixels_of
 
+    if opened.objective.classification() is not None:
+        raise UserError("a fine-tuned run predicts classes; name the run that it started from")
     paper = opened.objective.backbone.composition()
     dataset = held_out_images(opened, args)
     batch = read_in_turn(dataset, args.num_images).to(opened.context.device)
