@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megavis.composition.asking import InContext
-from megavis.composition.tokens import Frames, Patches
+from megavis.composition.asking import Asking, InContext
+from megavis.composition.tokens import Frames, Patches, Tokens
+from megavis.densities.base import Density
 from megavis.densities.place import Place
+from megavis.schedules.base import Schedule
 from megavis.schedules.context import Context
 
 
@@ -24,6 +26,16 @@ class Places:
     schedule: Context
     asks: InContext
     density: Place
+
+    @classmethod
+    def of(cls, reads: Tokens, schedule: Schedule, asks: Asking, density: Density) -> Places | None:
+        """Return the words of a composition as such a model's; None where it names no places."""
+        if not isinstance(density, Place):
+            return None
+        assert isinstance(reads, Frames | Patches)
+        assert isinstance(schedule, Context)
+        assert isinstance(asks, InContext)
+        return cls(reads, schedule, asks, density)
 
     @property
     def num_places(self) -> int:

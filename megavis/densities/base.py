@@ -166,6 +166,10 @@ class Density(ABC):
             targets: the true tokens `[b, q, ...]`.
         """
 
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return other numbers of a batch than its loss, with the loss's arguments."""
+        return {}
+
     @abstractmethod
     def outputs(self, predictions: Any) -> Tensor:
         """Return the head's output whole and batch first, `[b, q, num_outputs]`."""

@@ -55,3 +55,15 @@ class Place(Density):
         """
         logits = self.outputs(predictions).float().transpose(1, 2)
         return F.cross_entropy(logits, targets, reduction="none")
+
+    def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Return `accuracy` and `top5`: shares of tokens whose true place is named so.
+
+        Those of weight 0, which show where they stand, do not count.
+        """
+        true, *weights = targets
+        likeliest = self.outputs(predictions).topk(min(5, self.num_outputs), dim=-1).indices
+        hits = (likeliest == true[..., None]).float()
+        counted = weights[0] if weights else torch.ones_like(hits[..., 0])
+        hits, count = hits * counted[..., None], counted.sum()
+        return {"accuracy": hits[..., 0].sum() / count, "top5": hits.sum() / count}

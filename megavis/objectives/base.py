@@ -7,12 +7,15 @@ blocks, and scores what the head gives. What the engine asks of it stands in `tr
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.second_stack import SecondStack
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -139,6 +142,10 @@ class Objective(Trainable, Backbone):
         """Return the head's output whole and batch first, as the density has it."""
         return self.density.outputs(predictions)
 
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return other numbers of a batch that validation records: those of the density."""
+        return self.density.measures(predictions, targets)
+
     def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the loss of each position, float32 `[b, n]`, where each predicts one token.
 
@@ -216,9 +223,15 @@ class Objective(Trainable, Backbone):
         )
         return [*plans, head]
 
+    @cached_property
+    def second_stack(self) -> SecondStack | None:
+        """Blocks of another width above those that see what is known; None: there are none."""
+        return None
+
     def upper_layers(self) -> list[LayerPlan]:
-        """Return bridges and blocks of further stacks, where there are any (`model/parts.py`)."""
-        return []
+        """Return bridge and blocks of the second stack, where there is one."""
+        upper = self.second_stack
+        return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
 
     def encoder_flops(self) -> float:
         """Return the operations of an encoder in the first layer, one image forward."""

@@ -8,31 +8,39 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
-from megavis.composition.asking import Asking, Mask, Query, Shift
+from megavis.composition.asking import Asking, InContext, Mask, Query, Shift
 from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition, Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Role
-from megavis.composition.tokens import Colours, Patches, Tokens
+from megavis.composition.second_stack import SecondStack
+from megavis.composition.tokens import Colours, Frames, Patches, Tokens, Vectors
+from megavis.composition.visible import Visible
+from megavis.config.choices import PositionKind
 from megavis.densities.base import Density
 from megavis.densities.categorical import Categorical
 from megavis.densities.decoders import Decoder, PatchHead
 from megavis.densities.diffusion import Diffusion, Process
 from megavis.densities.gaussians import GaussianMixture
+from megavis.densities.place import Place
 from megavis.densities.squared_error import SquaredError
-from megavis.model.init import normal
+from megavis.model.init import Fill, normal
 from megavis.model.mixture import ScaleForm
 from megavis.model.patches import TokenHead
-from megavis.objectives.compose_config import (
+from megavis.objectives.compose_config import ComposeConfig
+from megavis.objectives.compose_words import (
     AnyTokens,
+    BridgeAsking,
     ClassCondition,
-    ComposeConfig,
+    ContextSchedule,
     DiffusionDensity,
+    FrameTokens,
     GroupsSchedule,
     IdTokens,
     LatentTokens,
@@ -40,13 +48,16 @@ from megavis.objectives.compose_config import (
     MixtureDensity,
     OneByOneSchedule,
     PaletteTokens,
+    PlaceDensity,
     QueryAsking,
     RoundsSchedule,
+    SelfAsking,
     ShiftAsking,
     SquaredErrorDensity,
 )
 from megavis.objectives.composition import Composition
 from megavis.schedules.base import Schedule
+from megavis.schedules.context import Context
 from megavis.schedules.masked import MaskedShare, Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
@@ -85,38 +96,61 @@ class Compose(Composition):
         if isinstance(keys, IdTokens):
             return Ids(
                 image_size=size,
-                side=keys.side(size),
+                side=keys.grid(data)[0],
                 vocabulary_size=keys.vocabulary_size,
                 tokenizer=keys.tokenizer,
             )
         if isinstance(keys, LatentTokens):
             return Latents(
                 channels=keys.channels,
-                side=keys.side(size),
+                side=keys.grid(data)[0],
                 stacked=1,
                 seed=self.config.seed,
                 tokenizer=keys.tokenizer,
                 beta=None,
                 image_size=size,
             )
+        if isinstance(keys, FrameTokens):
+            assert data.frames is not None
+            return Frames(*data.frames)
         return Patches(image_size=size, patch_size=keys.patch_size)
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """The config's; who names places knows none unless the config says so."""
+        is_self = isinstance(self.paper.asks, SelfAsking)
+        return self.config.model.positions or ("none" if is_self else "learned")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image, and the class token."""
+        return super().num_tokens + self.paper.class_token
 
     @cached_property
     def schedule(self) -> Schedule:
         """What is known when."""
-        keys, side, seed = self.paper.schedule, self.reads.grid[0], self.config.seed
+        keys, asks, seed = self.paper.schedule, self.paper.asks, self.config.seed
+        height, width = self.reads.grid
+        if isinstance(keys, ContextSchedule):
+            return Context(
+                height * width,
+                mask_ratio=keys.mask_ratio,
+                placed_ratio=asks.given_ratio if isinstance(asks, SelfAsking) else 0.0,
+                asks_context=isinstance(asks, SelfAsking),
+                seed=seed,
+            )
         if isinstance(keys, GroupsSchedule):
             return Grouping(
                 keys.length,
-                num_tokens=side**2,
+                num_tokens=height * width,
                 num_groups=keys.num_groups,
                 shuffled=True,
                 seed=seed,
             )
         if isinstance(keys, OneByOneSchedule):
-            orders = Orders.of_kind(keys.order, side, block=keys.order_block, seed=seed)
+            orders = Orders.of_kind(keys.order, height, width, block=keys.order_block, seed=seed)
             return OneByOne(orders, prefix=keys.prefix)
-        orders = Orders(torch.arange(side**2))
+        orders = Orders(torch.arange(height * width))
         if isinstance(keys, RoundsSchedule):
             return Rounds(orders, least_masking=keys.least_masking, seed=seed)
         return MaskedShare(orders, share=keys.mask_ratio, seed=seed)
@@ -131,7 +165,21 @@ class Compose(Composition):
             return Shift(keys.place, by_groups=has_prefix)
         if isinstance(keys, QueryAsking):
             return Query(num_front=int(has_class), starts=True)
+        if isinstance(keys, SelfAsking):
+            return InContext(num_front=int(keys.class_token))
+        if isinstance(keys, BridgeAsking):
+            return Visible(num_front=int(keys.class_token))
         return Mask()
+
+    @cached_property
+    def second_stack(self) -> SecondStack | None:
+        """The decoder behind a bridge."""
+        keys, asks = self.paper.asks, self.asks
+        if not isinstance(keys, BridgeAsking):
+            return None
+        assert isinstance(asks, Visible)
+        sizes, grid = keys.decoder.model_dump(), self.reads.grid
+        return SecondStack(self.core, asks, sizes, grid=grid, positions=self.position_kind)
 
     @cached_property
     def condition(self) -> Condition:
@@ -153,7 +201,11 @@ class Compose(Composition):
         keys, predicted = self.paper.density, self.predicts
         if isinstance(predicted, Colours | Ids):
             return Categorical(self.core, predicted.vocabulary_size, fill=normal(0.02))
-        assert isinstance(predicted, Patches | Latents)
+        if isinstance(keys, PlaceDensity):
+            count, skipped = predicted.num_tokens, self.asks.num_front
+            head = partial(TokenHead, self.core, count, normal(0.02))
+            return Place(count, num_skipped=skipped, build_head=head)
+        assert isinstance(predicted, Vectors)
         width = predicted.width
         if isinstance(keys, MixtureDensity):
             outputs = keys.num_components * (1 + 2 * width)
@@ -162,7 +214,7 @@ class Compose(Composition):
                 outputs,
                 ScaleForm(keys.scale_activation, keys.scale_floor),
                 num_components=keys.num_components,
-                build_head=lambda: TokenHead(self.core, outputs, fill),
+                build_head=self._token_head(outputs, fill),
             )
         if isinstance(keys, DiffusionDensity):
             return self._diffusion(keys, predicted)
@@ -170,10 +222,21 @@ class Compose(Composition):
         return SquaredError(
             width,
             normalize=keys.normalize,
-            build_head=lambda: TokenHead(self.core, width),
+            build_head=self._token_head(width),
         )
 
-    def _diffusion(self, keys: DiffusionDensity, predicted: Patches | Latents) -> Diffusion:
+    def _token_head(self, num_outputs: int, fill: Fill | None = None) -> Callable[[], TokenHead]:
+        """Return what builds a linear head; above a bridge it reads the rows of hidden tokens."""
+        options: dict[str, Any] = {} if fill is None else {"fill": fill}
+        upper = self.second_stack
+        if upper is None:
+            return partial(TokenHead, self.core, num_outputs, **options)
+        assert isinstance(self.schedule, Context)
+        options["num_skipped"] = self.schedule.draw(torch.zeros(1).long()).num_content
+        options["num_skipped"] += self.asks.num_front
+        return partial(TokenHead, upper.core, num_outputs, **options)
+
+    def _diffusion(self, keys: DiffusionDensity, predicted: Vectors) -> Diffusion:
         are_pixels, width = isinstance(predicted, Patches), predicted.width
         decoder = Decoder(
             keys.decoder,
@@ -196,15 +259,15 @@ class Compose(Composition):
 
     @property
     def part_names(self) -> Mapping[Role, str]:
-        """What parts are called, by their roles."""
-        asks = self.paper.asks
+        """The parts by their roles, in the order in which they are built."""
         names: dict[Role, str] = {
             "content": "content",
             "positions": "places",
             "asked_positions": "asked_places",
             "query": "query_vector",
         }
-        if isinstance(asks, MaskAsking) and asks.filler == "vector":
+        if isinstance(self.paper.asks, MaskAsking) and self.paper.asks.filler == "vector":
             names["mask"] = "filler"
-        names |= dict.fromkeys(self.condition.roles, "labels")
-        return {**names, **({} if "start" in names else {"start": "start_token"})}
+        names["front"] = "class_token" if self.paper.class_token else "labels"
+        names["start"] = "labels" if "start" in self.condition.roles else "start_token"
+        return names

@@ -1,7 +1,7 @@
 """The words of a paper as keys: any combination of tokens, schedule, asking, density, condition.
 
-Each word is a section with a `kind`, which says what other keys it has. What goes together is
-checked here, without torch.
+Each word is a section with a `kind`, which says what other keys it has (`compose_words.py`). What
+goes together is checked here, without torch.
 """
 
 from __future__ import annotations
@@ -11,223 +11,37 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.config.choices import DecoderKind, OrderKind, ScaleActivation
-from megavis.config.schema import (
-    Complaint,
-    Fraction,
-    NonNegative,
-    ObjectiveConfig,
-    Positive,
-    RunConfig,
+from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
+from megavis.objectives.compose_words import (
+    AnyAsking,
+    AnyCondition,
+    AnyDensity,
+    AnySchedule,
+    AnyTokens,
+    BridgeAsking,
+    CategoricalDensity,
+    ClassCondition,
+    ContextSchedule,
+    FrameTokens,
+    GroupsSchedule,
+    IdTokens,
+    NoCondition,
+    OneByOneSchedule,
+    PaletteTokens,
+    PatchTokens,
+    PlaceDensity,
+    QueryAsking,
+    SelfAsking,
+    ShiftAsking,
 )
-from megavis.config.section import Above0, AtLeast0, Section
-from megavis.objectives.layout_checks import check_tokens
+from megavis.objectives.layout_checks import check_hiding, check_placed, check_tokens
 from megavis.schedules.boundaries import most_groups
-
-
-class PaletteTokens(Section):
-    """Palette ids, a token a pixel."""
-
-    kind: Literal["palette"]
-    vocabulary_size: Annotated[int, Field(gt=1)] = 512
-    """Colours of the palette."""
-
-    def side(self, image_size: int) -> int:
-        """Return the tokens of a row."""
-        return image_size
-
-
-class PatchTokens(Section):
-    """Square patches of standardised pixels."""
-
-    kind: Literal["patches"]
-    patch_size: Positive = 16
-    """Side of a patch in pixels."""
-
-    def side(self, image_size: int) -> int:
-        """Return the tokens of a row."""
-        return image_size // self.patch_size
-
-
-class IdTokens(Section):
-    """Ids of a trained codebook."""
-
-    kind: Literal["ids"]
-    vocabulary_size: Annotated[int, Field(gt=1)]
-    """Entries of the codebook."""
-    patch_size: Positive = 16
-    """Side in pixels of what an id stands for."""
-    tokenizer: str | None = None
-    """Run folder of what makes ids of images and images of ids; ids shards need none to train."""
-
-    def side(self, image_size: int) -> int:
-        """Return the tokens of a row."""
-        return image_size // self.patch_size
-
-
-class LatentTokens(Section):
-    """Latents of a VAE, drawn from its posterior."""
-
-    kind: Literal["latents"]
-    channels: Positive = 16
-    """Numbers of a latent."""
-    patch_size: Positive = 16
-    """Side in pixels of what a latent stands for."""
-    tokenizer: str | None = None
-    """Run folder of the VAE, which encodes images and decodes samples; latents shards need none to
-    train."""
-
-    def side(self, image_size: int) -> int:
-        """Return the tokens of a row."""
-        return image_size // self.patch_size
-
-
-AnyTokens = PaletteTokens | PatchTokens | IdTokens | LatentTokens
-
-
-class OneByOneSchedule(Section):
-    """One token after the other."""
-
-    kind: Literal["one_by_one"]
-    order: OrderKind = "raster"
-    """The order of the tokens; `random`: one for each image."""
-    order_block: Positive = 2
-    """Side of a block in tokens, for `nested_raster` and `round_robin`."""
-    prefix: NonNegative = 0
-    """Tokens, first in the order, that are given: they see each other, and none is predicted."""
-
-
-class MaskedSchedule(Section):
-    """Each token hidden with the same probability."""
-
-    kind: Literal["masked"]
-    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """That probability."""
-
-
-class RoundsSchedule(Section):
-    """A share of the tokens hidden, drawn for each image; drawn in rounds, as MaskGIT does."""
-
-    kind: Literal["rounds"]
-    least_masking: Fraction = 0.0
-    """The share is cos(π/2 · u), u uniform in [0, 1 - this)."""
-
-
-class GroupsSchedule(Section):
-    """Group after group, each image in an order of its own."""
-
-    kind: Literal["groups"]
-    length: Literal["fixed", "random", "mixed"] = "random"
-    """How groups are cut."""
-    num_groups: Positive = 20
-    """Groups that are predicted; the one before them is given."""
-
-
-AnySchedule = OneByOneSchedule | MaskedSchedule | RoundsSchedule | GroupsSchedule
-
-
-class ShiftAsking(Section):
-    """A row holds the token before the one that it predicts."""
-
-    kind: Literal["shift"]
-    place: Literal["asked", "content", "both"] = "asked"
-    """Whose position a row has: that of the token that it predicts, of the one that it holds, or
-    both, each from a table of its own."""
-
-
-class MaskAsking(Section):
-    """A row for each token, with a filler where one is hidden."""
-
-    kind: Literal["mask"]
-    filler: Literal["vector", "zeros"] = "vector"
-    """What stands for a hidden token: a learned vector, or nothing."""
-
-
-class QueryAsking(Section):
-    """Rows without a token ask for what is predicted; nobody sees them."""
-
-    kind: Literal["query"]
-
-
-AnyAsking = ShiftAsking | MaskAsking | QueryAsking
-
-
-class CategoricalDensity(Section):
-    """A logit for each id."""
-
-    kind: Literal["categorical"]
-
-
-class SquaredErrorDensity(Section):
-    """A Gaussian of unit variance."""
-
-    kind: Literal["squared_error"]
-    normalize: bool = False
-    """Standardise each target by its own mean and deviation; nothing can be drawn then."""
-
-
-class MixtureDensity(Section):
-    """A mixture of Gaussians with diagonal covariances."""
-
-    kind: Literal["mixture"]
-    num_components: Positive = 16
-    """Gaussians of the mixture."""
-    scale_activation: ScaleActivation = "squareplus"
-    """From an output to a scale."""
-    scale_floor: Above0 = 1e-6
-    """Smallest scale."""
-    head_std: AtLeast0 = 0.02
-    """Deviation of the last matrix at the start."""
-
-
-class DiffusionDensity(Section):
-    """A decoder that takes noise from a token."""
-
-    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
-
-    kind: Literal["diffusion"]
-    decoder: DecoderKind = "transformer"
-    """What reads the backbone's output and the noisy token."""
-    decoder_layers: Positive = 1
-    """Its layers; `linear` has none."""
-    noise_a: Above0 = 0.03
-    """a of γ ~ Beta(a, b), the share of the signal's power."""
-    noise_b: Above0 = 1.0
-    """b of it."""
-    predicts: Literal["clean", "noise"] = "clean"
-    """The token, or the noise that was added."""
-    condition_on_gamma: bool = False
-    """The decoder knows γ."""
-    sampling_steps: Positive = 1000
-    """From noise to a token."""
-    sampling_temperature: AtLeast0 = 1.0
-    """Multiplies the noise of each step."""
-
-
-AnyDensity = CategoricalDensity | SquaredErrorDensity | MixtureDensity | DiffusionDensity
-
-
-class NoCondition(Section):
-    """Nothing."""
-
-    kind: Literal["none"]
-
-
-class ClassCondition(Section):
-    """The class of the image."""
-
-    kind: Literal["class"]
-    num_classes: Positive
-    """Classes of the labels."""
-    dropout: Fraction = 0.1
-    """Probability that training shows no class; 0: guidance and features are refused."""
-
-
-AnyCondition = NoCondition | ClassCondition
 
 
 class ComposeConfig(ObjectiveConfig):
     """The keys of a composition."""
+
+    takes_frames: ClassVar[bool] = True
 
     name: Literal["compose"] = "compose"
     reads: Annotated[AnyTokens, Field(discriminator="kind")]
@@ -249,12 +63,6 @@ class ComposeConfig(ObjectiveConfig):
         return self.predicts or self.reads
 
     @property
-    def missing_null_label(self) -> str | None:
-        """The probability of dropping the class, where that is the condition and it is 0."""
-        has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
-        return "objective.condition.dropout" if has_none else None
-
-    @property
     def no_images(self) -> str | None:
         """What comes out must be what goes in, and the schedule say what is drawn when."""
         if self.predicts is not None:
@@ -262,11 +70,25 @@ class ComposeConfig(ObjectiveConfig):
                 "a model with objective.predicts cannot go on from what it has drawn: it reads"
                 f" {self.reads.kind}"
             )
-        if self.schedule.kind == "masked":
+        if self.schedule.kind in ("masked", "context"):
             return (
-                "objective.schedule masked says not what is drawn when; train with rounds to draw"
+                f"objective.schedule {self.schedule.kind} says not what is drawn when; train with"
+                " rounds to draw"
             )
+        if self.reads.kind == "frames":
+            return "frames of a spectrogram are no images that could be drawn"
         return None
+
+    @property
+    def class_token(self) -> bool:
+        """True where a learned token stands in front."""
+        return isinstance(self.asks, SelfAsking | BridgeAsking) and self.asks.class_token
+
+    @property
+    def missing_null_label(self) -> str | None:
+        """The probability of dropping the class, where that is the condition and it is 0."""
+        has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
+        return "objective.condition.dropout" if has_none else None
 
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Yield a sentence for each combination that makes no sense."""
@@ -278,10 +100,16 @@ class ComposeConfig(ObjectiveConfig):
             yield from self._check_split(config)
 
     def _check_sizes(self, config: RunConfig) -> Iterator[Complaint]:
-        size, sides = config.data.image_size, []
+        size, grids = config.data.image_size, []
+        if (self.reads.kind == "frames") != (config.data.frames is not None):
+            text = f"{self.reads.kind} does not fit the data"
+            yield "objective.reads.kind", f"{text}: frames and data.frames belong together"
         tensor = config.parallel.tensor_model_parallel_size
         for key, tokens in (("reads", self.reads), ("predicts", self.predicts)):
             if tokens is None:
+                continue
+            if isinstance(tokens, FrameTokens):
+                grids.append(tokens.grid(config.data))
                 continue
             if not isinstance(tokens, PaletteTokens) and size % tokens.patch_size:
                 text = f"{tokens.patch_size} does not divide data.image_size {size}"
@@ -289,14 +117,15 @@ class ComposeConfig(ObjectiveConfig):
             if isinstance(tokens, PaletteTokens | IdTokens) and tokens.vocabulary_size % tensor:
                 text = f"{tokens.vocabulary_size} does not divide by tensor_model_parallel_size"
                 yield f"objective.{key}.vocabulary_size", f"{text} {tensor}"
-            sides.append(tokens.side(size))
-        if len(set(sides)) > 1:
-            text = f"makes {sides[1]}² tokens of an image where objective.reads makes {sides[0]}²"
+            grids.append(tokens.grid(config.data))
+        if len(set(grids)) > 1 and "frames" not in (self.reads.kind, self.predicted.kind):
+            first, other = (f"{rows} × {columns}" for rows, columns in grids)
+            text = f"makes {other} tokens of an image where objective.reads makes {first}"
             yield "objective.predicts", text
-        yield from self._check_schedule(sides[0])
+        yield from self._check_schedule(*grids[0])
 
-    def _check_schedule(self, side: int) -> Iterator[Complaint]:
-        schedule, count = self.schedule, side**2
+    def _check_schedule(self, rows: int, columns: int) -> Iterator[Complaint]:
+        schedule, count = self.schedule, rows * columns
         if isinstance(schedule, GroupsSchedule):
             most = most_groups(schedule.length, count)
             if schedule.num_groups > most:
@@ -304,8 +133,11 @@ class ComposeConfig(ObjectiveConfig):
                 yield "objective.schedule.num_groups", f"{text}; use at most {most}"
         if not isinstance(schedule, OneByOneSchedule):
             return
-        if schedule.order in ("nested_raster", "round_robin") and side % schedule.order_block:
-            text = f"{schedule.order_block} does not divide a grid of {side} × {side} tokens"
+        if rows != columns and schedule.order not in ("raster", "random"):
+            text = f"{schedule.order} wants a square grid, and frames are one row"
+            yield "objective.schedule.order", f"{text}; use raster or random"
+        elif schedule.order in ("nested_raster", "round_robin") and rows % schedule.order_block:
+            text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
             yield "objective.schedule.order_block", text
         if schedule.prefix >= count:
             text = f"{schedule.prefix} leaves nothing to predict of {count} tokens"
@@ -317,6 +149,8 @@ class ComposeConfig(ObjectiveConfig):
             "shift": ("one_by_one",),
             "mask": ("masked", "rounds"),
             "query": ("one_by_one", "groups"),
+            "self": ("context",),
+            "bridge": ("context",),
         }[asks.kind]
         if schedule.kind not in fitting:
             yield (
@@ -327,12 +161,36 @@ class ComposeConfig(ObjectiveConfig):
         positions = config.model.positions or "learned"
         if isinstance(schedule, OneByOneSchedule):
             yield from self._check_places(schedule, positions)
-        if isinstance(asks, MaskAsking) and self.condition.kind == "class":
-            text = "class stands in place of a first token, or before queries; asks is mask"
-            yield "objective.condition.kind", text
-        if asks.kind != "shift" and positions == "none":
+        if self.condition.kind == "class" and asks.kind not in ("shift", "query"):
+            text = "class stands in place of a first token, or before queries; asks is"
+            yield "objective.condition.kind", f"{text} {asks.kind}"
+        if isinstance(schedule, ContextSchedule):
+            yield from self._check_context(config, schedule)
+        if asks.kind not in ("shift", "self") and positions == "none":
             text = f"none tells no place: all tokens that {asks.kind} asks for would look alike"
             yield "model.positions", f"{text}; use another"
+
+    def _check_context(self, config: RunConfig, schedule: ContextSchedule) -> Iterator[Complaint]:
+        asks, ratio_key = self.asks, "objective.schedule.mask_ratio"
+        if isinstance(asks, SelfAsking):
+            yield from check_placed(
+                config,
+                mask_ratio=schedule.mask_ratio,
+                given_ratio=asks.given_ratio,
+                ratio_key=ratio_key,
+                given_key="objective.asks.given_ratio",
+            )
+        if isinstance(asks, BridgeAsking):
+            rows, columns = self.reads.grid(config.data)
+            yield from check_hiding(
+                config,
+                rows * columns,
+                schedule.mask_ratio,
+                class_token=asks.class_token,
+                ratio_key=ratio_key,
+                class_key="objective.asks.class_token",
+            )
+            yield from asks.decoder.check(config, "objective.asks.decoder")
 
     def _check_places(self, schedule: OneByOneSchedule, positions: str) -> Iterator[Complaint]:
         asks = self.asks
@@ -352,7 +210,13 @@ class ComposeConfig(ObjectiveConfig):
             yield "objective.schedule.prefix", text
 
     def _check_density(self) -> Iterator[Complaint]:
-        predicted, density = self.predicted, self.density
+        predicted, density, asks = self.predicted, self.density, self.asks
+        if isinstance(density, PlaceDensity) or isinstance(asks, SelfAsking):
+            yield from self._check_naming()
+            return
+        if isinstance(asks, BridgeAsking) and density.kind not in ("squared_error", "mixture"):
+            text = f"{density.kind} has no head above a bridge; use squared_error or mixture"
+            yield "objective.density.kind", text
         are_ids = isinstance(predicted, PaletteTokens | IdTokens)
         if are_ids != isinstance(density, CategoricalDensity):
             fitting = "categorical" if are_ids else "squared_error, mixture or diffusion"
@@ -362,15 +226,31 @@ class ComposeConfig(ObjectiveConfig):
             )
         if isinstance(predicted, PaletteTokens) and predicted is not self.reads:
             yield "objective.predicts.kind", "palette ids can be predicted from themselves alone"
+        if "frames" in (predicted.kind, self.reads.kind) and predicted is not self.reads:
+            yield "objective.predicts.kind", "frames are predicted from themselves, and alone"
         if isinstance(self.predicts, IdTokens) and self.predicts.tokenizer is None:
             text = "must name the run folder of what makes the ids of images"
             yield "objective.predicts.tokenizer", text
         if isinstance(self.reads, PaletteTokens) and predicted is not self.reads:
             yield "objective.reads.kind", "palette shards hold no images to predict others from"
 
+    def _check_naming(self) -> Iterator[Complaint]:
+        """A token that asks about itself can be asked for its place alone, and only such a one."""
+        if (self.density.kind, self.asks.kind) != ("place", "self"):
+            text = f"{self.density.kind} with asks {self.asks.kind}: only who asks about itself"
+            yield "objective.density.kind", f"{text} names its place; use place with asks self"
+        if self.predicts is not None:
+            yield "objective.predicts.kind", "is not predicted where density is place; leave it out"
+        if not isinstance(self.reads, PatchTokens | FrameTokens):
+            text = f"{self.reads.kind} are not put into places; use patches or frames"
+            yield "objective.reads.kind", text
+
     def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
         """Sequence parallelism splits all rows, and those that the head reads."""
-        rows = count = self.reads.side(config.data.image_size) ** 2
+        height, width = self.reads.grid(config.data)
+        rows = count = height * width + (self.class_token and self.asks.kind == "self")
+        if isinstance(self.asks, BridgeAsking):  # which checks its own
+            return
         if isinstance(self.asks, QueryAsking):
             last = count - isinstance(self.schedule, OneByOneSchedule)
             rows = 1 + (self.condition.kind == "class") + last + count

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megavis.composition.asking import Rows as AskedRows
 from megavis.composition.condition import Known
+from megavis.composition.places import Places
 from megavis.composition.reader import Reader
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
@@ -68,8 +69,9 @@ class Composition(Words):
 
     def workload(self) -> Workload:
         """Return what is computed for an image of training."""
-        plan = self.schedule.draw(torch.zeros(1, dtype=torch.int64))
-        return self.asks.workload(plan, self.num_outputs)
+        plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
+        width = self.num_outputs if upper is None else upper.core.model.hidden_size
+        return self.asks.workload(plan, width)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want what the tokens come from."""
@@ -205,6 +207,10 @@ class Composition(Words):
         if not weights:
             return losses.mean()
         return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
+
+    def places(self) -> Places:
+        """Return the words of a model that names places; raises UserError where it does not."""
+        return Places.of(self.reads, self.schedule, self.asks, self.density) or super().places()
 
     def composition(self) -> Composition:
         """Return itself."""

@@ -52,7 +52,7 @@ class DARL(Composition):
     def schedule(self) -> OneByOne:
         """Patch after patch in the config's order; features by rows where each has its own."""
         kind, block = self.paper.order, self.paper.order_block
-        orders = Orders.of_kind(kind, self.reads.grid[0], block=block, seed=self.config.seed)
+        orders = Orders.of_kind(kind, *self.reads.grid, block=block, seed=self.config.seed)
         return OneByOne(orders, name="patch {}")
 
     @cached_property

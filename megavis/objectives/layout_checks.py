@@ -1,10 +1,103 @@
-"""Complaints that papers share: sizes that neither the image nor the tensor group divides."""
+"""Keys and complaints that papers share: sizes that neither image nor tensor group divides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.schema import Complaint, RunConfig
+from megavis.config.schema import Complaint, Positive, RunConfig
+from megavis.config.section import Section
+from megavis.schedules.context_size import context_size
+
+_ADDED = ("learned", "sincos")
+
+
+class DecoderConfig(Section):
+    """Blocks above the encoder's, behind a bridge; their other keys are those of `model`."""
+
+    num_layers: Positive = 8
+    """Blocks."""
+    hidden_size: Positive = 512
+    """Their width; 4 must divide it."""
+    num_attention_heads: Positive = 16
+    """Their attention heads."""
+
+    def check(self, config: RunConfig, key: str) -> Iterator[Complaint]:
+        """Want heads that divide the width, and that the tensor group can share."""
+        width, heads = self.hidden_size, self.num_attention_heads
+        if width % heads or width % 4:
+            text = f"{width} does not divide by 4 and by num_attention_heads {heads}"
+            yield f"{key}.hidden_size", text
+        tensor = config.parallel.tensor_model_parallel_size
+        if heads % tensor:
+            text = f"{heads} heads do not divide by tensor_model_parallel_size {tensor}"
+            yield f"{key}.num_attention_heads", text
+
+
+def check_hiding(
+    config: RunConfig,
+    count: int,
+    ratio: float,
+    *,
+    class_token: bool,
+    ratio_key: str,
+    class_key: str,
+) -> Iterator[Complaint]:
+    """Want tokens of which an encoder sees some, and a decoder behind a bridge predicts others.
+
+    Args:
+        config: the run's.
+        count: tokens of an image.
+        ratio: share of them that the encoder does not see.
+        class_token: a token stands in front of both.
+        ratio_key: what says `ratio`.
+        class_key: what says `class_token`.
+    """
+    seen = context_size(count, ratio)
+    if count and seen == count:
+        yield ratio_key, f"{ratio} of {count} patches hides none; raise it, or use smaller patches"
+    if config.model.positions not in (None, *_ADDED):
+        text = f"{config.model.positions} does not reach the decoder; use sincos or learned"
+        yield "model.positions", text
+    counts = [seen + class_token, count + class_token]
+    what = "{} tokens of the encoder and {} of the decoder".format(*counts)
+    remedy = f"change {ratio_key} or {class_key}"
+    yield from check_tokens(config, *counts, what=what, remedy=remedy)
+    if config.finetune is not None and config.finetune.generative_weight:
+        text = "wants patches hidden for the paper's own loss, and all seen for classes"
+        yield "finetune.generative_weight", f"{text}; set it to 0"
+
+
+def check_placed(
+    config: RunConfig, *, mask_ratio: float, given_ratio: float, ratio_key: str, given_key: str
+) -> Iterator[Complaint]:
+    """Want positions for tokens that are told their places, and none for those that name them.
+
+    In plain fine-tuning all may know where they stand.
+
+    Args:
+        config: the run's.
+        mask_ratio: share of the tokens that nobody sees.
+        given_ratio: share of them, all seen, that are told.
+        ratio_key: what says `mask_ratio`.
+        given_key: what says `given_ratio`.
+    """
+    tuned = config.finetune
+    tells_all = tuned is not None and not tuned.generative_weight
+    kind = config.model.positions or "none"
+    if given_ratio and kind not in _ADDED and not tells_all:
+        text = f"{given_ratio} of the patches are told where they stand; model.positions"
+        yield given_key, f"{text} must say how: learned or sincos"
+    if given_ratio >= 1.0 - mask_ratio and given_ratio:
+        text = f"{given_ratio} leaves no context that does not know its place"
+        yield given_key, f"{text}; lower it, or {ratio_key}"
+    if kind == "none":
+        return
+    relative = ("relative_2d",) if config.objective.has_relative_positions else ()
+    if not given_ratio and not tells_all:
+        yield "model.positions", f"{kind} tells what the model has to find out; leave it out"
+    elif kind not in (*_ADDED, *relative):
+        known = ", ".join((*_ADDED, *relative))
+        yield "model.positions", f"{kind} is not for sets of patches; use {known} or none"
 
 
 def check_patches(

@@ -19,10 +19,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from torch import Tensor
-
 from megavis.composition.asking import InContext
-from megavis.composition.places import Places
 from megavis.composition.tokens import Frames, Patches
 from megavis.densities.place import Place
 from megavis.model.init import Initialization, normal
@@ -54,11 +51,6 @@ class MP3(Composition):
     def num_places(self) -> int:
         """Patches n of an image, and places that each may have come from."""
         return self.reads.num_tokens
-
-    @property
-    def num_placed(self) -> int:
-        """Patches g that show where they stand in pre-training, the first of the context."""
-        return self.schedule.num_placed
 
     @property
     def num_tokens(self) -> int:
@@ -93,20 +85,3 @@ class MP3(Composition):
         """Return one normal distribution for every matrix, as DeiT (section 4.2)."""
         fill = normal(self.paper.initial_deviation)
         return Initialization(fill, fill, fill, fill, fill)
-
-    def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Return `accuracy` and `top5`: shares of patches whose true place is named so.
-
-        Those that show where they stand do not count.
-        """
-        true, *weights = targets
-        likeliest = self.outputs(predictions).topk(min(5, self.num_places), dim=-1).indices
-        hits = (likeliest == true[..., None]).float()
-        if weights:
-            hits = hits * weights[0][..., None]
-        count = len(true) * (self.num_places - self.num_placed)
-        return {"accuracy": hits[..., 0].sum() / count, "top5": hits.sum() / count}
-
-    def places(self) -> Places:
-        """Return the words by which places are named."""
-        return Places(self.reads, self.schedule, self.asks, self.density)

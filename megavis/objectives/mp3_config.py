@@ -9,9 +9,7 @@ from pydantic import Field
 
 from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, RunConfig
 from megavis.config.section import Above0
-from megavis.objectives.layout_checks import check_patches, check_tokens
-
-_ADDED = ("learned", "sincos")
+from megavis.objectives.layout_checks import check_patches, check_placed, check_tokens
 
 
 class MP3Config(ObjectiveConfig):
@@ -44,31 +42,16 @@ class MP3Config(ObjectiveConfig):
     def check(self, config: RunConfig) -> Iterator[Complaint]:
         """Want whole patches, no positions, and tokens that sequence parallelism can share."""
         yield from check_patches(config, self.patch_size)
-        yield from self._check_positions(config)
+        yield from check_placed(
+            config,
+            mask_ratio=self.mask_ratio,
+            given_ratio=self.given_ratio,
+            ratio_key="objective.mask_ratio",
+            given_key="objective.given_ratio",
+        )
         rows, columns = self.grid(config)
         num_tokens = rows * columns + self.class_token
         culprit = "objective.class_token" if self.class_token else "it"
         yield from check_tokens(
             config, num_tokens, what=f"{num_tokens} tokens", remedy=f"set {culprit} to false"
         )
-
-    def tells_all(self, config: RunConfig) -> bool:
-        """True where all patches may know where they stand: in plain fine-tuning (section 3.3)."""
-        return config.finetune is not None and not config.finetune.generative_weight
-
-    def _check_positions(self, config: RunConfig) -> Iterator[Complaint]:
-        """Positions come with fine-tuning, before it for the patches that are told."""
-        kind = config.model.positions or "none"
-        if self.given_ratio and kind not in _ADDED and not self.tells_all(config):
-            text = f"{self.given_ratio} of the patches are told where they stand; model.positions"
-            yield "objective.given_ratio", f"{text} must say how: learned or sincos"
-        if self.given_ratio >= 1.0 - self.mask_ratio and self.given_ratio:
-            text = f"{self.given_ratio} leaves no context that does not know its place"
-            yield "objective.given_ratio", f"{text}; lower it, or objective.mask_ratio"
-        if kind == "none":
-            return
-        if not self.given_ratio and not self.tells_all(config):
-            yield "model.positions", f"{kind} tells what the model has to find out; leave it out"
-        elif kind not in (*_ADDED, "relative_2d"):
-            known = "learned, sincos, relative_2d or none"
-            yield "model.positions", f"{kind} is not for sets of patches; use {known}"

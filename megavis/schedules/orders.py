@@ -28,17 +28,20 @@ class Orders:
         self.num_positions = len(shared)
 
     @classmethod
-    def of_kind(cls, kind: OrderKind, side: int, *, block: int, seed: int) -> Orders:
-        """Return the orders of a square grid: of `random` each image has its own, features raster.
+    def of_kind(cls, kind: OrderKind, height: int, width: int, *, block: int, seed: int) -> Orders:
+        """Return the orders of a grid: of `random` each image has its own, features raster.
 
         Args:
             kind: as `fixed_order` has it, or `random`.
-            side: of the grid.
+            height: rows of the grid.
+            width: its columns.
             block: side of a block, for the kinds that have blocks.
             seed: of the run.
         """
         is_random = kind == "random"
-        shared = fixed_order("raster" if is_random else kind, height=side, width=side, block=block)
+        shared = fixed_order(
+            "raster" if is_random else kind, height=height, width=width, block=block
+        )
         return cls(shared, seed=seed if is_random else None)
 
     @property

@@ -38,6 +38,11 @@ CATEGORICAL, ERROR, MIXTURE = (
     for words in ("categorical", "squared_error", "mixture, num_components: 3")
 )
 DIFFUSION = "density: {kind: diffusion, noise_a: 1, sampling_steps: 4}"
+FRAMES, SPEECH = "reads: {kind: frames}", ("data={train: shards, frames: [12, 5]}",)
+CONTEXT = "schedule: {kind: context, mask_ratio: 0.5}"
+PLACE = "density: {kind: place}"
+ITSELF = "asks: {kind: self}"
+BRIDGE = "asks: {kind: bridge, decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}"
 CLASSES = "condition: {kind: class, num_classes: 3}"
 
 
@@ -68,7 +73,7 @@ def build(build_paper):
             [PATCHES, f"predicts: {IDS.replace('4', '8')}", ONE_BY_ONE, SHIFT, CATEGORICAL],
             [],
             "predicts",
-            "makes 2² tokens of an image where objective.reads makes 4²",
+            "makes 2 × 2 tokens of an image where objective.reads makes 4 × 4",
         ),
         (
             [PATCHES, f"predicts: {IDS.replace(', tokenizer: run', '')}", ONE_BY_ONE]
@@ -113,6 +118,58 @@ def build(build_paper):
             [],
             "condition.kind",
             "asks is mask",
+        ),
+        ([PATCHES, ONE_BY_ONE, ITSELF, PLACE], [], "asks.kind", "self goes with schedule context"),
+        ([PATCHES, CONTEXT, ITSELF, ERROR], [], "density.kind", "only who asks about itself"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, PLACE], [], "density.kind", "only who asks about itself"),
+        ([PALETTE, CONTEXT, ITSELF, PLACE], [], "reads.kind", "palette are not put into places"),
+        (
+            [PATCHES, f"predicts: {IDS}", CONTEXT, ITSELF, PLACE],
+            [],
+            "predicts.kind",
+            "is not predicted where density is place",
+        ),
+        (
+            [PATCHES, CONTEXT, "asks: {kind: self, given_ratio: 0.5}", PLACE],
+            ["model.positions=sincos"],
+            "asks.given_ratio",
+            "leaves no context that does not know its place; lower it, or objective.schedule.mask",
+        ),
+        (
+            [PATCHES, CONTEXT, ITSELF, PLACE],
+            ["model.positions=learned"],
+            "",
+            "learned tells what the model has to find out",
+        ),
+        ([PATCHES, CONTEXT, ITSELF, PLACE, CLASSES], [], "condition.kind", "asks is self"),
+        ([PATCHES, CONTEXT, BRIDGE, DIFFUSION], [], "density.kind", "has no head above a bridge"),
+        ([PATCHES, ONE_BY_ONE, BRIDGE, ERROR], [], "asks.kind", "bridge goes with schedule contex"),
+        (
+            [PATCHES, CONTEXT.replace("0.5", "0.01"), BRIDGE, ERROR],
+            [],
+            "schedule.mask_ratio",
+            "0.01 of 16 patches hides none",
+        ),
+        (
+            [PATCHES, CONTEXT, BRIDGE.replace("8", "6"), ERROR],
+            [],
+            "asks.decoder.hidden_size",
+            "6 does not divide by 4",
+        ),
+        ([PATCHES, CONTEXT, BRIDGE, ERROR], ["model.positions=rope_2d"], "", "not reach the decod"),
+        ([FRAMES, CONTEXT, ITSELF, PLACE], [], "reads.kind", "frames and data.frames belong"),
+        ([PATCHES, CONTEXT, ITSELF, PLACE], SPEECH, "reads.kind", "frames and data.frames belong"),
+        (
+            [FRAMES, "schedule: {kind: one_by_one, order: nested_raster}", SHIFT, ERROR],
+            SPEECH,
+            "schedule.order",
+            "nested_raster wants a square grid",
+        ),
+        (
+            [FRAMES, f"predicts: {IDS}", ONE_BY_ONE, SHIFT, CATEGORICAL],
+            SPEECH,
+            "predicts.kind",
+            "frames are predicted from themselves",
         ),
         ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
         ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none tells no place"),
@@ -170,6 +227,27 @@ PAPERS = {
         [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, CLASSES],
         {"linear": "content"},
     ),
+    "mp3": (
+        "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
+        [PATCHES, CONTEXT, ITSELF, PLACE],
+        {"patches": "content"},
+    ),
+    "mp3_speech": (
+        "{name: mp3, mask_ratio: 0.5, given_ratio: 0.25, class_token: false}",
+        [FRAMES, CONTEXT, "asks: {kind: self, given_ratio: 0.25, class_token: false}", PLACE],
+        {"patches": "content"},
+    ),
+    "mae": (
+        "{name: mae, patch_size: 4, mask_ratio: 0.5,"
+        " decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}",
+        [PATCHES, CONTEXT, BRIDGE, "density: {kind: squared_error, normalize: true}"],
+        {"patches": "content"},
+    ),
+}
+OPTIONS = {
+    "mp3_speech": ("model.positions=learned", *SPEECH),
+    "mae": ("model.positions=learned",),
+    **dict.fromkeys(("darl", "darl_random", "darl_diffusion"), ("model.positions=rope_2d",)),
 }
 ALWAYS = {"positions": "places", "start": "start_token", "query": "query_vector"}
 
@@ -181,6 +259,8 @@ def samples_of(name):
     if name == "givt":
         moments = torch.rand(3, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
         return batch_of(moments.half())
+    if name == "mp3_speech":
+        return batch_of(torch.rand(3, 12, 5, generator=torch.Generator().manual_seed(0)))
     return batch_of(photographs(3, 16))
 
 
@@ -188,7 +268,7 @@ def samples_of(name):
 def test_a_papers_words_are_that_paper(build_paper, build, name):
     """The same weights under the composition's names give the same loss."""
     objective, words, renamed = PAPERS[name]
-    more = ("model.positions=rope_2d",) if name.startswith("darl") else ()
+    more = OPTIONS.get(name, ())
     paper, paper_runner = build_paper(CONFIG.format(objective=objective), *more, std=0.3)
     composed, runner = build(*words, more=more)
     weights = dict(paper_runner.layers.named_parameters())

@@ -1,0 +1,103 @@
+"""A second stack of blocks, behind a bridge at which the tokens join that the first did not see.
+
+Legend: b images, n positions, w width of the second stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megavis.composition.visible import ORDER, Visible
+from megavis.config.choices import PositionKind
+from megavis.model.core import Core
+from megavis.model.embeddings import grid_positions
+from megavis.model.flops import Workload
+from megavis.model.init import filled, normal
+from megavis.model.parts import Bridge, block_plans, bridge_plan
+from megavis.model.positions import cell_coordinates
+from megavis.model.stack import LayerPlan
+
+
+class MaskTokens(Bridge):
+    """From encoder to decoder: mask tokens join the visible ones, and all learn their places."""
+
+    def __init__(
+        self,
+        below: Core,
+        above: Core,
+        *,
+        num_front: int,
+        grid: tuple[int, int],
+        positions: PositionKind,
+    ) -> None:
+        """Build.
+
+        Args:
+            below: of the encoder.
+            above: of the decoder.
+            num_front: rows in front of the tokens.
+            grid: rows and columns of the tokens.
+            positions: how the decoder knows where they stand.
+        """
+        super().__init__(below, above)
+        fill, self.num_front, self.num_columns = normal(0.02), num_front, grid[1]
+        self.mask = filled(above.model.hidden_size, fill=fill)
+        self.positions = grid_positions(above, positions, grid, fill=fill)
+
+    def enter(
+        self, hidden: Tensor, carried: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the rows in front, visible and hidden tokens `[b, front + n, w]`."""
+        order, front = carried[ORDER], hidden[:, : self.num_front]
+        visible = hidden[:, self.num_front :]
+        num_hidden = order.shape[1] - visible.shape[1]
+        masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
+        cells = cell_coordinates(order, self.num_columns)
+        patches = self.positions(torch.cat([visible, masks], dim=1), cells)
+        return torch.cat([front, patches], dim=1), {}
+
+
+class SecondStack:
+    """A decoder in which all tokens see all, without stochastic depth."""
+
+    def __init__(
+        self,
+        below: Core,
+        asks: Visible,
+        sizes: Mapping[str, int],
+        *,
+        grid: tuple[int, int],
+        positions: PositionKind,
+    ) -> None:
+        """Build.
+
+        Args:
+            below: of the encoder.
+            asks: what the encoder sees.
+            sizes: keys of `model` that are the decoder's own.
+            grid: rows and columns of the tokens.
+            positions: how they know where they stand.
+        """
+        model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
+        self.core = below.with_stack(name="decoder", model=model, carries=(), drop_path=0.0)
+        self.below, self.num_front, self.grid = below, asks.num_front, grid
+        self.positions = positions
+
+    def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
+        """Return bridge and blocks, for a head that gives so many numbers for a token."""
+        rows, depth = self.num_front + self.grid[0] * self.grid[1], self.below.model.num_layers + 1
+        work = Workload.of_one_stream(rows, num_outputs, causal=False)
+        bridge = bridge_plan("bridge", self._bridge, seed=seed, depth=depth)
+        return [bridge, *block_plans(self.core, work, seed=seed, depth=depth + 1)]
+
+    def _bridge(self) -> MaskTokens:
+        return MaskTokens(
+            self.below,
+            self.core,
+            num_front=self.num_front,
+            grid=self.grid,
+            positions=self.positions,
+        )
