@@ -51,7 +51,9 @@ def measures(folder: Path) -> Iterator[Measure]:
         path = folder / "evaluation" / name
         if path.exists():
             text = path.read_text(encoding="utf-8")
-            rows = json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.split())]
+            rows = (
+                json.loads(text) if path.suffix == ".json" else [*csv.DictReader(text.splitlines())]
+            )
             yield from read(rows)
 
 
@@ -97,6 +99,11 @@ def _groups(rows: list[dict[str, str]]) -> Iterator[Measure]:
         yield Measure("what was hidden", name, float(row["psnr"]), "dB")
 
 
+def _hidden(rows: list[dict[str, str]]) -> Iterator[Measure]:
+    for row in rows:
+        yield Measure("hidden patches", row["hidden"], float(row["psnr"]), "dB")
+
+
 def _reconstruction(result: dict[str, Any]) -> Iterator[Measure]:
     yield Measure("reconstruction", "PSNR", result["psnr"], "dB")
     yield Measure("reconstruction", "SSIM", result["ssim"], "")
@@ -124,6 +131,7 @@ _READERS: dict[str, Callable[[Any], Iterator[Measure]]] = {
     "positions.csv": _positions,
     "completions.csv": _completions,
     "groups.csv": _groups,
+    "reconstructions.csv": _hidden,
     "reconstruction.json": _reconstruction,
     "classes.json": _named,
     "likelihood.json": _likelihood,

@@ -42,6 +42,7 @@ _FIGURES = {
     "neighbors": "Nearest neighbours by layer",
     "patches": "Prediction error by place",
     "positions": "Patches put into their place, over the mask ratio",
+    "reconstructions": "Hidden patches predicted from the visible ones",
 }
 _HEADINGS = {
     "probe": "Linear probe",
@@ -54,7 +55,7 @@ _HEADINGS = {
 }
 
 
-_FIRST = ("probe", "completions", "jigsaw", "groups")
+_FIRST = ("probe", "completions", "jigsaw", "groups", "reconstructions")
 
 
 def numbers_found(run: RunRecord) -> Iterator[Table]:

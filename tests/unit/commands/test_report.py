@@ -85,13 +85,14 @@ def test_what_the_figures_of_a_paper_found_is_summed_up(folder, capsys):
         "completions": "image,psnr_completed,psnr_mean_of_completions,psnr_last_row_repeated\n"
         "0,10.0,20.0,5.0\n1,30.0,20.0,5.0\n",
         "groups": "groups,psnr,psnr_of_images\n1,17.5,18.0\n12,16.25,18.0\n",
+        "reconstructions": "hidden,psnr\npredicted,14.5\ntheir mean colour,9.25\n",
     }
     for name, table in tables.items():
         (folder / "evaluation" / f"{name}.csv").write_text(table)
     assert main(["report", str(folder)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     start = lines.index("in their place none masked 81.2%")
-    assert lines[start + 1 : start + 8] == [
+    assert lines[start + 1 : start + 10] == [
         "half masked 50.0%",
         "chance 6.2%",
         "lower halves one completion 12.97 dB",
@@ -99,6 +100,8 @@ def test_what_the_figures_of_a_paper_found_is_summed_up(folder, capsys):
         "row repeated 5.00 dB",
         "what was hidden all at once 17.50 dB",
         "12 groups 16.25 dB",
+        "hidden patches predicted 14.50 dB",
+        "their mean colour 9.25 dB",
     ]
 
 
