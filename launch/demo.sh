@@ -205,7 +205,23 @@ gvp() {
   finish "$run" "$ids" "$vqgan"
 }
 
-papers=(igpt igpt-bert darl mp3 givt gvp)
+mae() {
+  local run=runs/mae_demo$tag tune=yaml_configs/mae/finetune_demo.yaml
+  letters_32
+  step "train MAE, 4 layers 128 wide with a decoder of 2 layers, for 1,200 steps of 64 images" \
+    megavis train yaml_configs/mae/demo.yaml $(seeded mae_demo)
+  probe "$run" 32
+  step "predict three quarters of the patches from the others" \
+    megavis figure reconstructions "$run" --images demo/validation_32
+  step "fine-tune the encoder on which letter it is" \
+    megavis finetune "$tune" $(seeded mae_finetune_demo mae_demo)
+  step "the same from scratch" \
+    megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
+    optimizer.learning_rate=0.001 "name=mae_scratch_demo$tag" "seed=$seed"
+  finish "$run" "runs/mae_finetune_demo$tag" "runs/mae_scratch_demo$tag"
+}
+
+papers=(igpt igpt-bert darl mp3 givt gvp mae)
 
 demo() {
   local began=$SECONDS

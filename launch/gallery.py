@@ -133,6 +133,18 @@ DEMOS = (
             ),
         ),
     ),
+    Demo(
+        paper="mae",
+        title="MAE: three quarters of the patches from the rest",
+        runs=("mae_demo", "mae_finetune_demo", "mae_scratch_demo"),
+        pictures=(
+            (
+                "mae_demo/evaluation/reconstructions.png",
+                "The visible quarter of a letter, the prediction of the rest, and the letter;"
+                " predicted patches have the mean and deviation that they truly have",
+            ),
+        ),
+    ),
 )
 
 
