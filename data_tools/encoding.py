@@ -13,8 +13,8 @@ import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments
-from data_tools.layouts import add_source_arguments
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
+from data_tools.source_formats import add_source_arguments
 from data_tools.sources import Picture
 from megavis.config.errors import UserError
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from data_tools import palette_curve
 from data_tools.decode import RefusedImageError, decode_image
-from data_tools.layouts import add_source_arguments, open_source
 from data_tools.report import Progress, say
 from data_tools.resize import resize_and_crop
+from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import Part, Picture, Source
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette

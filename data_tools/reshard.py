@@ -21,8 +21,8 @@ from data_tools.sources import Part, Picture, Refuse, Source
 from data_tools.units import Encoded, Recipe, UnitResult
 from data_tools.verify import find_problems
 from megavis.config.errors import UserError
+from megavis.data.codecs import suffix_of
 from megavis.data.files import sha256_of_file, write_atomically
-from megavis.data.kinds import suffix_of
 from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.shards import ShardReader
 

@@ -11,9 +11,9 @@ import numpy as np
 from data_tools.contact_sheet import whole_images
 from data_tools.report import Progress, say
 from megavis.config.errors import UserError
+from megavis.data.codecs import suffix_of
 from megavis.data.dataset import ShardDataset
 from megavis.data.files import sha256_of_file
-from megavis.data.kinds import suffix_of
 from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.shards import ShardReader, index_path
 from megavis.tokenizers.palette import Palette

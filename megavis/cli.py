@@ -118,7 +118,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Let each run that the command was given remember it, where its folder can be written."""
-    from megavis.training.starts import record_command
+    from megavis.training.provenance import record_command
 
     with contextlib.suppress(UserError):  # A launcher that says too little names nobody else.
         if read_launch(os.environ).rank > 0:

@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 if TYPE_CHECKING:
     from megavis.data.batch import Batch
     from megavis.data.dataset import ShardDataset
-    from megavis.data.overlap import Shards
+    from megavis.data.leakage import Shards
     from megavis.notebook import Run
 
 

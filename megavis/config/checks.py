@@ -15,14 +15,14 @@ from megavis.config.finetune_checks import (
     check_null_label,
 )
 from megavis.config.schema import (
-    Complaint,
+    ConfigIssue,
     DataConfig,
     ParallelConfig,
     RunConfig,
 )
 
 
-def check_config(config: RunConfig) -> Iterator[Complaint]:
+def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield what is wrong whatever the number of processes."""
     yield from _check_sizes(config)
     yield from _check_positions(config)
@@ -52,7 +52,7 @@ def check_config(config: RunConfig) -> Iterator[Complaint]:
         )
 
 
-def check_world(config: RunConfig, world_size: int) -> Iterator[Complaint]:
+def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     """Yield what is wrong with this config on `world_size` processes."""
     parallel, training = config.parallel, config.training
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -83,7 +83,7 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[Complaint]:
     yield from check_finetuning_batch(config, micro, data_parallel)
 
 
-def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[Complaint]:
+def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[ConfigIssue]:
     if data.validation is None:
         yield "data.validation", "is missing, and `evaluation` measures on it"
     if "frechet" not in evaluation.what:
@@ -96,7 +96,7 @@ def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterato
         yield "evaluation.what", text
 
 
-def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
+def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
     if config.objective.has_blocks and not model.num_layers:
@@ -133,7 +133,7 @@ def _check_sizes(config: RunConfig) -> Iterator[Complaint]:
         )
 
 
-def _check_positions(config: RunConfig) -> Iterator[Complaint]:
+def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
     """Rotary positions turn pairs of channels, the same number for each axis."""
     model = config.model
     if model.positions == "relative_2d" and not config.objective.has_relative_positions:
@@ -152,7 +152,7 @@ def _check_positions(config: RunConfig) -> Iterator[Complaint]:
         )
 
 
-def _check_data(data: DataConfig) -> Iterator[Complaint]:
+def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
     if not data.train:
         yield "data.train", "names no folder: give one, or a list of `path` and `weight`"
     if data.scale[0] > data.scale[1]:
@@ -164,7 +164,7 @@ def _check_data(data: DataConfig) -> Iterator[Complaint]:
         )
 
 
-def _check_samples(config: RunConfig) -> Iterator[Complaint]:
+def _check_samples(config: RunConfig) -> Iterator[ConfigIssue]:
     """Samples are squares or frames, and the latter not of every paper."""
     data = config.data
     if data.frames is None and not data.image_size:
@@ -175,7 +175,7 @@ def _check_samples(config: RunConfig) -> Iterator[Complaint]:
         yield "data.image_size", "is of images, and data.frames of frames: give one of them"
 
 
-def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Complaint]:
+def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[ConfigIssue]:
     pipeline = parallel.pipeline_model_parallel_size > 1
     if pipeline and parallel.zero_stage > 1:
         yield (
@@ -197,7 +197,7 @@ def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[Compl
         )
 
 
-def _check_offload(parallel: ParallelConfig) -> Iterator[Complaint]:
+def _check_offload(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
     if parallel.offload_parameters != "none" and parallel.zero_stage != 3:
         yield (
             "parallel.offload_parameters",
@@ -217,7 +217,7 @@ def _check_offload(parallel: ParallelConfig) -> Iterator[Complaint]:
         yield "parallel.nvme_path", "names the folder for nvme offload and must be given"
 
 
-def _check_rollbacks(config: RunConfig) -> Iterator[Complaint]:
+def _check_rollbacks(config: RunConfig) -> Iterator[ConfigIssue]:
     """A checkpoint that is old enough must still be there when the bad steps are known."""
     training, keep = config.training, config.checkpoint
     if not training.max_rollbacks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.schema import Complaint, FinetuneConfig, RunConfig
+from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 
 NO_NULL_LABEL = (
     "is 0: the model has no null label and cannot do without the class of an image, which features"
@@ -13,7 +13,7 @@ NO_NULL_LABEL = (
 """What is wrong with the key `missing_null_label` where classes are read off such a model."""
 
 
-def check_null_label(config: RunConfig) -> Iterator[Complaint]:
+def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
     """Want an input for "no class" where classes are read off a model that knows them."""
     key = config.objective.missing_null_label
     measures = config.evaluation.what if config.evaluation else ()
@@ -22,7 +22,7 @@ def check_null_label(config: RunConfig) -> Iterator[Complaint]:
         yield key, NO_NULL_LABEL
 
 
-def check_finetuning(config: RunConfig) -> Iterator[Complaint]:
+def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     """The step is chosen by an accuracy, and no token may see what it predicts."""
     settings = config.finetune
     if settings is None:
@@ -45,7 +45,7 @@ def check_finetuning(config: RunConfig) -> Iterator[Complaint]:
         yield from _check_linear_evaluation(config, settings)
 
 
-def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Iterator[Complaint]:
+def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
     """Nothing but the classifier has gradients, and nothing is left to chance below it."""
     wrong = {
         "generative_weight": settings.generative_weight != 0,
@@ -70,7 +70,7 @@ def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Ite
 
 def check_finetuning_batch(
     config: RunConfig, micro: int, data_parallel: int
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Yield what is wrong with the images that a process has at once.
 
     Args:

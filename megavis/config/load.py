@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megavis.config.checks import check_config, check_world
 from megavis.config.names import ObjectiveTypes, SchemaNames, did_you_mean
-from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.shorthand import CountImages, Shorthand, take_shorthand, write_out_epochs
 from megavis.config.yaml_tree import Source, apply_override, dump_tree, read_tree
 
@@ -77,7 +77,7 @@ def _validate(
         known = ", ".join(sorted(objectives))
         text = f"must say which paper: one of {known}{given}{did_you_mean(names.paper, objectives)}"
         raise source.error([("objective.name", text)])
-    complaints: list[Complaint] = []
+    complaints: list[ConfigIssue] = []
     try:
         shorthand = Shorthand.model_validate(take_shorthand(tree))
         complaints += write_out_epochs(tree, shorthand, count_images)

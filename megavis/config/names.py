@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megavis.config.schema import UNION_LABELS, Complaint, ObjectiveConfig, RunConfig
+from megavis.config.schema import UNION_LABELS, ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.shorthand import shorthand_keys
 
 ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
@@ -25,7 +25,7 @@ class SchemaNames:
         self.paper = section.get("name") if isinstance(section, dict) else None
         self.objective = objectives.get(str(self.paper))
 
-    def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[Complaint]:
+    def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[ConfigIssue]:
         """Turn pydantic's errors into keys and sentences.
 
         A required key that is misspelt is unknown and missing at once; only the first is said.
@@ -40,7 +40,7 @@ class SchemaNames:
             if error["type"] != "missing" or ".".join(place) not in meant
         ]
 
-    def _explain_one(self, location: list[str], error: Mapping[str, Any]) -> Complaint:
+    def _explain_one(self, location: list[str], error: Mapping[str, Any]) -> ConfigIssue:
         key = ".".join(location) or "config"
         if error["type"] == "extra_forbidden":
             return key, self._unknown(location)

@@ -17,7 +17,7 @@ from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import (
     Above0,
     AtLeast0,
-    Complaint,
+    ConfigIssue,
     Fraction,
     NonNegative,
     Positive,
@@ -50,7 +50,7 @@ class ObjectiveConfig(Section):
         """Sentence on why models of these keys draw no images; None: they do."""
         return f"runs of {self.name} draw no images"
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Yield what is wrong between the paper's keys and the others; nothing by default."""
         yield from ()
 

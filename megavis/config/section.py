@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Complaint = tuple[str, str]
+ConfigIssue = tuple[str, str]
 """Which key is wrong, and a sentence that says what would be right."""
 
 Positive = Annotated[int, Field(gt=0)]

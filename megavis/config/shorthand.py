@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from megavis.config.section import Above0, Complaint, Positive, Section
+from megavis.config.section import Above0, ConfigIssue, Positive, Section
 
 CountImages = Callable[[str], int | None]
 """Returns how many images a folder of shards holds; None where there are no shards yet."""
@@ -135,7 +135,7 @@ def take_shorthand(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def write_out_epochs(
     tree: dict[str, Any], shorthand: Shorthand, count_images: CountImages | None
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Write steps in place of epochs, and yield what is wrong.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megavis.config.errors import UserError
-from megavis.config.section import Complaint
+from megavis.config.section import ConfigIssue
 from megavis.config.shorthand import RIVALS, write_out_preset
 
 BASED_ON = "based_on"
@@ -64,7 +64,7 @@ class Source:
                 return f"{path}:{line}"
         return self.path
 
-    def error(self, complaints: Iterable[Complaint]) -> UserError:
+    def error(self, complaints: Iterable[ConfigIssue]) -> UserError:
         """Return one error with a line for each complaint."""
         return UserError("\n".join(f"{self.place(k)}: {k}: {text}" for k, text in complaints))
 

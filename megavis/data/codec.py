@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from megavis.data.bits import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
+from megavis.data.token_packing import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
 from megavis.data.transforms import Transform
 
 Payloads = Sequence[np.ndarray]

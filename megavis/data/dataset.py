@@ -16,8 +16,8 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.data.codec import Refusals
+from megavis.data.codecs import codec_of
 from megavis.data.files import sha256_of_file
-from megavis.data.kinds import codec_of
 from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.order import SampleOrder
 from megavis.data.remote import RemoteFolder, is_remote

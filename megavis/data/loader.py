@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from megavis.config.errors import UserError
-from megavis.data.ahead import ReadAhead
 from megavis.data.batch import Batch
-from megavis.data.mixture import Samples
+from megavis.data.blended_dataset import Samples
+from megavis.data.prefetch import ReadAhead
 
 DEFAULT_THREADS = 4
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megavis.config.errors import UserError
-from megavis.config.schema import Complaint
+from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section
 from megavis.config.yaml_tree import Source, read_tree
 
@@ -79,7 +79,7 @@ def read_data_sets(text: str) -> dict[str, LabelledFolders]:
 def _read_file(path: Path) -> dict[str, LabelledFolders]:
     source = Source(str(path))
     found: dict[str, LabelledFolders] = {}
-    complaints: list[Complaint] = []
+    complaints: list[ConfigIssue] = []
     for name, keys in read_tree(path, source).items():
         try:
             found[str(name)] = _Entry.model_validate(keys).folders
@@ -92,7 +92,7 @@ def _read_file(path: Path) -> dict[str, LabelledFolders]:
     return found
 
 
-def _explain(name: str, error: ValidationError) -> Iterator[Complaint]:
+def _explain(name: str, error: ValidationError) -> Iterator[ConfigIssue]:
     for each in error.errors():
         sections = [str(part) for part in each["loc"]]
         known = ", ".join((_Splits if "splits" in sections[:-1] else _Entry).model_fields)

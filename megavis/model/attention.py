@@ -25,7 +25,7 @@ from megavis.model.positions import rotate
 from megavis.model.relative import RelativeBias
 from megavis.model.tokens import all_tokens
 from megavis.model.visibility import Kind, Relations, Visibility
-from megavis.parallel.random import separate_draws
+from megavis.parallel.random import rank_local_rng
 
 
 class Attention(nn.Module):
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             key, value = relations.cache.extend(self, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Every process of the tensor group has other heads.
-        with separate_draws(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
+        with rank_local_rng(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
             if bias is not None:
                 return F.scaled_dot_product_attention(
                     query, key, value, attn_mask=bias.to(query.dtype), dropout_p=dropout

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.parallel.random import separate_draws
+from megavis.parallel.random import rank_local_rng
 
 
 class SplitDropout(nn.Module):
@@ -20,5 +20,5 @@ class SplitDropout(nn.Module):
         """Drop numbers of this process's part, in training alone."""
         if not self.training:
             return x
-        with separate_draws(self.group.rank(), self.group.size()):
+        with rank_local_rng(self.group.rank(), self.group.size()):
             return F.dropout(x, self.probability)

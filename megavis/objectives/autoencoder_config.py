@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, Fraction, ObjectiveConfig, Positive, RunConfig
 from megavis.config.section import Above0, AtLeast0
 
 
@@ -53,7 +53,7 @@ class AutoencoderConfig(ObjectiveConfig):
         """Pixels on the side of one place of the grid between encoder and decoder."""
         return 2 ** (len(self.multipliers) - 1)
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want sizes that divide, a file where one is needed, and a plain layout."""
         if self.filters % self.norm_groups:
             text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
@@ -66,7 +66,7 @@ class AutoencoderConfig(ObjectiveConfig):
             yield "objective.perceptual_weights", text
         yield from self._check_layout(config)
 
-    def _check_layout(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_layout(self, config: RunConfig) -> Iterator[ConfigIssue]:
         parallel = config.parallel
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if getattr(parallel, key) > 1:

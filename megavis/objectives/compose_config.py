@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.config.schema import Complaint, ObjectiveConfig, RunConfig
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.objectives.compose_words import (
     AnyAsking,
     AnyCondition,
@@ -90,7 +90,7 @@ class ComposeConfig(ObjectiveConfig):
         has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
         return "objective.condition.dropout" if has_none else None
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Yield a sentence for each combination that makes no sense."""
         sizes = [*self._check_sizes(config)]
         yield from sizes
@@ -99,7 +99,7 @@ class ComposeConfig(ObjectiveConfig):
         if not sizes:
             yield from self._check_split(config)
 
-    def _check_sizes(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_sizes(self, config: RunConfig) -> Iterator[ConfigIssue]:
         size, grids = config.data.image_size, []
         if (self.reads.kind == "frames") != (config.data.frames is not None):
             text = f"{self.reads.kind} does not fit the data"
@@ -124,7 +124,7 @@ class ComposeConfig(ObjectiveConfig):
             yield "objective.predicts", text
         yield from self._check_schedule(*grids[0])
 
-    def _check_schedule(self, rows: int, columns: int) -> Iterator[Complaint]:
+    def _check_schedule(self, rows: int, columns: int) -> Iterator[ConfigIssue]:
         schedule, count = self.schedule, rows * columns
         if isinstance(schedule, GroupsSchedule):
             most = most_groups(schedule.length, count)
@@ -143,7 +143,7 @@ class ComposeConfig(ObjectiveConfig):
             text = f"{schedule.prefix} leaves nothing to predict of {count} tokens"
             yield "objective.schedule.prefix", text
 
-    def _check_asking(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_asking(self, config: RunConfig) -> Iterator[ConfigIssue]:
         schedule, asks = self.schedule, self.asks
         fitting = {
             "shift": ("one_by_one",),
@@ -170,7 +170,7 @@ class ComposeConfig(ObjectiveConfig):
             text = f"none tells no place: all tokens that {asks.kind} asks for would look alike"
             yield "model.positions", f"{text}; use another"
 
-    def _check_context(self, config: RunConfig, schedule: ContextSchedule) -> Iterator[Complaint]:
+    def _check_context(self, config: RunConfig, schedule: ContextSchedule) -> Iterator[ConfigIssue]:
         asks, ratio_key = self.asks, "objective.schedule.mask_ratio"
         if isinstance(asks, SelfAsking):
             yield from check_placed(
@@ -192,7 +192,7 @@ class ComposeConfig(ObjectiveConfig):
             )
             yield from asks.decoder.check(config, "objective.asks.decoder")
 
-    def _check_places(self, schedule: OneByOneSchedule, positions: str) -> Iterator[Complaint]:
+    def _check_places(self, schedule: OneByOneSchedule, positions: str) -> Iterator[ConfigIssue]:
         asks = self.asks
         place = asks.place if isinstance(asks, ShiftAsking) else ""
         if place in ("asked", "content") and schedule.order == "random":
@@ -209,7 +209,7 @@ class ComposeConfig(ObjectiveConfig):
             text = "a prefix that sees itself wants asks of kind shift with place content"
             yield "objective.schedule.prefix", text
 
-    def _check_density(self) -> Iterator[Complaint]:
+    def _check_density(self) -> Iterator[ConfigIssue]:
         predicted, density, asks = self.predicted, self.density, self.asks
         if isinstance(density, PlaceDensity) or isinstance(asks, SelfAsking):
             yield from self._check_naming()
@@ -234,7 +234,7 @@ class ComposeConfig(ObjectiveConfig):
         if isinstance(self.reads, PaletteTokens) and predicted is not self.reads:
             yield "objective.reads.kind", "palette shards hold no images to predict others from"
 
-    def _check_naming(self) -> Iterator[Complaint]:
+    def _check_naming(self) -> Iterator[ConfigIssue]:
         """A token that asks about itself can be asked for its place alone, and only such a one."""
         if (self.density.kind, self.asks.kind) != ("place", "self"):
             text = f"{self.density.kind} with asks {self.asks.kind}: only who asks about itself"
@@ -245,7 +245,7 @@ class ComposeConfig(ObjectiveConfig):
             text = f"{self.reads.kind} are not put into places; use patches or frames"
             yield "objective.reads.kind", text
 
-    def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Sequence parallelism splits all rows, and those that the head reads."""
         height, width = self.reads.grid(config.data)
         rows = count = height * width + (self.class_token and self.asks.kind == "self")

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megavis.config.choices import DecoderKind, OrderKind
-from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
 from megavis.config.section import Above0, AtLeast0
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 
@@ -78,7 +78,7 @@ class DARLConfig(ObjectiveConfig):
             " from what it has drawn"
         )
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want whole patches and blocks, and keys that go together."""
         faults = [*check_patches(config, self.patch_size)]
         if faults:
@@ -92,7 +92,7 @@ class DARLConfig(ObjectiveConfig):
             yield "model.positions", f"{text} {config.model.head_size}"
         yield from self._check_split(config)
 
-    def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Sequence parallelism splits the tokens."""
         count = self.grid_side(config) ** 2
         what = f"{count} patches"
@@ -101,7 +101,7 @@ class DARLConfig(ObjectiveConfig):
             count, what = count + 1, f"start token and {count} patches"
         yield from check_tokens(config, count, what=what)
 
-    def _check_order(self, grid_side: int) -> Iterator[Complaint]:
+    def _check_order(self, grid_side: int) -> Iterator[ConfigIssue]:
         if self.order in ("nested_raster", "round_robin") and grid_side % self.order_block:
             yield (
                 "objective.order_block",
@@ -113,7 +113,7 @@ class DARLConfig(ObjectiveConfig):
                 "must be true for order random: a token has to know which patch it is asked for",
             )
 
-    def _check_loss(self) -> Iterator[Complaint]:
+    def _check_loss(self) -> Iterator[ConfigIssue]:
         if self.loss == "mse" and self.decoder_kind == "transformer":
             yield (
                 "objective.decoder",
@@ -126,7 +126,7 @@ class DARLConfig(ObjectiveConfig):
                 f"belongs to loss mse; set it to false for {self.loss}",
             )
 
-    def _check_ids(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_ids(self, config: RunConfig) -> Iterator[ConfigIssue]:
         given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
         for key, value in given.items():
             if (value is None) == (self.loss == "ids"):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megavis.config.choices import ScaleActivation
 from megavis.config.schema import (
-    Complaint,
+    ConfigIssue,
     Fraction,
     NonNegative,
     ObjectiveConfig,
@@ -90,7 +90,7 @@ class LatentTokensConfig(ObjectiveConfig):
         height, width = self.grid(config)
         return height * width
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want sizes that divide and a covariance that the head can give."""
         side, rest = divmod(config.data.image_size, self.downsampling)
         if rest or not side:
@@ -108,7 +108,7 @@ class LatentTokensConfig(ObjectiveConfig):
         places = self.num_places(config)
         yield from check_tokens(config, places, what=f"{places} places")
 
-    def _check_adapter(self) -> Iterator[Complaint]:
+    def _check_adapter(self) -> Iterator[ConfigIssue]:
         half, groups = self.token_size // 2, min(32, self.token_size // 2)
         hidden = (self.adapter_bottleneck or 4 * self.token_size) // 2
         if not self.adapter_blocks:

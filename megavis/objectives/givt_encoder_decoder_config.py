@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from megavis.config.schema import Complaint, NonNegative, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, NonNegative, Positive, RunConfig
 from megavis.objectives.givt_config import LatentTokensConfig
 
 
@@ -26,7 +26,7 @@ class EncoderDecoderConfig(LatentTokensConfig):
         """Return the patches that the encoder reads."""
         return (config.data.image_size // self.encoder_patch_size) ** 2
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want patches that divide the image."""
         yield from super().check(config)
         if config.data.image_size % self.encoder_patch_size:

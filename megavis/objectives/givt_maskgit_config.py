@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from megavis.config.schema import Complaint, Fraction, RunConfig
+from megavis.config.schema import ConfigIssue, Fraction, RunConfig
 from megavis.objectives.givt_config import LatentTokensConfig
 
 
@@ -24,7 +24,7 @@ class MaskGITConfig(LatentTokensConfig):
         """Return the tokens and the label in front of them."""
         return super().num_places(config) + 1
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want a width of which token and mask take half each."""
         yield from super().check(config)
         if config.model.hidden_size % 2:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.config.schema import Complaint, NonNegative, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, NonNegative, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives.layout_checks import check_patches, check_tokens, check_vocabulary
 from megavis.schedules.boundaries import Cut, bounds_of, fault_of_boundaries, most_groups
 
@@ -67,7 +67,7 @@ class GVPConfig(ObjectiveConfig):
         fault = next((text for text, holds in faults.items() if holds), None)
         return fault and f"a model with objective.{fault}; pictures need one trained without"
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want patches that fill the image, and groups that fit them."""
         faults = [*check_patches(config, self.patch_size)]
         if faults:
@@ -86,7 +86,7 @@ class GVPConfig(ObjectiveConfig):
         if not faults:
             yield from self._check_split(config)
 
-    def _check_ids(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_ids(self, config: RunConfig) -> Iterator[ConfigIssue]:
         if self.variant == "p2p":
             unused = {
                 "vocabulary_size": self.vocabulary_size is not None,
@@ -105,7 +105,7 @@ class GVPConfig(ObjectiveConfig):
             text = f"is for pixels, and {self.variant} predicts ids; set it to false"
             yield "objective.normalize_targets", text
 
-    def _check_condition(self) -> Iterator[Complaint]:
+    def _check_condition(self) -> Iterator[ConfigIssue]:
         if self.condition_size is None:
             return
         if self.tokenizer is None:
@@ -116,7 +116,7 @@ class GVPConfig(ObjectiveConfig):
         if self.variant != "p2p":
             yield "objective.condition_size", "belongs to the variant p2p, as in appendix E"
 
-    def _check_streams(self, num_patches: int) -> Iterator[Complaint]:
+    def _check_streams(self, num_patches: int) -> Iterator[ConfigIssue]:
         if self.streams == "two":
             return
         if self.variant != "p2p":
@@ -128,7 +128,7 @@ class GVPConfig(ObjectiveConfig):
             text = f"must be fixed with num_groups {num_patches}: one stream predicts one by one"
             yield "objective.segmentation", text
 
-    def _check_groups(self, num_patches: int) -> Iterator[Complaint]:
+    def _check_groups(self, num_patches: int) -> Iterator[ConfigIssue]:
         if (self.segmentation == "given") != (self.boundaries is not None):
             yield (
                 "objective.boundaries",
@@ -147,7 +147,7 @@ class GVPConfig(ObjectiveConfig):
                     f" {self.segmentation} length; use at most {most}",
                 )
 
-    def _check_split(self, config: RunConfig) -> Iterator[Complaint]:
+    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Sequence parallelism splits all tokens, and those that the head reads."""
         first, last = self.bounds(config)
         num_queries = self.num_patches(config) - first if self.streams == "two" else 0

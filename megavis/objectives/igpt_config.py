@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from megavis.config.choices import OrderKind
-from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives.layout_checks import check_tokens, check_vocabulary
 
 
@@ -71,14 +71,14 @@ class IGPTConfig(ObjectiveConfig):
             " objective.mode autoregressive"
         )
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want an order of all pixels, and sizes that the tensor group can share."""
         num_pixels = config.data.image_size**2
         yield from check_vocabulary(config, self.vocabulary_size)
         yield from check_tokens(config, num_pixels, what=f"{num_pixels} pixels")
         yield from self._check_order(config.data.image_size)
 
-    def _check_order(self, side: int) -> Iterator[Complaint]:
+    def _check_order(self, side: int) -> Iterator[ConfigIssue]:
         if not isinstance(self.order, str):
             if len(self.order) != side**2:
                 yield (

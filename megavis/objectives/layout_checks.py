@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megavis.config.schema import Complaint, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, Positive, RunConfig
 from megavis.config.section import Section
 from megavis.schedules.context_size import context_size
 
@@ -21,7 +21,7 @@ class DecoderConfig(Section):
     num_attention_heads: Positive = 16
     """Their attention heads."""
 
-    def check(self, config: RunConfig, key: str) -> Iterator[Complaint]:
+    def check(self, config: RunConfig, key: str) -> Iterator[ConfigIssue]:
         """Want heads that divide the width, and that the tensor group can share."""
         width, heads = self.hidden_size, self.num_attention_heads
         if width % heads or width % 4:
@@ -41,7 +41,7 @@ def check_hiding(
     class_token: bool,
     ratio_key: str,
     class_key: str,
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Want tokens of which an encoder sees some, and a decoder behind a bridge predicts others.
 
     Args:
@@ -69,7 +69,7 @@ def check_hiding(
 
 def check_placed(
     config: RunConfig, *, mask_ratio: float, given_ratio: float, ratio_key: str, given_key: str
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Want positions for tokens that are told their places, and none for those that name them.
 
     In plain fine-tuning all may know where they stand.
@@ -102,7 +102,7 @@ def check_placed(
 
 def check_patches(
     config: RunConfig, patch_size: int, key: str = "patch_size"
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Want whole patches.
 
     Args:
@@ -115,7 +115,7 @@ def check_patches(
         yield f"objective.{key}", f"{patch_size} does not divide data.image_size {side}"
 
 
-def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[Complaint]:
+def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[ConfigIssue]:
     """Want logits that the tensor group can share."""
     tensor = config.parallel.tensor_model_parallel_size
     if vocabulary_size % tensor:
@@ -125,7 +125,7 @@ def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[Compla
 
 def check_tokens(
     config: RunConfig, *counts: int, what: str, remedy: str = "set it to false"
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Want tokens that sequence parallelism can share, where it is on.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megavis.config.schema import Complaint, ObjectiveConfig, Positive, RunConfig
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
 from megavis.objectives.layout_checks import DecoderConfig, check_hiding, check_patches
 
 
@@ -30,7 +30,7 @@ class MAEConfig(ObjectiveConfig):
         """Return the patches of an image."""
         return (config.data.image_size // self.patch_size) ** 2
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want whole patches, some of them hidden, positions, and sizes that the layout divides."""
         yield from check_patches(config, self.patch_size)
         yield from check_hiding(

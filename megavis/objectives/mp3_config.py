@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.config.schema import Complaint, Fraction, ObjectiveConfig, RunConfig
+from megavis.config.schema import ConfigIssue, Fraction, ObjectiveConfig, RunConfig
 from megavis.config.section import Above0
 from megavis.objectives.layout_checks import check_patches, check_placed, check_tokens
 
@@ -39,7 +39,7 @@ class MP3Config(ObjectiveConfig):
         side = config.data.image_size // self.patch_size
         return side, side
 
-    def check(self, config: RunConfig) -> Iterator[Complaint]:
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want whole patches, no positions, and tokens that sequence parallelism can share."""
         yield from check_patches(config, self.patch_size)
         yield from check_placed(

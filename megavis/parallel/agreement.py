@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Agreement:
+class AsyncFlag:
     """A flag that any process raises after one step and that all know of after the next.
 
     It travels over the hosts' network beside the step, so that no device is waited for; and all
@@ -53,7 +53,7 @@ class Agreement:
         return bool(self._flag)
 
 
-class LateMeans:
+class DelayedMean:
     """Means over all processes of what each has on its device, known two calls later.
 
     The first call copies the numbers to the host beside the device's work, the second sends them

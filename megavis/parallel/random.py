@@ -75,7 +75,7 @@ def seeded(seed: int, *names: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def separate_draws(rank: int, size: int) -> Iterator[None]:
+def rank_local_rng(rank: int, size: int) -> Iterator[None]:
     """Draw inside the block as no other process of a group does, and as before after it.
 
     Dropout on what every process of the tensor group holds must agree between them, dropout on

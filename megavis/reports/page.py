@@ -22,7 +22,7 @@ from megavis.reports.training_sections import (
     overview,
     training_charts,
 )
-from megavis.training.starts import versions
+from megavis.training.provenance import versions
 
 _PICTURES = {
     "completions": "Completions: the original, what was given, what the run draws",

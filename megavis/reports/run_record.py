@@ -16,7 +16,7 @@ from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.manifest import Manifest, read_manifest
 from megavis.config.errors import UserError
 from megavis.training.metrics import read_metrics
-from megavis.training.starts import read_commands, read_faults, read_starts
+from megavis.training.provenance import read_commands, read_faults, read_starts
 
 
 @dataclass(frozen=True)

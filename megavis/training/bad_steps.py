@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megavis.checkpoint.manifest import LossHistory
 from megavis.config.schema import CheckpointConfig, TrainingConfig
-from megavis.parallel.agreement import LateMeans
+from megavis.parallel.agreement import DelayedMean
 from megavis.training.hooks import StepState
 
 # Of a normal distribution, the standard deviation over the median distance from the median.
@@ -27,7 +27,7 @@ _LEAST_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
-class BadRow:
+class BadStepStreak:
     """As many bad steps in a row as are too many, counted from 1."""
 
     first: int
@@ -36,7 +36,7 @@ class BadRow:
     """What follows the last one in the sample order, counted from 0."""
 
 
-class LossJudge:
+class SpikeDetector:
     """Says which losses are spikes: a rule of the losses alone, the same in every layout.
 
     A loss is a spike when it lies more than `threshold` deviations above the median of the last
@@ -101,9 +101,9 @@ class WatchBadSteps:
             batches_skipped: likewise; the positions of a step's images follow.
         """
         self.settings, self.saving, self.batches_skipped = settings, saving, batches_skipped
-        self.judge = LossJudge(settings.spike_threshold, settings.spike_window, history)
-        self.row: BadRow | None = None
-        self._means = LateMeans()
+        self.judge = SpikeDetector(settings.spike_threshold, settings.spike_window, history)
+        self.row: BadStepStreak | None = None
+        self._means = DelayedMean()
         self._counts: Counter[str] = Counter()
 
     def __call__(self, state: StepState) -> None:
@@ -140,7 +140,7 @@ class WatchBadSteps:
                 what = f"has a loss of {loss:.6g}, far above those before it"
             tqdm.write(f"WARNING: step {step} {what}; {self._where(step)}", file=sys.stderr)
         if in_a_row == self.settings.max_bad_steps:
-            self.row = BadRow(step - in_a_row + 1, step, step + self.batches_skipped)
+            self.row = BadStepStreak(step - in_a_row + 1, step, step + self.batches_skipped)
 
     def _where(self, step: int) -> str:
         size = self.settings.batch_size

@@ -22,8 +22,8 @@ from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
+from megavis.training.resume_checks import check_same_tokenizer
 from megavis.training.run import TrainingRun
-from megavis.training.same_run import check_same_tokenizer
 
 _FLOAT32 = 4
 Shapes = dict[str, tuple[int, ...]]

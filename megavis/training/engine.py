@@ -24,12 +24,12 @@ from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
-from megavis.parallel.deepspeed_view import DeepSpeedView
+from megavis.parallel.mpu import DeepSpeedView
 from megavis.parallel.random import derive_seed
 from megavis.planning.ends import DTYPES
 from megavis.planning.stages import stage_bounds
-from megavis.training.averaging import WeightAverage
 from megavis.training.deepspeed_config import deepspeed_config
+from megavis.training.ema import WeightAverage
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import build_optimizer, learning_rate
 
@@ -135,7 +135,7 @@ class Engine:
         """Seed torch by step, so that a resumed run needs no generator state.
 
         Processes of a tensor group drop the same units where they hold the same tokens; where
-        they hold others, layers draw apart (`separate_draws`).
+        they hold others, layers draw apart (`rank_local_rng`).
         """
         if not self.config.model.has_dropout:
             return

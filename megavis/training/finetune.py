@@ -16,9 +16,9 @@ from megavis.checkpoint.folder import step_folder
 from megavis.checkpoint.load import load_weights, start_from_weights
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
+from megavis.data.blended_dataset import Samples
 from megavis.data.dataset import ShardDataset
-from megavis.data.mixture import Samples
-from megavis.data.overlap import refuse_overlap
+from megavis.data.leakage import refuse_overlap
 from megavis.data.subset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassResult, name_classes
 from megavis.evaluation.figures import draw_confusion, write_png

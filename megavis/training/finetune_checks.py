@@ -11,9 +11,9 @@ from megavis.checkpoint.folder import chosen_checkpoint
 from megavis.checkpoint.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
-from megavis.config.schema import Complaint, FinetuneConfig, RunConfig
+from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
-from megavis.data.mixture import Samples
+from megavis.data.blended_dataset import Samples
 from megavis.objectives import objective_configs
 from megavis.objectives.classification import Classification
 
@@ -103,7 +103,7 @@ def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Ite
 
 def label_complaints(
     key: str, dataset: Samples, settings: FinetuneConfig, class_names: tuple[str, ...]
-) -> Iterator[Complaint]:
+) -> Iterator[ConfigIssue]:
     """Yield what is wrong with the labels of a data set.
 
     Args:

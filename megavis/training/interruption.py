@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from megavis.parallel.agreement import Agreement
+from megavis.parallel.agreement import AsyncFlag
 from megavis.training.hooks import StepState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -54,7 +54,7 @@ class StopOnSignal:
     def __init__(self, signals: Signals) -> None:
         """Join the other processes; every process calls this."""
         self._signals = signals
-        self._agreement = Agreement()
+        self._agreement = AsyncFlag()
         self._agreed = False
         self.has_stopped = False
 

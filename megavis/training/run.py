@@ -18,32 +18,32 @@ from megavis.checkpoint.save import Progress, Snapshot
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
+from megavis.data.blended_dataset import Samples
 from megavis.data.files import write_atomically
 from megavis.data.loader import BatchLoader, Readable
 from megavis.data.manifest import PALETTE_NAME
-from megavis.data.mixture import Samples
 from megavis.data.transforms import training_transform
 from megavis.objectives import build_objective
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
-from megavis.training.bad_steps import BadRow, WatchBadSteps
-from megavis.training.beside import evaluation_beside
+from megavis.training.bad_steps import BadStepStreak, WatchBadSteps
+from megavis.training.corruption_check import CheckReplicas
 from megavis.training.engine import Engine
+from megavis.training.eval_worker import evaluation_beside
 from megavis.training.finetune import Finetuning
-from megavis.training.going_back import go_back, record_return
 from megavis.training.hooks import Hook, StepState, Validate
 from megavis.training.interruption import Signals, StopOnSignal
 from megavis.training.job import hold_run, open_job
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
 from megavis.training.open_data import open_held_out, open_training_data
-from megavis.training.replicas import CheckReplicas
+from megavis.training.provenance import record_start
 from megavis.training.restarts import count_restart
-from megavis.training.same_run import check_same_run, check_same_tokenizer
+from megavis.training.resume_checks import check_same_run, check_same_tokenizer
+from megavis.training.rollback import go_back, record_return
 from megavis.training.saving import SaveCheckpoint
 from megavis.training.side_jobs import build_hooks, make_up_for
-from megavis.training.starts import record_start
 from megavis.training.watchdog import Watchdog
 
 
@@ -124,7 +124,7 @@ class TrainingRun:
         engine: Engine,
         interruption: StopOnSignal,
         extra_hooks: Sequence[Hook],
-    ) -> BadRow | None:
+    ) -> BadStepStreak | None:
         """Train from a checkpoint, or from the start; return for which steps it is to go back."""
         config, context = self.config, self.context
         start = found[1] if found else None

@@ -10,7 +10,7 @@ from threading import Thread
 from tqdm import tqdm
 
 from megavis.checkpoint.save import Snapshot
-from megavis.parallel.agreement import Agreement
+from megavis.parallel.agreement import AsyncFlag
 from megavis.training.hooks import StepState
 
 
@@ -36,7 +36,7 @@ class SaveCheckpoint:
         """
         self.every, self._take, self._published = every, take, published
         self.failures = 0
-        self._agreement = Agreement()
+        self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
         self._writer: Thread | None = None
         self._stall = 0.0

@@ -10,7 +10,7 @@ from test_layouts import make_config, with_layout
 
 from megavis.config.load import LoadedConfig, Source
 from megavis.config.schema import RunConfig
-from megavis.parallel.agreement import Agreement
+from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
@@ -97,7 +97,7 @@ def timeouts(launch: Launch, config: RunConfig) -> list[float]:
     loaded = LoadedConfig(config, Source("test"))
     with open_job(loaded, launch, device="cpu") as context:
         Engine(config, TrainingRun.open(loaded, context).objective, context)
-        Agreement()
+        AsyncFlag()
         with Watchdog(context, patience=config.training.hang_timeout):
             groups = list(dist.distributed_c10d._world.pg_map)
             backends = [group._get_backend(torch.device("cpu")) for group in groups]

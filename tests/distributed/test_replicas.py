@@ -14,7 +14,7 @@ from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
 from megavis.training import watchdog
 from megavis.training.engine import Engine
-from megavis.training.starts import read_faults
+from megavis.training.provenance import read_faults
 
 pytestmark = pytest.mark.once
 

@@ -16,7 +16,7 @@ from megavis.config.load import load_config
 from megavis.evaluation.feature_cache import kept_features
 from megavis.evaluation.images import feature_networks
 from megavis.objectives import objective_configs
-from megavis.training import beside
+from megavis.training import eval_worker
 from megavis.training.metrics import read_json_lines
 
 pytestmark = pytest.mark.once
@@ -133,7 +133,7 @@ def test_no_run_and_no_such_measure(tmp_path, capsys):
 
 def test_what_training_starts_ends_when_its_input_does(copied, monkeypatch):
     settings = EvaluationConfig(what=("loss",), every=12)
-    command = beside.watch_command(copied, settings, seed=5)
+    command = eval_worker.watch_command(copied, settings, seed=5)
     assert "--reference" not in command
     assert "--no-cache" in command
     monkeypatch.setattr(os, "nice", lambda _: 0)
@@ -170,8 +170,8 @@ def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_
     settings = watched_config.evaluation.model_copy(update={"finish_within": finish_within})
     config = watched_config.model_copy(update={"evaluation": settings})
     command = [sys.executable, "-S", "-c", CHILDREN[child]]
-    monkeypatch.setattr(beside, "watch_command", lambda *_, **__: command)
-    with beside.evaluation_beside(config, is_main=True):
+    monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: command)
+    with eval_worker.evaluation_beside(config, is_main=True):
         pass
     told = capsys.readouterr().err
     assert warning in told
@@ -179,15 +179,17 @@ def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_
 
 
 def test_an_error_of_training_ends_it_at_once(watched_config, monkeypatch):
-    monkeypatch.setattr(beside, "watch_command", lambda *_, **__: ["sleep", "60"])
+    monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: ["sleep", "60"])
     started = []
-    popen = beside.subprocess.Popen
+    popen = eval_worker.subprocess.Popen
     monkeypatch.setattr(
-        beside.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[0]
+        eval_worker.subprocess,
+        "Popen",
+        lambda *a, **k: started.append(popen(*a, **k)) or started[0],
     )
 
     def fail():
-        with beside.evaluation_beside(watched_config, is_main=True):
+        with eval_worker.evaluation_beside(watched_config, is_main=True):
             raise RuntimeError("training failed")
 
     with pytest.raises(RuntimeError, match="training failed"):

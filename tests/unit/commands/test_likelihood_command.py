@@ -11,7 +11,7 @@ import megavis
 from megavis.cli import main
 from megavis.commands.opening import job_closed
 from megavis.data.dataset import ShardDataset
-from megavis.training.starts import read_commands
+from megavis.training.provenance import read_commands
 
 pytestmark = pytest.mark.once
 SHAPE, NUM_IMAGES = (4, 4, 4), 70

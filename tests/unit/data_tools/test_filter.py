@@ -16,11 +16,11 @@ from PIL import Image
 import megavis
 from data_tools import measurements, run_features
 from data_tools.__main__ import main
-from data_tools.layouts import open_unlabelled
 from data_tools.likeness import fit_likeness
 from data_tools.measurements import MeasureRecipe, features, read_measurements
 from data_tools.photographs import Photograph, load_photograph
 from data_tools.run_features import RunFeatures
+from data_tools.source_formats import open_unlabelled
 from data_tools.sources import Picture
 from megavis.cli import main as train
 from megavis.data.manifest import Manifest

@@ -14,8 +14,8 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
 from megavis.objectives import objective_configs
-from megavis.training.bad_steps import BadRow, LossJudge
-from megavis.training.going_back import go_back
+from megavis.training.bad_steps import BadStepStreak, SpikeDetector
+from megavis.training.rollback import go_back
 
 pytestmark = pytest.mark.once
 
@@ -26,7 +26,7 @@ def test_a_spike_lies_far_above_the_median_of_the_last_good_losses():
 
     draw = np.random.default_rng(0)
     losses = [float(one) for one in draw.normal(3.0, 0.1, 60)]
-    judge = LossJudge(5.0, 20, LossHistory())
+    judge = SpikeDetector(5.0, 20, LossHistory())
     assert not judge.is_spike(1e6)  # nothing to compare it with yet
     for step, loss in enumerate(losses, 1):
         assert judge.take(step, loss, is_bad=False) == 0
@@ -35,19 +35,19 @@ def test_a_spike_lies_far_above_the_median_of_the_last_good_losses():
     assert not judge.is_spike(limit - 1e-4)
     assert judge.is_spike(limit + 1e-4)
     assert judge.is_spike(float("nan"))
-    assert not LossJudge(0.0, 20, judge.history).is_spike(1e6)
+    assert not SpikeDetector(0.0, 20, judge.history).is_spike(1e6)
 
 
 def test_losses_that_hardly_move_do_not_make_a_spike_of_rounding():
-    judge = LossJudge(5.0, 4, LossHistory(recent=(2.0,) * 4))
+    judge = SpikeDetector(5.0, 4, LossHistory(recent=(2.0,) * 4))
     assert not judge.is_spike(2.0099)
     assert judge.is_spike(2.0101)
 
 
 def test_bad_losses_in_a_row_are_counted_over_a_resumption():
-    judge = LossJudge(5.0, 4, LossHistory(recent=(2.0,) * 4))
+    judge = SpikeDetector(5.0, 4, LossHistory(recent=(2.0,) * 4))
     assert judge.take(7, 9.0, is_bad=True) == 1
-    again = LossJudge(5.0, 4, LossHistory.model_validate_json(judge.history.model_dump_json()))
+    again = SpikeDetector(5.0, 4, LossHistory.model_validate_json(judge.history.model_dump_json()))
     assert again.take(8, 9.0, is_bad=True) == 2
     assert again.history.recent == (2.0,) * 4
     assert again.take(9, 2.1, is_bad=False) == 0
@@ -77,9 +77,11 @@ def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
     shutil.copytree(trained.parent / "small", run)
     settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
     with pytest.raises(UserError, match="no checkpoint is 1 steps"):
-        go_back(run, BadRow(2, 4, next_batch=4), settings, context)
+        go_back(run, BadStepStreak(2, 4, next_batch=4), settings, context)
     for times, next_batch in ((1, 4), (2, 9)):
-        folder, manifest = go_back(run, BadRow(4, 4, next_batch=next_batch), settings, context)
+        folder, manifest = go_back(
+            run, BadStepStreak(4, 4, next_batch=next_batch), settings, context
+        )
         assert folder == latest_checkpoint(run) == step_folder(run, 2)
         assert saved_steps(run) == [1, 2]
         assert manifest == read_manifest(folder)
@@ -87,9 +89,11 @@ def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
         assert manifest.went_back.times == times
         assert manifest.step + manifest.batches_skipped == next_batch + 1
     with pytest.raises(UserError, match="has gone back to step 2 2 times"):
-        go_back(run, BadRow(4, 4, next_batch=14), settings, context)
+        go_back(run, BadStepStreak(4, 4, next_batch=14), settings, context)
     with pytest.raises(UserError, match="or let it go back"):
-        go_back(run, BadRow(4, 4, next_batch=4), TrainingConfig(steps=9, batch_size=8), context)
+        go_back(
+            run, BadStepStreak(4, 4, next_batch=4), TrainingConfig(steps=9, batch_size=8), context
+        )
 
 
 def test_checkpoints_must_be_kept_for_as_long_as_it_goes_back(trained, tmp_path):

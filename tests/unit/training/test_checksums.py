@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megavis.training import replicas
-from megavis.training.replicas import (
+from megavis.training import corruption_check
+from megavis.training.corruption_check import (
     Losses,
     allowed_difference,
     checksum,
@@ -33,7 +33,7 @@ def test_any_flipped_bit_changes_the_checksum(dtype):
 
 
 def test_the_checksum_is_that_of_the_words_of_its_docstring(monkeypatch):
-    monkeypatch.setattr(replicas, "_PIECE", 5)
+    monkeypatch.setattr(corruption_check, "_PIECE", 5)
     tensor = torch.randn(17)
     bits = tensor.view(torch.int32).tolist()
     wanted = sum(one * (2 * place + 1) for place, one in enumerate(bits)) % 2**64
@@ -101,6 +101,6 @@ def test_what_each_process_computes_is_compared_where_kernels_repeat(engine, is_
     gain = torch.nn.Parameter(torch.ones(2))
     engine.config.parallel = SimpleNamespace(zero_stage=1)
     engine.layers = SimpleNamespace(named_parameters=lambda: [("norm.weight", gain)])
-    (name,) = replicas.weight_fingerprints(engine)
+    (name,) = corruption_check.weight_fingerprints(engine)
     # A name with its part is compared within the data-parallel group alone.
     assert name == ("norm.weight" if is_compared else "norm.weight (part 1)")

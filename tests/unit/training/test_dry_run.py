@@ -3,7 +3,7 @@
 import pytest
 
 from megavis.cli import main
-from megavis.training.starts import read_starts
+from megavis.training.provenance import read_starts
 
 pytestmark = pytest.mark.once
 

@@ -9,7 +9,7 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.objectives import objective_configs
-from megavis.training.same_run import check_same_run
+from megavis.training.resume_checks import check_same_run
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section
-from megavis.data.mixture import Samples
+from megavis.data.blended_dataset import Samples
 from megavis.objectives import objective_configs
 
 

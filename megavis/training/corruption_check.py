@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from megavis.config.errors import CORRUPTION_EXIT_CODE, CorruptionError
 from megavis.config.schema import CheckpointConfig
 from megavis.data.batch import Batch
+from megavis.data.blended_dataset import Samples
 from megavis.data.loader import read_batch
-from megavis.data.mixture import Samples
 from megavis.model.runner import Runner
 from megavis.parallel.tensors import partition_dimension
 from megavis.training.engine import Engine
 from megavis.training.hooks import StepState
-from megavis.training.starts import record_fault
+from megavis.training.provenance import record_fault
 
 Fingerprints = dict[str, int]
 """By what is compared: whoever has the same key must have the same number."""

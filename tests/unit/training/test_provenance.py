@@ -3,7 +3,7 @@
 import pytest
 
 from megavis.cli import _record, main
-from megavis.training.starts import command_line, read_commands, read_starts, record_start
+from megavis.training.provenance import command_line, read_commands, read_starts, record_start
 
 pytestmark = pytest.mark.once
 

@@ -17,12 +17,12 @@ from megavis.config.errors import UserError
 from megavis.config.schema import TrainingConfig
 from megavis.data.files import write_atomically
 from megavis.parallel.context import ParallelContext
-from megavis.training.bad_steps import BadRow
+from megavis.training.bad_steps import BadStepStreak
 from megavis.training.metrics import MetricsWriter, read_metrics
 
 
 def go_back(
-    run_folder: Path, row: BadRow, settings: TrainingConfig, context: ParallelContext
+    run_folder: Path, row: BadStepStreak, settings: TrainingConfig, context: ParallelContext
 ) -> Found:
     """Return the checkpoint to go on from, which knows from now on which data is left out.
 

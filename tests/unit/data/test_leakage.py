@@ -7,8 +7,8 @@ import pytest
 
 from data_tools.__main__ import main as data_tools
 from megavis.config.errors import UserError
-from megavis.data import overlap
-from megavis.data.overlap import find_shards, refuse_overlap
+from megavis.data import leakage
+from megavis.data.leakage import find_shards, refuse_overlap
 
 pytestmark = pytest.mark.once
 
@@ -56,15 +56,15 @@ def test_samples_are_known_in_other_shards(folders, tmp_path, monkeypatch):
     assert len(small.manifest.shards) == 4
     with pytest.raises(UserError, match="36 of its 36 samples are there too"):
         refuse_overlap(validation, [small])
-    monkeypatch.setattr(overlap, "READ_AT_MOST", 1000)
+    monkeypatch.setattr(leakage, "READ_AT_MOST", 1000)
     assert refuse_overlap(validation, [small]) is None
 
 
 def test_a_few_equal_samples_are_counted(folders, monkeypatch):
     digests = {"train": [b"a", b"b", b"c"], "validation": [b"b", *map(bytes, np.eye(35))]}
     by_folder = {folders[name].directory: hashes for name, hashes in digests.items()}
-    monkeypatch.setattr(overlap, "_digests", lambda folder: by_folder[folder.directory])
+    monkeypatch.setattr(leakage, "_digests", lambda folder: by_folder[folder.directory])
     with pytest.raises(UserError, match="1 of its 36 samples"):
         refuse_overlap(folders["validation"], [folders["train"]])
-    monkeypatch.setattr(overlap, "TOLERATED", 0.03)
+    monkeypatch.setattr(leakage, "TOLERATED", 0.03)
     assert refuse_overlap(folders["validation"], [folders["train"]]) == 1
