@@ -1,4 +1,4 @@
-"""A run in one's hands: what `megavis.load` returns.
+"""A trained run for interactive use: what `megavis.load` returns.
 
     run = megavis.load("runs/igpt_demo")
     images = run.sample(8, originals=photographs, given=0.5, top_p=0.95)

@@ -19,8 +19,8 @@ def newest_whole_checkpoint(
 ) -> Found | None:
     """Return the newest checkpoint, up to a step, whose every byte is right; None where is none.
 
-    Every process calls this. Newer ones that are damaged are named, renamed and passed over: the
-    run goes on from the one before, with the same samples and draws as the first time.
+    Every process calls this. Newer ones that are damaged are reported, renamed and skipped: the
+    run resumes from the one before, with the same samples and draws as the first time.
 
     Raises:
         UserError: on every process, when there are checkpoints and all are damaged.

@@ -93,7 +93,7 @@ class Snapshot:
         dist.barrier(group=context.world.group)
 
     def write(self) -> None:
-        """Write this process's share; a failure is kept for `publish` to tell all processes."""
+        """Write this process's share; `publish` raises a failure on all processes."""
         path = self._partial / self._file
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _join(shares: list[dict[str, LogicalTensor]]) -> dict[str, LogicalTensor]:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     """Write a safetensors file, flush it, and return its size and hash.
 
-    Its header keeps a CRC-32 of each tensor: should the file be damaged, that tells which was hit.
+    Its header keeps a CRC-32 of each tensor: if the file is damaged, it shows which one.
     """
     checksums = {key: zlib.crc32(tensor.detach().numpy().data) for key, tensor in tensors.items()}
     # All in one entry: safetensors writes several in another order each time, and equal tensors

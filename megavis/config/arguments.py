@@ -29,7 +29,7 @@ def _whole_number(text: str, *, least: int) -> int:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps texts, keeps the lines of examples, and tells the default of every option.
+    """Wraps texts, keeps the lines of examples, and shows the default of every option.
 
     A default is added where the help does not speak of one. Flags have none, nor have options
     whose absence leaves something out.

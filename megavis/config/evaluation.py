@@ -1,4 +1,4 @@
-"""The section of a config that has checkpoints measured beside training."""
+"""The config section for evaluating checkpoints during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megavis.config.section import Above0, AtLeast0, Positive, Section
 
 
 class EvaluationConfig(Section):
-    """Evaluation beside training: a process of its own measures checkpoints as they appear."""
+    """Evaluation during training: a separate process measures checkpoints as they appear."""
 
     what: Annotated[
         tuple[Literal["loss", "probe", "neighbors", "samples", "frechet"], ...],

@@ -323,8 +323,8 @@ class FinetuneConfig(Section):
     num_classes: Annotated[int, Field(gt=1)]
     """Classes of the labels; must be that of the shards."""
     generative_weight: AtLeast0 = 0.0
-    """Weight of the paper's own loss, beside 1 for the classes; at 0 images are seen as they are
-    for features."""
+    """Weight of the paper's own loss; that of the classes is 1. At 0 images are seen as for
+    features."""
     visibility: Literal["kept", "full"] = "kept"
     """Which token sees which: as in pre-training, or all see all."""
     read_out: Literal["mean", "first", "last"] = "mean"
@@ -384,7 +384,7 @@ class RunConfig(Section):
     finetune: FinetuneConfig | None = None
     """Present in a fine-tuning run."""
     evaluation: EvaluationConfig | None = None
-    """Present where checkpoints are measured beside training."""
+    """Present if checkpoints are evaluated during training."""
 
     @property
     def drop_path(self) -> float:

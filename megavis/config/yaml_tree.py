@@ -20,7 +20,7 @@ from megavis.config.section import ConfigIssue
 from megavis.config.shorthand import RIVALS, write_out_preset
 
 BASED_ON = "based_on"
-"""Key of a file, beside the sections, that names another whose keys hold where this has none."""
+"""Top-level key that names another file, whose keys hold where this one has none."""
 
 
 class _Loader(yaml.SafeLoader):

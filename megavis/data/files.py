@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written beside, flushed, renamed."""
+"""Write files atomically: to a temporary name, flushed, then renamed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Are images that judge a network among those that it was trained on?
+"""Find evaluation images among the training images.
 
-Told from what the manifests say (SHA-256 of shards, of lists of source files) and, where it is not
-too much to read, from the samples' bytes.
+Compares the manifests (SHA-256 of shards, of lists of source files) and, if that is not too much to
+read, the samples' bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One shard: a plain webdataset tar, and a JSON index beside it for random access.
+"""One shard: a plain webdataset tar, and a JSON index next to it for random access.
 
 The tar holds one member a sample, `<key>.tok` for palette tokens. Times and owners are zero, so
 the same samples give the same bytes. Labels live in the index: as a tar member each would cost
@@ -145,7 +145,7 @@ def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
 
 
 def write_index(shard: Path, index: ShardIndex) -> None:
-    """Write the index beside its tar, whole or not at all. Raises OSError."""
+    """Write the index next to its tar, atomically. Raises OSError."""
     write_atomically(index_path(shard), index.to_json())
 
 

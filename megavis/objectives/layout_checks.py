@@ -103,7 +103,7 @@ def check_placed(
 def check_patches(
     config: RunConfig, patch_size: int, key: str = "patch_size"
 ) -> Iterator[ConfigIssue]:
-    """Want whole patches.
+    """Check that patches tile the image.
 
     Args:
         config: the run's.

@@ -1,4 +1,4 @@
-"""What any process may have to tell all others, without making one of them wait."""
+"""Share flags and means between processes without making one of them wait."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class AsyncFlag:
-    """A flag that any process raises after one step and that all know of after the next.
+    """A flag that any process raises after one step and that all see after the next.
 
-    It travels over the hosts' network beside the step, so that no device is waited for; and all
-    processes hear the same answer at the same call, so that they may act on it together.
+    It travels over the hosts' network in parallel with the step, so no device is waited for. All
+    processes get the same answer from the same call, so they can act on it together.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class AsyncFlag:
 class DelayedMean:
     """Means over all processes of what each has on its device, known two calls later.
 
-    The first call copies the numbers to the host beside the device's work, the second sends them
+    The first call copies the numbers to the host while the device works, the second sends them
     over the hosts' network, the third has their means: no step waits, and all processes have equal
     means at the same call.
     """

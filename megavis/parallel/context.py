@@ -114,7 +114,7 @@ def open_context(
     """
     import deepspeed
 
-    # DeepSpeed tells each of its settings at INFO, some hundred lines a start.
+    # DeepSpeed logs each of its settings at INFO, about a hundred lines a start.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)

@@ -1,7 +1,7 @@
-"""Steps that went wrong: gradients that are not finite, or a loss far above those before it.
+"""Detect bad steps: non-finite gradients, and loss spikes.
 
-A step of the first kind has left weights and moments as they were. One of the second kind is known
-two steps later, since no step waits for its own loss, and it has changed the weights.
+A step with non-finite gradients leaves weights and moments unchanged. A spike changes the weights
+and is detected two steps later, since no step waits for its own loss.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _LEAST_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class BadStepStreak:
-    """As many bad steps in a row as are too many, counted from 1."""
+    """A streak of bad steps as long as is tolerated; steps count from 1."""
 
     first: int
     last: int
     next_batch: int
-    """What follows the last one in the sample order, counted from 0."""
+    """The batch after the last bad one in the sample order, counted from 0."""
 
 
 class SpikeDetector:
-    """Says which losses are spikes: a rule of the losses alone, the same in every layout.
+    """Detects loss spikes from the losses alone, so identically in every layout.
 
     A loss is a spike when it lies more than `threshold` deviations above the median of the last
     `window` good ones. The deviation is 1.4826 times the median distance from that median, which a

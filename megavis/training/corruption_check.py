@@ -1,9 +1,8 @@
-"""Errors that raise nothing: memory that has changed by itself, a processor that computes wrongly.
+"""Detect silent data corruption: flipped bits in memory, and processors that compute wrongly.
 
-Processes that hold the same weights must hold the same bits, and the same images must give the
-same loss, on every copy of the model and twice on one. Bit for bit, with two exceptions: another
-tensor group may sum over NCCL in another order (`allowed_difference`), and kernels of a GPU need
-not repeat their bits (`_repeats`).
+Replicas must hold identical bits, and the same images must give the same loss on every replica and
+twice on one. Two exceptions to bitwise equality: NCCL may sum in another order in another tensor
+group (`allowed_difference`), and GPU kernels may be nondeterministic (`_repeats`).
 """
 
 from __future__ import annotations

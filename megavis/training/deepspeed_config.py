@@ -19,7 +19,7 @@ def deepspeed_config(
     Args:
         config: the run.
         data_parallel_size: copies of the model.
-        carries_gradient: a tensor beside the hidden states has a gradient that travels back.
+        carries_gradient: a tensor other than the hidden states has a gradient that travels back.
     """
     # DeepSpeed cuts what travels between stages over the tensor group, taking for granted that
     # all its processes hold the same (under sequence parallelism they hold different tokens), and

@@ -1,4 +1,4 @@
-"""The start of a job of any size, on one process and without weights: would it run?
+"""Check on one process, without weights, that a job of any size can start.
 
 One process takes the place of one of N: the groups are those of the job, but nothing is sent, and
 layers lie on the meta device. Data, disk and checkpoints are looked at as they are.

@@ -1,4 +1,4 @@
-"""When a fine-tuning run stops, and which of its steps was best.
+"""Stop fine-tuning early, and select its best step.
 
 "Generative Pretraining from Pixels", section 3.4: fine-tuning stops early, at the highest
 validation accuracy.
@@ -18,14 +18,14 @@ from megavis.training.hooks import StepState
 from megavis.training.metrics import read_metrics
 
 ACCURACY = "validation_accuracy"
-"""The key of `metrics.jsonl` that is looked at."""
+"""Key of `metrics.jsonl` that decides."""
 
 
 class EarlyStopping:
-    """A hook that has the best step saved, and stops when no better one comes.
+    """A hook that checkpoints the best step, and stops when none better follows.
 
     Attributes:
-        patience: looks without a new best after which it is over; 0: never.
+        patience: validations without a new best after which training stops; 0: never.
         looks: step and accuracy of each so far, the same on every process.
     """
 

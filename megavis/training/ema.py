@@ -1,4 +1,4 @@
-"""A moving average of the weights, kept beside the optimizer's master weights.
+"""Exponential moving average of the weights, kept with the optimizer's master weights.
 
 θ̄ ← decay · θ̄ + (1 - decay) · θ after every step; it begins with the weights after the first one.
 The average is one more state of the optimizer, so it is split over processes as the master weights
@@ -19,7 +19,7 @@ from megavis.model.stack import LocalLayers
 
 
 class WeightAverage:
-    """Follows an optimizer, and stands in for the weights where they are evaluated."""
+    """Follows an optimizer, and replaces the weights during evaluation."""
 
     def __init__(self, decay: float, layers: LocalLayers, states: ParameterStates) -> None:
         self.decay, self.layers, self.states = decay, layers, states
@@ -42,9 +42,9 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the layers compute with the average inside the block; every process calls this.
+        """Use the average as the weights inside the block; every process calls this.
 
-        Before the first step there is none, and the weights stay.
+        Before the first step there is no average, and the weights stay.
         """
         if not self.states.has(AVERAGE):
             yield

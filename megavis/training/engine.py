@@ -246,7 +246,7 @@ class _Split:
 
 
 class _Pipeline(PipelineModule):
-    """DeepSpeed's pipeline, cut where it is told."""
+    """DeepSpeed's pipeline, cut at given layers."""
 
     def _partition_layers(self, method: list[int]) -> None:
         """Hold this process's stage; DeepSpeed's own methods know no work of a layer."""

@@ -1,7 +1,7 @@
-"""Evaluation beside training: `megavis evaluate watch` as a child process of the main process.
+"""Evaluate checkpoints during training, by `megavis evaluate watch` in a child process.
 
-Training gives it nothing but a pipe that closes when training ends, also when training is killed;
-what it measures are the checkpoints. So no step waits for it.
+Training shares only a pipe with it, which closes when training ends, even if it is killed. The
+child reads checkpoints, so no step waits for it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from megavis.config.evaluation import EvaluationConfig
 from megavis.config.schema import RunConfig
 
 LOG_NAME = "watch.log"
-# What a launcher tells its own processes; the child is none of them.
-_OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A launcher sets these for its own processes, of which the child is none.
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
-def evaluation_beside(config: RunConfig, *, is_main: bool) -> Iterator[None]:
-    """Evaluate checkpoints while the block trains, where the config says so.
+def evaluate_during(config: RunConfig, *, is_main: bool) -> Iterator[None]:
+    """Evaluate checkpoints while the block trains, if the config has `evaluation`.
 
-    At the end the newest checkpoint's measures are waited for, `evaluation.finish_within` seconds
-    at most; after an error, or a signal, not at all.
+    At the end, wait for the newest checkpoint's metrics, at most `evaluation.finish_within`
+    seconds; after an error or a signal, do not wait.
 
     Args:
         config: of the run.
-        is_main: True on the one process that does it.
+        is_main: True on the main process, which starts the child.
     """
     if config.evaluation is None or not is_main:
         yield
@@ -77,7 +77,7 @@ def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> lis
 
 
 def _environment(settings: EvaluationConfig) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
+    kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     kept["OMP_NUM_THREADS"] = str(settings.threads)
     if settings.device == "cpu":
         kept["CUDA_VISIBLE_DEVICES"] = ""
@@ -85,7 +85,7 @@ def _environment(settings: EvaluationConfig) -> dict[str, str]:
 
 
 def _finish(child: subprocess.Popen[bytes], log: Path, *, within: float) -> None:
-    """Let the child come to its end; tell where it did not, or not well."""
+    """Wait for the child to finish, and warn if it did not or failed."""
     assert child.stdin is not None
     child.stdin.close()
     try:
@@ -96,4 +96,4 @@ def _finish(child: subprocess.Popen[bytes], log: Path, *, within: float) -> None
         if code == 0:
             return
         trouble = f"ended with code {code}"
-    sys.stderr.write(f"WARNING: evaluation beside training: {trouble}; see {log}\n")
+    sys.stderr.write(f"WARNING: evaluation during training: {trouble}; see {log}\n")

@@ -1,8 +1,7 @@
-"""What a fine-tuning run does besides training: where it starts, which step it keeps, its report.
+"""Fine-tuning around the training loop: initial weights, model selection, and the report.
 
-The step is chosen on the selection images, and what the chosen step is worth is told by others,
-the test images: those of `finetune.test`, or a half of the validation images that chance keeps
-back, the same half in every run.
+The step is selected on one set of images and measured on another, the test images: those of
+`finetune.test`, or a random half of the validation images, the same half in every run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Finetuning:
         class_names: of the shards.
         num_train: images in the training shards.
         selection: images that choose the step.
-        test: images that tell what it is worth.
+        test: images that measure it.
         stopping: what the run has seen so far.
     """
 
@@ -63,7 +62,7 @@ class Finetuning:
         train: Samples,
         validation: ShardDataset,
     ) -> Finetuning:
-        """Check source and labels, and tell the images that choose from those that judge.
+        """Check source and labels, and split selection from test images.
 
         Raises:
             UserError: with the key and its line, when something does not fit.

@@ -1,4 +1,4 @@
-"""What DeepSpeed does for every ZeRO stage but 0: the gradient norm, and no step without one."""
+"""For ZeRO-0, what DeepSpeed does in other stages: gradient norms, and skipped non-finite steps."""
 
 from __future__ import annotations
 

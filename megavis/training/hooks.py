@@ -1,4 +1,4 @@
-"""Side jobs of the training loop: each looks at the state after a step and does its one thing."""
+"""Callbacks of the training loop, called with the state after each step."""
 
 from __future__ import annotations
 

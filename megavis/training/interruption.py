@@ -1,4 +1,4 @@
-"""Being asked to stop: save, leave, and say by the exit code that there is more to do."""
+"""On a signal: checkpoint and exit with 75."""
 
 from __future__ import annotations
 

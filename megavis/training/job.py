@@ -1,4 +1,4 @@
-"""Joining the job that a launcher started, in a config's layout, and holding its run folder."""
+"""Join a launched job in a config's layout, and lock its run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl` and TensorBoard."""
+"""Write metrics to `metrics.jsonl` and TensorBoard."""
 
 from __future__ import annotations
 

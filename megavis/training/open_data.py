@@ -1,4 +1,4 @@
-"""The shards that a config names, opened and compared with what the objective wants."""
+"""Open the shards of a config, and check them against the objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every layout compute what one process computes?
+"""Check that every layout computes what one process computes.
 
 The same config, data and seed run for a few steps in each legal layout of N processes, and loss
 and gradient norm of every step are compared with those of one process.

@@ -1,8 +1,8 @@
-"""When and how a run was started, what was made of it, and which faults were found: a line a time.
+"""Append-only records of a run: starts, commands and faults.
 
-`starts.jsonl` has the first start and every resume, `commands.jsonl` what `megavis` was asked
-to make of the run: enough to repeat both. `faults.jsonl` has what ended a job though nobody had
-made a mistake. Unlike the lines of `metrics.jsonl`, none is dropped when its step is taken again.
+`starts.jsonl` has a line for the first start and each resume, `commands.jsonl` one for each
+`megavis` command on the run: enough to repeat both. `faults.jsonl` records hardware faults that
+ended a job. Unlike `metrics.jsonl`, no line is dropped when its step is repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Samples that could not be read: named when they are met, counted in the metrics.
+"""Report samples that could not be read: name each once, and count them in the metrics.
 
-The next good sample is read in the place of a bad one (`ShardDataset`), so that one broken image
-does not end a run of a month; but nobody should find out from the accuracy.
+`ShardDataset` reads the next good sample in place of a bad one, so that one broken image does not
+end a run of a month; the report keeps this from going unnoticed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megavis.data.blended_dataset import Samples
 from megavis.parallel.context import ParallelContext
 from megavis.training.hooks import StepState
 
-_MOST_TOLD = 20
-"""Names that a process prints; those after them are only counted."""
+_MAX_NAMED = 20
+"""Names that a process prints; further ones are only counted."""
 
 
-class TellReplacedSamples:
+class ReportReplacedSamples:
     """Name new ones on stderr and record `samples_replaced`, every N steps.
 
     Batches are read ahead, so that a sample may be named before the step that would have had it.
@@ -30,23 +30,23 @@ class TellReplacedSamples:
         self.every, self.data, self.context = every, data, context
         # What the index shows, every process knows from the start.
         self._known = len(data.skipped_names)
-        self._told: set[str] = set() if context.is_main else set(data.skipped_names)
+        self._named: set[str] = set() if context.is_main else set(data.skipped_names)
 
     def __call__(self, state: StepState) -> None:
         """Every process takes part."""
         if not state.is_due(self.every):
             return
         names = self.data.skipped_names
-        self._tell([name for name in names if name not in self._told])
+        self._report([name for name in names if name not in self._named])
         met = torch.tensor(len(names) - self._known, device=self.context.device)
         dist.all_reduce(met, group=self.context.data.group)
         if total := self._known + int(met):
             state.record["samples_replaced"] = total
 
-    def _tell(self, names: list[str]) -> None:
-        room = max(0, _MOST_TOLD - len(self._told))
+    def _report(self, names: list[str]) -> None:
+        room = max(0, _MAX_NAMED - len(self._named))
         for name in names[:room]:
             tqdm.write(f"data: {name}; the next good sample is read in its place", sys.stderr)
         if 0 < room < len(names):
             tqdm.write("data: further samples are counted, not named", sys.stderr)
-        self._told.update(names)
+        self._named.update(names)

@@ -1,4 +1,4 @@
-"""An end to automatic restarts that come no further."""
+"""Limit restarts that make no progress."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RECORD_NAME = "restarts.json"
 
 
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
-    """Count this start where a scheduler made it; every process calls this.
+    """Count this start if a scheduler made it; every process calls this.
 
     Args:
         run_folder: the run, which keeps the count.
-        first_step: steps of the checkpoint that it goes on from.
-        limit: restarts from one and the same checkpoint.
+        first_step: step of the checkpoint that it resumes from.
+        limit: restarts allowed from the same checkpoint.
         context: where this process stands.
 
     Raises:
-        UserError: on every process, when there were more.
+        UserError: on every process, when the limit is exceeded.
     """
     refusal = ""
     if context.is_main and is_automatic(os.environ):
@@ -35,7 +35,7 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
 
 
 def is_automatic(environment: Mapping[str, str]) -> bool:
-    """Return whether SLURM or torchrun has started this job again by itself."""
+    """Return whether SLURM or torchrun restarted this job automatically."""
     counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return any(int(environment.get(name, "0")) > 0 for name in counts)
 

@@ -1,4 +1,4 @@
-"""Refusing to go on with what would make a run another one."""
+"""Refuse to resume with a config, data or code that would make it another run."""
 
 from __future__ import annotations
 

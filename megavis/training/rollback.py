@@ -1,4 +1,4 @@
-"""Going back to a checkpoint from before bad steps, and past the data that they were taken on.
+"""Roll back to a checkpoint from before bad steps, and skip the data of those steps.
 
 "PaLM: Scaling Language Modeling with Pathways", section 5.1: where the loss spiked, training was
 started again from a checkpoint about 100 steps before the spike, and about 200 to 500 batches were
@@ -24,10 +24,10 @@ from megavis.training.metrics import MetricsWriter, read_metrics
 def go_back(
     run_folder: Path, row: BadStepStreak, settings: TrainingConfig, context: ParallelContext
 ) -> Found:
-    """Return the checkpoint to go on from, which knows from now on which data is left out.
+    """Return the checkpoint to resume from, with the skipped data recorded in it.
 
-    Every process calls this. Newer checkpoints are set aside. The skipped data is part of the
-    checkpoint and so of the run: a resumed run leaves out the same, in any layout.
+    Every process calls this. Newer checkpoints are set aside. The checkpoint records the skipped
+    data, so a resumed run skips the same, in any layout.
 
     Raises:
         UserError: on every process, when training may not go back, or there is nothing old enough.

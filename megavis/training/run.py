@@ -30,7 +30,7 @@ from megavis.parallel.launch import Launch
 from megavis.training.bad_steps import BadStepStreak, WatchBadSteps
 from megavis.training.corruption_check import CheckReplicas
 from megavis.training.engine import Engine
-from megavis.training.eval_worker import evaluation_beside
+from megavis.training.eval_worker import evaluate_during
 from megavis.training.finetune import Finetuning
 from megavis.training.hooks import Hook, StepState, Validate
 from megavis.training.interruption import Signals, StopOnSignal
@@ -282,6 +282,6 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     """
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = TrainingRun.open(loaded, context)
-        beside = evaluation_beside(run.config, is_main=context.is_main)
-        with hold_run(run.folder, context), beside:
+        evaluation = evaluate_during(run.config, is_main=context.is_main)
+        with hold_run(run.folder, context), evaluation:
             run.train(signals)

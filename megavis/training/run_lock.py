@@ -1,4 +1,4 @@
-"""One job at a time in a run folder.
+"""Lock a run folder: one job at a time.
 
 The first rank keeps a file `.lock-N` there, which names its process and whose modification time it
 renews every few seconds. Taking over is creating the file of the next number, which one process
@@ -45,7 +45,7 @@ class Holder:
         host: its name.
         machine: boot, process namespace and user; where they agree, the process can be looked up.
         process: its number.
-        started: clock ticks from boot to its start, by which a reused number is told apart.
+        started: clock ticks from boot to its start, which distinguishes a reused number.
         since: when it took the lock, ISO 8601.
         token: drawn for this holder alone.
     """

@@ -1,4 +1,4 @@
-"""Image grids while a run trains, of held-out images or from nothing."""
+"""Sample image grids during training, from held-out images or from nothing."""
 
 from __future__ import annotations
 

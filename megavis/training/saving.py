@@ -1,4 +1,4 @@
-"""Saving a run while it goes on."""
+"""Checkpoint a run without stopping it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megavis.training.hooks import StepState
 
 
 class SaveCheckpoint:
-    """A checkpoint every N steps, where a hook wants one, and at the end.
+    """Saves a checkpoint every N steps, when a hook requests one, and at the end.
 
-    Training waits while weights and states are copied to the host's memory; a thread then writes
-    them. What cannot be written is told and training goes on, except at the end.
+    Training waits while weights and states are copied to host memory; a thread then writes them. A
+    failed write is reported and training continues, except at the end.
 
     Attributes:
         failures: checkpoints that could not be written.

@@ -4,7 +4,7 @@ Rates are tried one after the other from large to small, until the final validat
 rise; in fine-tuning, which may stop early, until the best validation accuracy starts to fall. Too
 high a rate shows as a loss spike from which training does not come back; such a run is given up as
 soon as that is plain. Every run is an ordinary run folder, so that a search that was
-killed goes on: finished and given-up runs are kept, an interrupted one resumes.
+killed resumes: finished and given-up runs are kept, an interrupted one resumes.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Outcome:
 
 
 class SpikeWatch:
-    """A hook that gives a run up whose loss went up and stays up, or is not a number."""
+    """A hook that gives up a run whose loss rises and stays high, or is not a number."""
 
     def __init__(self, folder: Path, patience: int) -> None:
         """Watch a run.
 
         Args:
-            folder: of the run; says what was logged before an interruption, and is told of the end.
+            folder: of the run; holds what was logged before an interruption, and records the end.
             patience: logged losses in a row that must be up.
         """
         self._folder, self._patience = folder, patience

@@ -1,4 +1,4 @@
-"""What a learning-rate search has found: a Markdown table, a CSV table and a picture."""
+"""Results of a learning-rate search: a Markdown table, a CSV table and a plot."""
 
 from __future__ import annotations
 

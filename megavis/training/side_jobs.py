@@ -1,4 +1,4 @@
-"""The side jobs of a training run, in the order in which they are called."""
+"""Build the callbacks of a training run, in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megavis.training.hooks import (
 )
 from megavis.training.interruption import StopOnSignal
 from megavis.training.metrics import MetricsWriter, read_metrics
-from megavis.training.replaced_samples import TellReplacedSamples
+from megavis.training.replaced_samples import ReportReplacedSamples
 from megavis.training.samples import SampleImages
 from megavis.training.saving import SaveCheckpoint
 
@@ -49,7 +49,7 @@ def build_hooks(
         flops_per_image=paper.flops_per_image(),
         tokens_per_image=paper.backbone.num_tokens,
     )
-    replaced = TellReplacedSamples(settings.log_every, run.train_data, run.context)
+    replaced = ReportReplacedSamples(settings.log_every, run.train_data, run.context)
     hooks: list[Hook] = [log, save.record_stall, replaced]
     if validate is not None:
         hooks.append(validate)

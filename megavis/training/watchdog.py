@@ -1,8 +1,8 @@
-"""Finding a process that hangs or has died, naming it, and ending the job.
+"""Detect a process that hangs or has died, name it, and end the job.
 
-The others wait for it in a collective, where they can do nothing. So each process has a thread that
-tells a store that it lives, and one that watches the time; whose word does not change is named. The
-store lives with rank 0: where that one hangs, asking it never ends, so nobody waits for an answer.
+The other processes are blocked in a collective. So each process runs a thread that writes a
+heartbeat to a store, and one that watches the time; a process whose heartbeat stops is named. Rank
+0 hosts the store: if it hangs, a request never returns, so no thread waits for a reply.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST_WINDOW = 10
 
 _BEAT_SECONDS = 1.0
 _SILENT_BEATS = 4
-_TELLING_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
+_REPORT_SECONDS = 3 * _SILENT_BEATS * _BEAT_SECONDS
 _A_MONTH = 30 * 24 * 3600.0
 
 
@@ -107,7 +107,7 @@ class Watchdog:
 
     def _say_alive(self) -> None:
         word = {"host": socket.gethostname(), "doing": self._doing, "time": time.time_ns()}
-        # The store goes with its host: then others are told by whoever still can.
+        # The store dies with its host; whoever can still report does.
         with contextlib.suppress(RuntimeError):
             self._store.set(_key(self._rank), json.dumps(word))
 
@@ -132,7 +132,7 @@ class Watchdog:
 
         asking = _background(ask)
         asking.start()
-        asking.join(_TELLING_SECONDS)
+        asking.join(_REPORT_SECONDS)
         if not found:
             sys.stderr.write(
                 f"megavis: rank 0 on {os.environ['MASTER_ADDR']}, which all others meet at, does"
@@ -148,17 +148,17 @@ class Watchdog:
         others = [rank for rank in range(self._size) if rank != self._rank]
         before = {rank: self._word(rank) for rank in others}
         for _ in range(_SILENT_BEATS):
-            # The others look too: whoever looks must go on telling that it lives.
+            # The others look too, so the heartbeat must continue.
             self._say_alive()
             time.sleep(_BEAT_SECONDS)
         silent = {}
         for rank in others:
             word = self._word(rank)
             if word == before[rank]:
-                told = json.loads(word) if word else {"host": "an unknown host", "doing": "start"}
+                last = json.loads(word) if word else {"host": "an unknown host", "doing": "start"}
                 silent[rank] = (
-                    f"rank {rank} on {told['host']} does not answer: it is dead or hangs; last"
-                    f" heard of in {told['doing']}"
+                    f"rank {rank} on {last['host']} does not answer: it is dead or hangs; last"
+                    f" heard of in {last['doing']}"
                 )
         return silent
 

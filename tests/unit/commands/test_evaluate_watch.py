@@ -171,7 +171,7 @@ def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_
     config = watched_config.model_copy(update={"evaluation": settings})
     command = [sys.executable, "-S", "-c", CHILDREN[child]]
     monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: command)
-    with eval_worker.evaluation_beside(config, is_main=True):
+    with eval_worker.evaluate_during(config, is_main=True):
         pass
     told = capsys.readouterr().err
     assert warning in told
@@ -189,7 +189,7 @@ def test_an_error_of_training_ends_it_at_once(watched_config, monkeypatch):
     )
 
     def fail():
-        with eval_worker.evaluation_beside(watched_config, is_main=True):
+        with eval_worker.evaluate_during(watched_config, is_main=True):
             raise RuntimeError("training failed")
 
     with pytest.raises(RuntimeError, match="training failed"):

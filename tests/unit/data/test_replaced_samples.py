@@ -1,4 +1,4 @@
-"""Damaged samples do not end a run, but it tells of them."""
+"""Damaged samples do not end a run, and are reported."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from shard_folder import write_folder
 
 from megavis.data.dataset import ShardDataset
 from megavis.training.hooks import StepState
-from megavis.training.replaced_samples import TellReplacedSamples
+from megavis.training.replaced_samples import ReportReplacedSamples
 
 pytestmark = pytest.mark.once
 
@@ -16,12 +16,12 @@ def test_a_replaced_sample_is_named_once_and_counted(context, tmp_path, capsys):
     tokens[[1, 3], 5] = 300
     write_folder(tmp_path, tokens=tokens, labels=[-1] * 5, vocabulary=200, class_names=[])
     dataset = ShardDataset(tmp_path)
-    tell = TellReplacedSamples(2, dataset, context)
+    report = ReportReplacedSamples(2, dataset, context)
     records = []
     for step, indices in enumerate([[0], [0, 1], [2], [3], [1, 3]]):
         dataset.read(np.array(indices))
         state = StepState(step, 4, None, None)
-        tell(state)
+        report(state)
         records.append(state.record)
     assert records == [{}, {}, {"samples_replaced": 1}, {}, {"samples_replaced": 2}]
     told = capsys.readouterr().err.splitlines()

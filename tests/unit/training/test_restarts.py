@@ -1,4 +1,4 @@
-"""Automatic restarts that come no further, and a validation that is broken off."""
+"""Restarts without progress, and an interrupted validation."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
