@@ -88,13 +88,20 @@ class Composition(Words):
     def sequence(self, batch: Batch) -> Sequence:
         """Draw tokens, arrangement and condition, and ask for what the arrangement predicts."""
         index, samples = batch.sample_index, self.samples(batch.inputs)
-        read, plan = self.reads.of(samples, index), self.schedule.draw(index)
-        asked = self._asked(samples, read, plan, index)
-        scored, extra = self.density.corrupted(asked, index)
-        rows = self.training_rows(read, plan)
-        inputs = (*rows, *self.condition.training(batch), *extra)
-        targets = () if self.has_transform else (scored,)
-        return Sequence(inputs, (*targets, *self._weights(plan, len(scored))))
+        read, plan = self._read(samples, index), self.schedule.draw(index)
+        targets: tuple[Tensor, ...] = ()
+        extra: tuple[Tensor, ...] = ()
+        if not self.has_transform:  # which gives the tokens that are scored
+            asked = self._asked(samples, read, plan, index)
+            scored, extra = self.density.corrupted(asked, index)
+            targets = (scored,)
+        inputs = (*self.training_rows(read, plan), *self.condition.training(batch), *extra)
+        return Sequence(inputs, (*targets, *self._weights(plan, len(read))))
+
+    def _read(self, samples: Any, index: Tensor | None) -> Tensor:
+        """Return tokens in raster order; those for a transform as the tokenizer gives them."""
+        read = self.reads.of(samples, index)
+        return read if self.has_transform else self.reads.sequence(read)
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -125,7 +132,7 @@ class Composition(Words):
         self.check_options(options, self.option_names)
         choices = {name: value for name, value in options.items() if value is not None}
         samples = self.samples(inputs)
-        read = self.reads.of(samples, sample_index)
+        read = self._read(samples, sample_index)
         self.reads.check_values(read)
         index = torch.arange(len(read)) if sample_index is None else sample_index
         index = index.to(read.device)
@@ -149,7 +156,7 @@ class Composition(Words):
         """Return the rows that predict all that an arrangement asks for.
 
         Args:
-            read: tokens as the tokenizer gives them.
+            read: tokens in raster order, or as the tokenizer gives them.
             plan: the arrangement.
         """
         ask = partial(self.asks.rows, question=plan.question)
@@ -186,7 +193,7 @@ class Composition(Words):
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return all tokens in the arrangement of features, without the class."""
-        read = self.reads.of(self.samples(inputs), sample_index)
+        read = self._read(self.samples(inputs), sample_index)
         index = torch.zeros(len(read)).long() if sample_index is None else sample_index
         plan = self.schedule.for_features(index.to(read.device))
         rows = self.feature_rows(read, plan)

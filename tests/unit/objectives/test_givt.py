@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from small_batches import run_layers
 
+from megavis.composition import latents
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
+from megavis.objectives import composition
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
 CONFIG = """\
@@ -253,3 +255,15 @@ def test_a_known_density_of_one_token_is_recovered(make):
         divergence = nats_of(held_out) + truth.log_prob(held_out).mean()
     # The loss is the entropy and the divergence from the truth, in nats.
     assert -0.005 < float(divergence) < 0.01
+
+
+@pytest.mark.parametrize("words", [(), ("objective.adapter_blocks=1",)], ids=["plain", "adapter"])
+def test_latents_of_a_batch_become_tokens_once(make, monkeypatch, words):
+    """For rows and for targets alike; what an adapter scores itself is not gathered at all."""
+    objective, _ = make(*words)
+    turned, gathered = [], []
+    turn, take = latents.to_tokens, composition.take_places
+    monkeypatch.setattr(latents, "to_tokens", lambda grid: turned.append(0) or turn(grid))
+    monkeypatch.setattr(composition, "take_places", lambda *v: gathered.append(0) or take(*v))
+    objective.sequence(objective.blank_batch(2, torch.device("cpu")))
+    assert (len(turned), len(gathered)) == (1, 0 if words else 2)
