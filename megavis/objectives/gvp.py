@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from megavis.composition.asking import Query
 from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition, LearnedTokens
+from megavis.composition.pooled_features import PooledFeatures
 from megavis.composition.reader import Role
 from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical
@@ -24,7 +25,6 @@ from megavis.densities.squared_error import SquaredError
 from megavis.model.init import normal
 from megavis.model.patches import TokenHead
 from megavis.objectives.composition import Composition
-from megavis.objectives.gvp_condition import PooledFeatures
 from megavis.objectives.gvp_config import GVPConfig
 from megavis.schedules.segmented import Grouping
 
