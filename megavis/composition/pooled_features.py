@@ -1,4 +1,4 @@
-"""What GVP can be told about a whole image (appendix E of the paper).
+"""A whole image as a condition, by the features of a frozen tokenizer.
 
 Legend: b images, e numbers of a tokenizer's feature.
 """
@@ -26,23 +26,25 @@ if TYPE_CHECKING:
 
 
 class PooledFeatures(Condition):
-    """y_extra: the mean of a frozen tokenizer's features over an image (appendix E).
+    """The mean of a frozen tokenizer's features over an image.
 
-    The paper leaves open which features: here what is looked up in the codebook, before it is.
+    Features are what is looked up in the codebook, before it is.
     """
 
     names = ("image",)
     roles: tuple[Role, ...] = ("front",)
 
-    def __init__(self, image_size: int, *, size: int, tokenizer: str) -> None:
+    def __init__(self, image_size: int, *, size: int, tokenizer: str, size_key: str) -> None:
         """Build.
 
         Args:
             image_size: side of the images in pixels.
             size: e, numbers of a feature.
             tokenizer: run folder of what makes features of images.
+            size_key: of the config, that says `size`.
         """
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
+        self.size_key = size_key
 
     @property
     def identity(self) -> str:
@@ -85,11 +87,10 @@ class PooledFeatures(Condition):
             UserError: it gives no ids, takes no such images, or has features of another size.
         """
         opened = open_ids_tokenizer(self.run_folder)
-        where = f"objective.tokenizer: {self.run_folder}"
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(
-                f"{where} has features of {opened.feature_size} numbers; objective.condition_size"
+                f"{self.run_folder} has features of {opened.feature_size} numbers; {self.size_key}"
                 f" is {self.size}"
             )
         return opened

@@ -13,11 +13,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from megavis.composition.asking import Asking, InContext, Mask, Query, Shift
+from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Query, Shift
 from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition, Labels
 from megavis.composition.latents import Latents
+from megavis.composition.pooled_features import PooledFeatures
 from megavis.composition.reader import Role
 from megavis.composition.second_stack import SecondStack
 from megavis.composition.tokens import Colours, Frames, Patches, Tokens, Vectors
@@ -30,16 +32,19 @@ from megavis.densities.diffusion import Diffusion, Process
 from megavis.densities.gaussians import GaussianMixture
 from megavis.densities.place import Place
 from megavis.densities.squared_error import SquaredError
+from megavis.model.adapter import Adapter
 from megavis.model.init import Fill, normal
 from megavis.model.mixture import ScaleForm
 from megavis.model.patches import TokenHead
 from megavis.objectives.compose_config import ComposeConfig
 from megavis.objectives.compose_words import (
+    AdapterTransform,
     AnyTokens,
     BridgeAsking,
     ClassCondition,
     ContextSchedule,
     DiffusionDensity,
+    FeaturesCondition,
     FrameTokens,
     GroupsSchedule,
     IdTokens,
@@ -159,12 +164,12 @@ class Compose(Composition):
     def asks(self) -> Asking:
         """How a token asks."""
         keys, schedule = self.paper.asks, self.paper.schedule
-        has_class = isinstance(self.paper.condition, ClassCondition)
+        condition = self.paper.condition.kind
         if isinstance(keys, ShiftAsking):
             has_prefix = isinstance(schedule, OneByOneSchedule) and schedule.prefix > 0
             return Shift(keys.place, by_groups=has_prefix)
         if isinstance(keys, QueryAsking):
-            return Query(num_front=int(has_class), starts=True)
+            return Query(num_front=int(condition != "none"), starts=condition != "features")
         if isinstance(keys, SelfAsking):
             return InContext(num_front=int(keys.class_token))
         if isinstance(keys, BridgeAsking):
@@ -183,8 +188,15 @@ class Compose(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """The class, or nothing: in place of a start token, or in front of all rows."""
+        """The class, in place of a start token or in front; features in front; or nothing."""
         keys = self.paper.condition
+        if isinstance(keys, FeaturesCondition):
+            return PooledFeatures(
+                self.config.data.image_size,
+                size=keys.feature_size,
+                tokenizer=keys.tokenizer,
+                size_key="objective.condition.feature_size",
+            )
         if not isinstance(keys, ClassCondition):
             return Condition()
         kind = Labels if isinstance(self.paper.asks, ShiftAsking) else ClassInFront
@@ -228,6 +240,8 @@ class Compose(Composition):
     def _token_head(self, num_outputs: int, fill: Fill | None = None) -> Callable[[], TokenHead]:
         """Return what builds a linear head; above a bridge it reads the rows of hidden tokens."""
         options: dict[str, Any] = {} if fill is None else {"fill": fill}
+        if self.has_transform:
+            options["hands_on"] = TRANSFORMED
         upper = self.second_stack
         if upper is None:
             return partial(TokenHead, self.core, num_outputs, **options)
@@ -268,6 +282,23 @@ class Compose(Composition):
         }
         if isinstance(self.paper.asks, MaskAsking) and self.paper.asks.filler == "vector":
             names["mask"] = "filler"
-        names["front"] = "class_token" if self.paper.class_token else "labels"
+        if isinstance(self.condition, PooledFeatures):
+            names["front"] = "features"
+        else:
+            names["front"] = "class_token" if self.paper.class_token else "labels"
         names["start"] = "labels" if "start" in self.condition.roles else "start_token"
-        return names
+        return {**names, "transform": "adapter"}
+
+    @property
+    def has_transform(self) -> bool:
+        """True with an adapter."""
+        return isinstance(self.paper.transform, AdapterTransform)
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part of the first layer, or the adapter."""
+        keys = self.paper.transform
+        if role != "transform" or not isinstance(keys, AdapterTransform):
+            return super().part(role)
+        assert isinstance(self.reads, Latents)
+        size = self.reads.width
+        return Adapter(size, num_blocks=keys.blocks, bottleneck=keys.bottleneck or 4 * size)

@@ -13,11 +13,13 @@ from pydantic import Field
 
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.objectives.compose_words import (
+    AdapterTransform,
     AnyAsking,
     AnyCondition,
     AnyDensity,
     AnySchedule,
     AnyTokens,
+    AnyTransform,
     BridgeAsking,
     CategoricalDensity,
     ClassCondition,
@@ -25,7 +27,9 @@ from megavis.objectives.compose_words import (
     FrameTokens,
     GroupsSchedule,
     IdTokens,
+    LatentTokens,
     NoCondition,
+    NoTransform,
     OneByOneSchedule,
     PaletteTokens,
     PatchTokens,
@@ -34,7 +38,7 @@ from megavis.objectives.compose_words import (
     SelfAsking,
     ShiftAsking,
 )
-from megavis.objectives.layout_checks import check_hiding, check_placed, check_tokens
+from megavis.objectives.layout_checks import check_adapter, check_hiding, check_placed, check_tokens
 from megavis.schedules.boundaries import most_groups
 
 
@@ -56,6 +60,8 @@ class ComposeConfig(ObjectiveConfig):
     """How it is predicted, scored and drawn."""
     condition: Annotated[AnyCondition, Field(discriminator="kind")] = NoCondition(kind="none")
     """What else is known of an image."""
+    transform: Annotated[AnyTransform, Field(discriminator="kind")] = NoTransform(kind="none")
+    """What latents go through before they are read and predicted."""
 
     @property
     def predicted(self) -> AnyTokens:
@@ -74,6 +80,11 @@ class ComposeConfig(ObjectiveConfig):
             return (
                 f"objective.schedule {self.schedule.kind} says not what is drawn when; train with"
                 " rounds to draw"
+            )
+        if self.condition.kind == "features":
+            return (
+                "a model with objective.condition of kind features knows the whole image; pictures"
+                " need one trained without"
             )
         if self.reads.kind == "frames":
             return "frames of a spectrogram are no images that could be drawn"
@@ -96,6 +107,9 @@ class ComposeConfig(ObjectiveConfig):
         yield from sizes
         yield from self._check_asking(config)
         yield from self._check_density()
+        yield from self._check_features()
+        if isinstance(self.transform, AdapterTransform):
+            yield from self._check_transform(self.transform)
         if not sizes:
             yield from self._check_split(config)
 
@@ -233,6 +247,35 @@ class ComposeConfig(ObjectiveConfig):
             yield "objective.predicts.tokenizer", text
         if isinstance(self.reads, PaletteTokens) and predicted is not self.reads:
             yield "objective.reads.kind", "palette shards hold no images to predict others from"
+
+    def _check_features(self) -> Iterator[ConfigIssue]:
+        """Features of an image stand in front of what is read of the same image."""
+        if self.condition.kind != "features":
+            return
+        if self.asks.kind != "query":
+            text = f"features stand before the content of queries; asks is {self.asks.kind}"
+            yield "objective.condition.kind", text
+        if self.reads.kind != "patches":
+            text = f"features are made of images, of which {self.reads.kind} hold none; read"
+            yield "objective.reads.kind", f"{text} patches"
+
+    def _check_transform(self, transform: AdapterTransform) -> Iterator[ConfigIssue]:
+        """An adapter takes the whole grid of latents, whose next one is predicted."""
+        key, schedule, asks = "objective.transform.kind", self.schedule, self.asks
+        if not isinstance(self.reads, LatentTokens) or self.predicts is not None:
+            yield key, "adapter is for latents that are read and predicted alike"
+            return
+        in_raster = isinstance(schedule, OneByOneSchedule) and schedule.order == "raster"
+        shifts = isinstance(asks, ShiftAsking) and asks.place == "asked"
+        if not (in_raster and shifts and self.density.kind == "mixture"):
+            text = "adapter wants schedule one_by_one in raster order, asks of kind shift with"
+            yield key, f"{text} place asked, and density mixture"
+        yield from check_adapter(
+            self.reads.channels,
+            transform.bottleneck,
+            blocks_key="objective.transform.blocks",
+            bottleneck_key="objective.transform.bottleneck",
+        )
 
     def _check_naming(self) -> Iterator[ConfigIssue]:
         """A token that asks about itself can be asked for its place alone, and only such a one."""

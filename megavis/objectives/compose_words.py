@@ -259,4 +259,33 @@ class ClassCondition(Section):
     """Probability that training shows no class; 0: guidance and features are refused."""
 
 
-AnyCondition = NoCondition | ClassCondition
+class FeaturesCondition(Section):
+    """The mean over the image of what a frozen tokenizer looks up, as a row in front."""
+
+    kind: Literal["features"]
+    tokenizer: str
+    """Run folder of the tokenizer."""
+    feature_size: Positive
+    """Numbers of a feature."""
+
+
+AnyCondition = FeaturesCondition | NoCondition | ClassCondition
+
+
+class NoTransform(Section):
+    """Tokens are predicted as the tokenizer gives them."""
+
+    kind: Literal["none"]
+
+
+class AdapterTransform(Section):
+    """An invertible map of latents that is learned with the model."""
+
+    kind: Literal["adapter"]
+    blocks: Positive = 8
+    """Coupling blocks."""
+    bottleneck: Positive | None = None
+    """Hidden channels of each; 4 · numbers of a latent when absent."""
+
+
+AnyTransform = NoTransform | AdapterTransform

@@ -18,7 +18,7 @@ from megavis.config.schema import (
     RunConfig,
 )
 from megavis.config.section import Above0, AtLeast0
-from megavis.objectives.layout_checks import check_tokens
+from megavis.objectives.layout_checks import check_adapter, check_tokens
 
 
 class LatentTokensConfig(ObjectiveConfig):
@@ -104,21 +104,15 @@ class LatentTokensConfig(ObjectiveConfig):
             yield "objective.num_components", text
         if self.tokenizer_beta is not None and self.tokenizer is None:
             yield "objective.tokenizer_beta", "needs objective.tokenizer, the run of that VAE"
-        yield from self._check_adapter()
+        if self.adapter_blocks:
+            yield from check_adapter(
+                self.token_size,
+                self.adapter_bottleneck,
+                blocks_key="objective.adapter_blocks",
+                bottleneck_key="objective.adapter_bottleneck",
+            )
         places = self.num_places(config)
         yield from check_tokens(config, places, what=f"{places} places")
-
-    def _check_adapter(self) -> Iterator[ConfigIssue]:
-        half, groups = self.token_size // 2, min(32, self.token_size // 2)
-        hidden = (self.adapter_bottleneck or 4 * self.token_size) // 2
-        if not self.adapter_blocks:
-            return
-        if self.token_size % 2:
-            text = f"an adapter couples halves of a token, and {self.token_size} numbers are odd"
-            yield "objective.adapter_blocks", f"{text}; use 0"
-        elif half % groups or hidden % groups:
-            text = f"half of it and of the {self.token_size} numbers of a token must divide by"
-            yield "objective.adapter_bottleneck", f"{text} {groups}"
 
 
 class GIVTConfig(LatentTokensConfig):

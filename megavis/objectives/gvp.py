@@ -71,12 +71,20 @@ class GVP(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """y_extra: learned vectors, or features of the whole image (appendix E)."""
+        """y_extra: learned vectors, or features of the whole image (appendix E).
+
+        The paper leaves open which features: here what the codebook is asked for.
+        """
         size, tokenizer = self.paper.condition_size, self.paper.tokenizer
         if size is None:
             return LearnedTokens(self.paper.num_condition_tokens)
         assert tokenizer is not None
-        return PooledFeatures(self.config.data.image_size, size=size, tokenizer=tokenizer)
+        return PooledFeatures(
+            self.config.data.image_size,
+            size=size,
+            tokenizer=tokenizer,
+            size_key="objective.condition_size",
+        )
 
     @cached_property
     def density(self) -> Categorical | SquaredError:

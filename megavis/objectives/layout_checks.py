@@ -138,3 +138,24 @@ def check_tokens(
     if config.parallel.sequence_parallel and any(count % tensor for count in counts):
         text = f"{what} do not divide by tensor_model_parallel_size {tensor}; {remedy}"
         yield "parallel.sequence_parallel", text
+
+
+def check_adapter(
+    token_size: int, bottleneck: int | None, *, blocks_key: str, bottleneck_key: str
+) -> Iterator[ConfigIssue]:
+    """Want tokens whose halves an adapter can couple, and that its groups divide.
+
+    Args:
+        token_size: numbers of a token.
+        bottleneck: hidden channels; 4 · `token_size` when None.
+        blocks_key: what says how many blocks there are.
+        bottleneck_key: what says `bottleneck`.
+    """
+    half, groups = token_size // 2, min(32, token_size // 2)
+    hidden = (bottleneck or 4 * token_size) // 2
+    if token_size % 2:
+        text = f"an adapter couples halves of a token, and {token_size} numbers are odd"
+        yield blocks_key, f"{text}; do without"
+    elif half % groups or hidden % groups:
+        text = f"half of it and of the {token_size} numbers of a token must divide by"
+        yield bottleneck_key, f"{text} {groups}"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
+from small_vqgan import write_untrained_run
 
 from megavis.config.errors import UserError
 from megavis.sampling.sampler import Sampler
@@ -44,6 +45,8 @@ PLACE = "density: {kind: place}"
 ITSELF = "asks: {kind: self}"
 BRIDGE = "asks: {kind: bridge, decoder: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}"
 CLASSES = "condition: {kind: class, num_classes: 3}"
+FEATURES = "condition: {kind: features, feature_size: 4, tokenizer: VQGAN}"
+ADAPTER = "transform: {kind: adapter, blocks: 2}"
 
 
 @pytest.fixture
@@ -171,6 +174,23 @@ def build(build_paper):
             "predicts.kind",
             "frames are predicted from themselves",
         ),
+        ([PATCHES, ONE_BY_ONE, SHIFT, ERROR, FEATURES], [], "condition.kind", "asks is shift"),
+        ([LATENTS, ONE_BY_ONE, QUERY, ERROR, FEATURES], [], "reads.kind", "latents hold none"),
+        ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER], [], "transform.kind", "is for latents"),
+        ([LATENTS, ONE_BY_ONE, SHIFT, ERROR, ADAPTER], [], "transform.kind", "and density mixture"),
+        ([LATENTS, RANDOM, BOTH, MIXTURE, ADAPTER], [], "transform.kind", "in raster order"),
+        (
+            [LATENTS.replace("channels: 4", "channels: 3"), ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER],
+            [],
+            "transform.blocks",
+            "3 numbers are odd",
+        ),
+        (
+            [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER.replace("2}", "2, bottleneck: 2}")],
+            [],
+            "transform.bottleneck",
+            "must divide by 2",
+        ),
         ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
         ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none tells no place"),
         ([PATCHES, RANDOM, BOTH, ERROR], ["model.positions=rope_2d"], "", "cannot add two places"),
@@ -227,6 +247,18 @@ PAPERS = {
         [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, CLASSES],
         {"linear": "content"},
     ),
+    "givt_adapter": (
+        "{name: givt, latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 3,"
+        " adapter_blocks: 2}",
+        [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, CLASSES, ADAPTER],
+        {"linear": "content"},
+    ),
+    "gvp_features": (
+        "{name: gvp, patch_size: 4, num_groups: 3, segmentation: mixed, condition_size: 4,"
+        " tokenizer: VQGAN}",
+        [PATCHES, "schedule: {kind: groups, length: mixed, num_groups: 3}", QUERY, ERROR, FEATURES],
+        {"linear_content": "content", "linear_condition": "features"},
+    ),
     "mp3": (
         "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
         [PATCHES, CONTEXT, ITSELF, PLACE],
@@ -246,7 +278,7 @@ PAPERS = {
 }
 OPTIONS = {
     "mp3_speech": ("model.positions=learned", *SPEECH),
-    "mae": ("model.positions=learned",),
+    **dict.fromkeys(("mae", "gvp_features"), ("model.positions=learned",)),
     **dict.fromkeys(("darl", "darl_random", "darl_diffusion"), ("model.positions=rope_2d",)),
 }
 ALWAYS = {"positions": "places", "start": "start_token", "query": "query_vector"}
@@ -256,7 +288,7 @@ def samples_of(name):
     if name in ("igpt", "bert"):
         ids = torch.randint(32, (3, 256), generator=torch.Generator().manual_seed(0))
         return batch_of(ids)
-    if name == "givt":
+    if name.startswith("givt"):
         moments = torch.rand(3, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
         return batch_of(moments.half())
     if name == "mp3_speech":
@@ -264,10 +296,17 @@ def samples_of(name):
     return batch_of(photographs(3, 16))
 
 
+@pytest.fixture(scope="module")
+def vqgan(tmp_path_factory):
+    return str(write_untrained_run(tmp_path_factory.mktemp("vqgan")))
+
+
 @pytest.mark.parametrize("name", list(PAPERS))
-def test_a_papers_words_are_that_paper(build_paper, build, name):
+def test_a_papers_words_are_that_paper(build_paper, build, name, vqgan):
     """The same weights under the composition's names give the same loss."""
     objective, words, renamed = PAPERS[name]
+    objective = objective.replace("VQGAN", vqgan)
+    words = [word.replace("VQGAN", vqgan) for word in words]
     more = OPTIONS.get(name, ())
     paper, paper_runner = build_paper(CONFIG.format(objective=objective), *more, std=0.3)
     composed, runner = build(*words, more=more)
@@ -341,6 +380,7 @@ DRAWABLE = {
         *[PALETTE, "schedule: {kind: one_by_one, prefix: 8}", CONTENT, CATEGORICAL, CLASSES]
     ],
     "rounds": [PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE],
+    "adapter": [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER],
 }
 
 
@@ -366,10 +406,33 @@ def test_tokens_are_drawn_from_those_that_are_known(build, tmp_path, name):
             sampler.tokens(images, order=order)
 
 
-def test_what_cannot_be_drawn_says_so(build):
-    objective, _ = build(PATCHES, "schedule: {kind: masked}", MASK, ERROR)
-    with pytest.raises(UserError, match="train with rounds to draw"):
+@pytest.mark.parametrize(
+    ("words", "more", "said"),
+    [
+        ([PATCHES, "schedule: {kind: masked}", MASK, ERROR], (), "masked says not what is drawn"),
+        ([PATCHES, CONTEXT, ITSELF, PLACE], (), "context says not what is drawn when"),
+        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR], SPEECH, "frames of a spectrogram are no images"),
+        ([PATCHES, GROUPS, QUERY, ERROR, FEATURES], (), "knows the whole image"),
+    ],
+)
+def test_what_cannot_be_drawn_says_so(build, words, more, said):
+    objective, _ = build(*words, more=more)
+    with pytest.raises(UserError, match=said):
         objective.generation()
+
+
+def test_a_composition_of_places_has_their_accuracies_and_figures(build):
+    objective, runner = build(PATCHES, CONTEXT, ITSELF, PLACE)
+    sequence = objective.sequence(batch_of(photographs(3, 16)))
+    predictions = runner.predictions(sequence.inputs)
+    true = sequence.targets[0]
+    hits = objective.outputs(predictions).argmax(-1) == true
+    measures = objective.measures(predictions, sequence.targets)
+    torch.testing.assert_close(measures["accuracy"], hits.float().mean())
+    assert objective.places().num_places == 16
+    other, _ = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR)
+    with pytest.raises(UserError, match="does not name the places"):
+        other.places()
 
 
 def test_features_of_classes_want_a_null_label(build):
