@@ -1,4 +1,4 @@
-"""Writing a checkpoint anew in the slices of another layout, without a model or a job.
+"""Rewrite a checkpoint in the slices of another layout, without a model or a job.
 
 Reading needs no conversion, since any layout reads any checkpoint; another layout's slices let each
 of its processes read whole files, which is faster on network disks.

@@ -1,4 +1,4 @@
-"""The `checkpoints/` folder of a run: names, `latest`, atomic appearance, pruning."""
+"""The `checkpoints/` folder of a run: names, `latest`, atomic publication, pruning."""
 
 from __future__ import annotations
 

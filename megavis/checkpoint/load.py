@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any layout: a process reads the bytes of its own slices alone."""
+"""Load a checkpoint into any layout; each process reads only its own slices."""
 
 from __future__ import annotations
 

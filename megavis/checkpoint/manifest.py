@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, as its `manifest.json` says.
+"""The `manifest.json` of a checkpoint folder.
 
 A logical tensor has one name and one shape in every layout. It is stored as slices along at most
 one dimension, each written by one process of the layout that saved it.

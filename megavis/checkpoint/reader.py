@@ -1,4 +1,4 @@
-"""Random access to the logical tensors of a checkpoint; knows of no model and no layout.
+"""Random access to the logical tensors of a checkpoint, independent of model and layout.
 
 Files are memory-mapped safetensors, and nothing is ever unpickled. A tokenizer is a trained run as
 well, so this lies below `tokenizers`; what fits tensors into a model lies in `load.py`, far above.

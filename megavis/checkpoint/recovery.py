@@ -1,4 +1,4 @@
-"""The newest checkpoint that is as it was saved; what has been damaged since is set aside."""
+"""Find the newest intact checkpoint, and set damaged ones aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every process writes the slices that it owns.
+"""Save a checkpoint: every process writes the slices that it owns.
 
 Each process keeps, besides its own share, one parameter at a time.
 """

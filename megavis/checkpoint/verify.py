@@ -1,4 +1,4 @@
-"""Which file of a checkpoint is damaged, and which tensor was hit."""
+"""Name the damaged file of a checkpoint, and the tensor in it."""
 
 from __future__ import annotations
 

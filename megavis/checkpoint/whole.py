@@ -1,4 +1,4 @@
-"""Checkpoints from whole named tensors, for weights that come from elsewhere."""
+"""Write checkpoints from whole named tensors, for imported weights."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shards on disk, the order in which samples are seen, and the batches made from them."""
+"""Shards on disk, the sample order, and the batches made from them."""

@@ -1,4 +1,4 @@
-"""Several shard folders as one data set, each with its share of what training sees."""
+"""Blend several shard folders into one data set, each with its share of the samples."""
 
 from __future__ import annotations
 

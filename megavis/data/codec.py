@@ -1,4 +1,4 @@
-"""What a kind of shard owes, and the two kinds that hold ids.
+"""Interface of a shard codec, and the two codecs of ids.
 
 A codec turns the payload of a sample, the bytes of its tar member, into numbers and back. Shards,
 data set and loader know nothing else of a kind: a new one is a codec and a line in `kinds.py`.

@@ -1,4 +1,4 @@
-"""The kinds of shards that there are, and the codec of each."""
+"""The codec of each kind of shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of an image, and the operations that cut, resize, mirror and shift it.
+"""Windows of an image, and operations that crop, resize, mirror and shift it.
 
 Functions of pixels and of given numbers: nothing here draws, so that any rank, worker and resume
 that gives the same numbers gets the same pixels.

@@ -1,4 +1,4 @@
-"""A shard folder as one indexable data set.
+"""A shard folder as a map-style data set.
 
 Opening reads the manifest and the indexes only; tars are memory-mapped when first touched. What
 is checked on opening is cheap (sizes, counts, hashes of small files); `verify` reads every byte.

@@ -1,4 +1,4 @@
-"""Shards of spectrograms: frames of equal width, one after another.
+"""Shards of spectrograms: fixed-width frames in sequence.
 
 The `.frm` payload is float16, `[n, d]`, little-endian.
 

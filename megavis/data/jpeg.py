@@ -1,4 +1,4 @@
-"""Shards of JPEG files, decoded and cropped when they are read.
+"""Shards of JPEG files, decoded and cropped on the fly.
 
 simplejpeg decodes, strictly: it refuses damaged files that Pillow silently accepts. Pillow reads
 what simplejpeg does not know, such as the PNG that ImageNet holds under a JPEG's name.

@@ -1,4 +1,4 @@
-"""Shards of VAE latents: a mean and a scale for each number, from which training draws afresh.
+"""Shards of VAE latents: mean and scale of each number; training samples afresh each time.
 
 The `.lat` payload is float16, mean then scale, each `[c, h, w]`; where the flipped image is stored
 too, its mean and scale follow.

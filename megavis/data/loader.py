@@ -1,4 +1,4 @@
-"""Batches for one data-parallel rank, from the endless sample stream.
+"""Batches of one data-parallel rank, from the endless sample stream.
 
 Step t consumes the B = micro * data-parallel size * accumulation positions [t*B, (t+1)*B); the
 micro-batches of the ranks tile them. So the samples of a step depend on B alone, not on how it is

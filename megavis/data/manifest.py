@@ -1,4 +1,4 @@
-"""`manifest.json`: what a shard folder holds, how it was made, and the hashes that prove it."""
+"""`manifest.json`: what a shard folder holds, how it was made, and hashes to verify it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which samples are seen: a function of seed, epoch and dataset size alone.
+"""The sample order: a function of seed, epoch and data set size alone.
 
 Training consumes one endless stream of positions 0, 1, 2, ... Position p belongs to epoch p // N
 and is permuted inside it. The permutation is computed, not stored: a Feistel network maps a

@@ -1,4 +1,4 @@
-"""Shards of pairs: an image and what is to be predicted from it, pixel by pixel.
+"""Shards of pairs: an image and a target image, pixel by pixel.
 
 The `.pair` payload is the length of the image's JPEG file as a little-endian uint32, that file, and
 the target's PNG file. A target may be a map of labels, in which another colour is another label, so

@@ -1,4 +1,4 @@
-"""Reading ahead: worker threads prepare what is asked for next, in order."""
+"""Prefetch in worker threads, preserving order."""
 
 from __future__ import annotations
 

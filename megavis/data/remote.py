@@ -1,4 +1,4 @@
-"""Shard folders behind a URL, read through a local cache that fills as shards are asked for.
+"""Shard folders behind a URL, through a local cache filled on demand.
 
 Webdataset's `gopen` opens the URLs: `pipe:COMMAND`, `http(s)://`, `gs://`, `sftp://`, `file://` and
 more. A file of the cache is whole and has the manifest's hash, or is absent; processes of one

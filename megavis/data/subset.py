@@ -1,4 +1,4 @@
-"""Some samples of a shard folder, and a folder cut in two by chance."""
+"""Subsets of a shard folder, and random halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nine bits a token: the `.tok` payload of palette shards.
+"""Pack tokens into nine bits each: the `.tok` payload of palette shards.
 
 N tokens below 512 become N bytes, the low eight bits of each in raster order, followed by
 ceil(N / 8) bytes with the ninth bits packed, first token in the most significant bit. When N is

@@ -1,4 +1,4 @@
-"""What is cut out of an image when it is read: a function of its pixels, seed and position alone.
+"""Crop and flip an image as a function of its pixels, the seed and its position alone.
 
 Training uses the crop of Masked Autoencoders Are Scalable Vision Learners (appendix A.1: random
 resized crops and horizontal flips), evaluation the middle of the image. The position of a sample

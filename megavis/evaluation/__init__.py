@@ -1,1 +1,1 @@
-"""What trained models are worth."""
+"""Evaluate trained models."""

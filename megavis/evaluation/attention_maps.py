@@ -1,4 +1,4 @@
-"""Where heads look, relative to where they look from, and how widely.
+"""Where attention heads look relative to the query, and how widely.
 
 Read from the projections of each block, so that no kernel has to give its weights away. Whose
 figures these are: docs/evaluation.md.

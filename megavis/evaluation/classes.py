@@ -1,4 +1,4 @@
-"""How often a fine-tuned network names the right class, and what it takes for what.
+"""Accuracy of a fine-tuned network, and its confusion matrix.
 
 Legend: b images, c classes.
 """

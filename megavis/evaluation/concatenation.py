@@ -1,4 +1,4 @@
-"""The linear probe on adjacent layers side by side.
+"""The linear probe on concatenated features of adjacent layers.
 
 iGPT, section 4.4: "we concatenate features from 5 layers centered at the best single layer", which
 gives iGPT-XL 15,360 features instead of 3,072.

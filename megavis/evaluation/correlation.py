@@ -1,4 +1,4 @@
-"""How much the last layer's tokens are alike, by place: in one image, and between two.
+"""Correlation of the last layer's tokens by place, within an image and between two.
 
 Pearson's correlation over the features of a token; whose figure it is: docs/evaluation.md.
 

@@ -1,4 +1,4 @@
-"""A list of labelled data sets as shards, one folder a split: in words, or as a YAML file.
+"""Labelled data sets as shards, one folder a split, listed in words or in a YAML file.
 
 cifar10: {path: shards/cifar10}
 pets:

@@ -1,4 +1,4 @@
-"""Several fine-tuned networks as one: the mean of their class probabilities.
+"""Ensemble of fine-tuned networks: the mean of their class probabilities.
 
 Networks that were pre-trained in different ways err on different images. Who found that:
 docs/evaluation.md.

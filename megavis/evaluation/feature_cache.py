@@ -1,4 +1,4 @@
-"""Features on disk, by the hash of all that they depend on: what is there is not computed again.
+"""Cache features on disk under a hash of everything they depend on.
 
 One safetensors file holds one network's features of one view of the first images of a data set:
 `layers` float32 `[L + 1, b, h]` and `labels` int64 `[b]`. Its name is the hash of the key and the

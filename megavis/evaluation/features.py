@@ -1,4 +1,4 @@
-"""Features of a data set: one vector an image and layer, and the raw pixels to compare with.
+"""Features of a data set: one vector an image and layer, and raw pixels as a baseline.
 
 Legend: b images, n tokens of an image, L blocks, h hidden size.
 """

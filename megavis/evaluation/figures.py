@@ -1,4 +1,4 @@
-"""Pictures of what evaluation found, as PNG with their numbers as CSV.
+"""Draw evaluation results as PNG, with their numbers as CSV.
 
 Accuracy over depth and over loss (iGPT, Figures 2 and 3), a confusion matrix, and what all figures
 share: axes, files, TensorBoard.

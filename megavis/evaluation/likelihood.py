@@ -1,4 +1,4 @@
-"""How well a network predicts held-out images, and what its features are worth at that point."""
+"""Held-out likelihood of a network, and how its features score at the same step."""
 
 from __future__ import annotations
 

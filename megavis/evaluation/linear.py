@@ -1,4 +1,4 @@
-"""A linear classifier on fixed features, its regularisation chosen without the validation set.
+"""A linear classifier on fixed features; regularisation is chosen without the validation set.
 
 iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
 chosen on a held-out part of the training features; then the classifier is fitted again on all of

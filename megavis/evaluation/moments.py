@@ -1,4 +1,4 @@
-"""Do latents that a model draws look like held-out ones? Their first moments, side by side.
+"""Compare the first moments of generated latents with those of held-out ones.
 
 Legend: b images, c channels and h, w of the latents.
 """

@@ -1,4 +1,4 @@
-"""Features of a network, by layer: computed by all processes of a job, once, and kept on disk.
+"""Features of a network by layer, computed once by all processes of a job and cached.
 
 Legend: b images, L blocks, h hidden size.
 """

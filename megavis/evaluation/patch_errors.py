@@ -1,4 +1,4 @@
-"""How well the patch at each place of an order is predicted (DARL, figures 10 to 14)."""
+"""Prediction error of the patch at each place of an order (DARL, figures 10 to 14)."""
 
 from __future__ import annotations
 

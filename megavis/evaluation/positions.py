@@ -1,4 +1,4 @@
-"""Which place each patch is put into: how often it is the true one, and what the image becomes.
+"""Accuracy of predicted places, and images assembled by them.
 
 For every objective that names places; whose figures these are: docs/evaluation.md.
 

@@ -1,4 +1,4 @@
-"""The linear probe of a run, beside raw pixels and untrained networks.
+"""The linear probe of a run, with raw pixels and untrained networks as baselines.
 
 All three take the same images, the same division of the training images, and the same procedure:
 what differs are the features.

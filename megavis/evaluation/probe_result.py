@@ -1,4 +1,4 @@
-"""What a linear probe has found, and its file."""
+"""Result of a linear probe, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers' published numbers, to be read beside a run's own: `published/<paper>.yaml`.
+"""The papers' published results: `published/<paper>.yaml`.
 
 One file a paper; a table has its number in the paper, a title, what was measured on what, columns,
 and rows as printed. Numbers stay text, so that 78.0 stays 78.0.

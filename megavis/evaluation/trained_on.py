@@ -1,4 +1,4 @@
-"""Which shards a run was trained on, to keep them apart from those that judge it."""
+"""Which shards a run was trained on, to keep them out of its evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `transfer` found as one table: Markdown to be read, CSV with every field."""
+"""Results of `transfer` as one table: Markdown, and CSV with every field."""
 
 from __future__ import annotations
 

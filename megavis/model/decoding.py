@@ -1,4 +1,4 @@
-"""One token at a time through the blocks of a causal model, without their modules.
+"""Decode one token at a time through the blocks of a causal model, bypassing their modules.
 
 A token of a small batch costs little arithmetic: calling modules, masks and views around it would
 take longer than the products. So the weights of the blocks are taken once, in the form that the

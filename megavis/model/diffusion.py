@@ -1,4 +1,4 @@
-"""Patches under noise: how they are corrupted, and how noise is taken away step by step.
+"""Add noise to patches, and remove it step by step.
 
 "Denoising Autoregressive Representation Learning", section 3.3 and appendix E, which follow
 "Denoising Diffusion Probabilistic Models". Two of the printed formulas are not those of the

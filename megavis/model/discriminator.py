@@ -1,4 +1,4 @@
-"""A network that tells images from reconstructions, and the losses of both sides.
+"""A discriminator of images and reconstructions, and the losses of both sides.
 
 A residual network after StyleGAN2's discriminator (Karras et al., 2020), with average pooling in
 place of its blur. The losses are the non-saturating ones of "Generative Adversarial Nets" (2014)

@@ -1,4 +1,4 @@
-"""Stochastic depth: in training a block leaves out, for some images, what a part of it adds.
+"""Stochastic depth: in training, skip a part of a block for some images.
 
 "Deep Networks with Stochastic Depth" (Huang et al., 2016), drawn anew for each image and part. What
 is left out follows from seed, sample and block, so every layout leaves out the same. The samples'

@@ -1,4 +1,4 @@
-"""From ids and places to the residual stream."""
+"""Embeddings of ids and positions into the residual stream."""
 
 from __future__ import annotations
 

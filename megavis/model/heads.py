@@ -1,4 +1,4 @@
-"""From the residual stream to predictions, and the losses that are split over processes."""
+"""Heads: from the residual stream to predictions, and losses split over processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights start: one function for each kind of matrix in a block.
+"""Weight initialisation: one function for each kind of matrix in a block.
 
 A function fills a whole logical matrix in place; Megatron cuts out each process's part, so the
 weights are the same at every tensor-parallel size.

@@ -1,4 +1,4 @@
-"""The distributions that GIVT predicts for a real-valued token, in place of a vocabulary.
+"""GIVT's distributions of a real-valued token, in place of a vocabulary.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.2 and appendix C.1: a mixture of k
 Gaussians with diagonal covariance, or one Gaussian with a full covariance. Everything is computed

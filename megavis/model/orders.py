@@ -1,4 +1,4 @@
-"""In which order the cells of a grid are generated.
+"""Generation orders of the cells of a grid.
 
 "Denoising Autoregressive Representation Learning", section 4.4 and appendix C. An order is data:
 int64 `[n]`, for each place of the sequence the cell that stands there, cells numbered in raster

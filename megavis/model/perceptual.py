@@ -1,4 +1,4 @@
-"""Distance of two images in the features of VGG-16 or AlexNet.
+"""Perceptual distance of two images, in the features of VGG-16 or AlexNet.
 
 "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric" (Zhang et al., 2018),
 equation 1: features after five ReLUs, normalised over channels, squared differences weighted by w

@@ -1,4 +1,4 @@
-"""The product of a linear layer, by the faster of torch's two CPU libraries.
+"""The matrix product of a linear layer, by the faster of torch's two CPU libraries.
 
 On a CPU torch multiplies float32 matrices by MKL, which on processors of other makers leaves their
 widest instructions unused: on an AMD EPYC 9005 it reaches 93 GFLOP/s a core and oneDNN, which torch

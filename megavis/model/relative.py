@@ -1,4 +1,4 @@
-"""A learned bias on attention for each offset between two cells of a grid.
+"""A learned attention bias for each offset between two cells of a grid.
 
 "BEiT: BERT Pre-Training of Image Transformers" (section 2.5 and its released code): every layer and
 head has its own, and all start at zero.

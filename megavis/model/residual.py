@@ -1,4 +1,4 @@
-"""How a part of a block is added to the residual stream: with a dropout of its own."""
+"""Add a part of a block to the residual stream, with a dropout of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes outside of training, in any layout: validation, sampling, features.
+"""Forward passes outside training, in any layout: validation, sampling, features.
 
 Every process of the job calls the same methods with the same inputs and gets the same results.
 With pipeline stages the hidden states walk from stage to stage; there is nothing to overlap in

@@ -1,4 +1,4 @@
-"""What passes from layer to layer: the hidden states, and tensors that are carried beside them.
+"""What layers pass on: the hidden states, and extra tensors by name.
 
 A pipeline stage sees nothing but what the stage before hands over. What a later layer needs
 besides hidden states (who sees whom, where tokens stand, noisy patches) is therefore carried:

@@ -1,4 +1,4 @@
-"""All tokens of a sequence, where sequence parallelism has split them over the tensor group."""
+"""Gather the tokens that sequence parallelism has split over the tensor group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that a process computes on, and how exactly it computes there."""
+"""Select the device that a process computes on, and its numerical precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who am I? Reads the environment that each launcher leaves behind.
+"""Read rank and world size from the environment of each launcher.
 
 `torchrun` and `deepspeed` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; `srun`
 sets SLURM_*; plain `python` sets nothing and is one process.

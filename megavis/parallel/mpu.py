@@ -1,4 +1,4 @@
-"""The groups of a job under the names that DeepSpeed asks for."""
+"""Process groups under the names that DeepSpeed expects."""
 
 from __future__ import annotations
 

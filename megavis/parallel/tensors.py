@@ -1,4 +1,4 @@
-"""How a parameter is split over the tensor group, as Megatron's layers have marked it."""
+"""How Megatron's layers mark a parameter as split over the tensor group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local worker processes that stay alive between jobs.
+"""Local worker processes that persist between jobs.
 
 Importing torch, DeepSpeed and Megatron takes about ten seconds; a pool pays that once. Each job
 runs one function on the first N workers, which meet on the loopback interface.

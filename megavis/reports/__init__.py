@@ -1,1 +1,1 @@
-"""A run, or several, as one web page that needs nothing but itself."""
+"""One self-contained web page about one or several runs."""

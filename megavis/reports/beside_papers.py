@@ -1,4 +1,4 @@
-"""A run's numbers beside those that its paper has published."""
+"""Comparison with published results."""
 
 from __future__ import annotations
 

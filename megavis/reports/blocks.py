@@ -1,4 +1,4 @@
-"""What a page is made of besides charts: tables, pictures, facts, headings; ready to be shown."""
+"""Blocks of a page besides charts: tables, pictures, facts, headings."""
 
 from __future__ import annotations
 

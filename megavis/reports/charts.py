@@ -1,4 +1,4 @@
-"""Charts as inline SVG that takes its colours from the page, so that light and dark fit.
+"""Charts as inline SVG that follows the page's light or dark colours.
 
 matplotlib draws with colours of a code each, which are then replaced by the page's variables.
 """

@@ -1,4 +1,4 @@
-"""How known files of `RUN/evaluation/` are shown: probe, fine-tuning, likelihood, samples, watch.
+"""How known files of `RUN/evaluation/` are displayed.
 
 A function takes the run and what its file holds, and yields blocks. It raises KeyError, TypeError,
 IndexError or ValueError where the file is not of the form that the command writes.

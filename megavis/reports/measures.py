@@ -1,4 +1,4 @@
-"""What a run has come to, as numbers: read from the files of `evaluation/`, without torch."""
+"""Results of a run as numbers, read from `evaluation/` without torch."""
 
 from __future__ import annotations
 

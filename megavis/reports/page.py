@@ -1,4 +1,4 @@
-"""The page: what runs have come to, put into the template."""
+"""Render runs as a page."""
 
 from __future__ import annotations
 

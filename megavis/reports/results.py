@@ -1,4 +1,4 @@
-"""The files of `RUN/evaluation/` as sections of a page: known ones in their own way, others plain.
+"""Files of `RUN/evaluation/` as sections of a page.
 
 Nothing is left out: JSON that `known_results.py` does not know becomes a table of what it holds.
 """

@@ -1,4 +1,4 @@
-"""All that a run folder holds, read without torch: config, metrics, starts, results, pictures."""
+"""Everything a run folder holds, read without torch: config, metrics, starts, results, pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in training: headline facts, curves of several runs in one picture, events."""
+"""Training on the page: headline facts, curves of several runs, events."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Images out of models."""
+"""Generate images."""

@@ -1,4 +1,4 @@
-"""The one loop by which every paper generates.
+"""The generation loop of every paper.
 
 A schedule says which positions are drawn next, the paper turns what is known into the model's
 inputs, and the density draws in the head's place. What is drawn is a function of seed, image and

@@ -1,4 +1,4 @@
-"""Images filled in group by group: what is predicted is seen when the next group is predicted.
+"""Fill in images group by group: each group is predicted from those filled in before.
 
 A random share of the tokens is given. One group is masked modelling's way: all at once.
 

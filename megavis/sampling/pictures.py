@@ -1,4 +1,4 @@
-"""The pictures of a run: samples, completions, predictions from images, reconstructions.
+"""Pictures of a run: samples, completions, predictions, reconstructions.
 
 `megavis train` draws one every `training.sample_every` steps, `megavis sample` on demand.
 

@@ -1,4 +1,4 @@
-"""Images out of a run of any paper: in batches, shared out over the processes.
+"""Generate images with a run of any paper: in batches, distributed over the processes.
 
 Legend: b images, n positions of the sequence, p positions given, H and W pixels.
 """

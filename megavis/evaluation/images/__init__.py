@@ -1,1 +1,1 @@
-"""Images that a model has drawn, completed or reconstructed, beside real ones."""
+"""Compare generated, completed or reconstructed images with real ones."""

@@ -1,4 +1,4 @@
-"""A small network that names the class of an image, to judge images drawn by class.
+"""A small image classifier, to score class-conditional samples.
 
 It is fitted on labelled images and knows nothing of the models that it judges.
 

@@ -1,4 +1,4 @@
-"""How good completions of first halves are, beside the plainest completion there is.
+"""Quality of completions of first halves, with a trivial baseline.
 
 The lower part of an image is completed from the rows above; the baseline repeats the last row that
 is given. The score is the peak signal-to-noise ratio of what was not given. By squared error the

@@ -1,4 +1,4 @@
-"""Networks whose features tell how alike two sets of images are.
+"""Networks whose features compare two sets of images.
 
 Only Inception with the weights of 2015-12-05, a file that the user gives, makes the published
 metrics. Any other network gives numbers that are named after it and compare with no paper's.

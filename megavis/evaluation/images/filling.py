@@ -1,4 +1,4 @@
-"""How good predicted patches are: signal to noise of what was hidden, and a perceptual distance."""
+"""Quality of predicted patches: signal-to-noise ratio and a perceptual distance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How alike generated and real images are: Fréchet distance, class score, precision and recall.
+"""Compare generated with real images: Fréchet distance, class score, precision, recall.
 
 A `FeatureCollector` sees one set of images, batch by batch; `compare` makes numbers of two sets.
 

@@ -1,4 +1,4 @@
-"""Images to be measured, as files: an `.npz`, a folder of pictures, or a shard folder.
+"""Read images to evaluate from an `.npz`, a folder of pictures, or a shard folder.
 
 Each is read in order, a batch at a time, so that memory does not grow with their number, and has a
 hash by which the numbers that come of it can be traced.

@@ -1,4 +1,4 @@
-"""What a tokenizer loses: images beside what comes out of it.
+"""Reconstruction error of a tokenizer.
 
 Legend: b images, H and W pixels.
 """
