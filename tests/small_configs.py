@@ -85,4 +85,14 @@ SMALL = {
         " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"
         " density: {kind: categorical}}"
     ),
+    "compose_bridge": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
+        " asks: {kind: bridge, class_token: false,"
+        " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}},"
+        " density: {kind: mixture, num_components: 2}}"
+    ),
+    "compose_places": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
+        " asks: {kind: self, class_token: false}, density: {kind: place}}"
+    ),
 }

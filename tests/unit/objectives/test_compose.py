@@ -176,6 +176,12 @@ def build(build_paper):
         ),
         ([PATCHES, ONE_BY_ONE, SHIFT, ERROR, FEATURES], [], "condition.kind", "asks is shift"),
         ([LATENTS, ONE_BY_ONE, QUERY, ERROR, FEATURES], [], "reads.kind", "latents hold none"),
+        (
+            [PATCHES, GROUPS, QUERY, ERROR, FEATURES],
+            ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+            "",
+            "33 rows do not divide by tensor_model_parallel_size 2",
+        ),
         ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER], [], "transform.kind", "is for latents"),
         ([LATENTS, ONE_BY_ONE, SHIFT, ERROR, ADAPTER], [], "transform.kind", "and density mixture"),
         ([LATENTS, RANDOM, BOTH, MIXTURE, ADAPTER], [], "transform.kind", "in raster order"),
