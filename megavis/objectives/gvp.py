@@ -71,20 +71,13 @@ class GVP(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """y_extra: learned vectors, or features of the whole image (appendix E).
-
-        The paper leaves open which features: here what the codebook is asked for.
-        """
+        """y_extra: learned vectors, or features of the whole image, left open which (appendix E)."""
         size, tokenizer = self.paper.condition_size, self.paper.tokenizer
         if size is None:
             return LearnedTokens(self.paper.num_condition_tokens)
         assert tokenizer is not None
-        return PooledFeatures(
-            self.config.data.image_size,
-            size=size,
-            tokenizer=tokenizer,
-            size_key="objective.condition_size",
-        )
+        side, key = self.config.data.image_size, "objective.condition_size"
+        return PooledFeatures(side, size=size, tokenizer=tokenizer, size_key=key)
 
     @cached_property
     def density(self) -> Categorical | SquaredError:
