@@ -71,7 +71,7 @@ class GVP(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """y_extra: learned vectors, or features of the whole image, left open which (appendix E)."""
+        """y_extra: learned vectors, or features of the whole image (appendix E)."""
         size, tokenizer = self.paper.condition_size, self.paper.tokenizer
         if size is None:
             return LearnedTokens(self.paper.num_condition_tokens)
