@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_config, read_config
+from megavis.commands.parts import part_lines, parts_json
 from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
     from megavis.objectives.trainable import Trainable
-    from megavis.planning.parameters import Matrix
+    from megavis.planning.parameters import Matrix, Part
     from megavis.planning.states import StateMemory
 
 
@@ -51,18 +52,19 @@ def run(args: argparse.Namespace) -> int:
         from megavis.objectives import build_objective
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
-        from megavis.planning.parameters import count_parameters
+        from megavis.planning.parameters import count_parameters, parts_of
 
     config = loaded.config
     with quietly():
         context = open_context(read_launch({}), device="cpu")
         objective = build_objective(config, context)
         matrices, memory = count_parameters(objective), None
+        parts = parts_of(matrices, objective.layer_plans())
         if args.processes is not None:
             memory = count_memory(objective, matrices, args.processes)
         close_context()
     write = _as_json if args.json else _as_table
-    sys.stdout.write(write(config, matrices, memory))
+    sys.stdout.write(write(config, parts, memory))
     return 0
 
 
@@ -83,14 +85,12 @@ def count_memory(objective: Trainable, matrices: list[Matrix], num_processes: in
     )
 
 
-def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:
-    from megavis.planning.parameters import by_part
-
-    parts = by_part(matrices)
+def _as_json(config: RunConfig, parts: list[Part], memory: StateMemory | None) -> str:
     tree = {
         "name": config.name,
-        "total": sum(parts.values()),
-        "parts": parts,
+        "total": sum(part.parameters for part in parts),
+        "parts": {part.name: part.parameters for part in parts},
+        **parts_json(parts),
         "matrices": [
             {
                 "name": matrix.name,
@@ -98,7 +98,8 @@ def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | No
                 "copies": matrix.copies,
                 "parameters": matrix.parameters,
             }
-            for matrix in matrices
+            for part in parts
+            for matrix in part.matrices
         ],
     }
     if memory is not None:
@@ -106,21 +107,18 @@ def _as_json(config: RunConfig, matrices: list[Matrix], memory: StateMemory | No
     return json.dumps(tree, indent=2) + "\n"
 
 
-def _as_table(config: RunConfig, matrices: list[Matrix], memory: StateMemory | None) -> str:
-    from megavis.planning.parameters import by_part
-
-    parts = by_part(matrices)
-    total = sum(parts.values())
-    width = max(len(matrix.name) for matrix in matrices) + 2
-    lines = [f"{config.name}: {total:,} parameters"]
-    for part, count in parts.items():
-        lines.append(f"{part:{width + 23}}{count:>16,}{count / total:>8.2%}")
-        for matrix in matrices:
-            if matrix.part == part:
-                shape = " × ".join(map(str, matrix.shape))
-                copies = f"{matrix.copies} of" if matrix.copies > 1 else ""
-                row = f"  {matrix.name:{width}}{copies:>6} {shape:14}{matrix.parameters:>16,}"
-                lines.append(f"{row}{matrix.parameters / total:>8.2%}")
+def _as_table(config: RunConfig, parts: list[Part], memory: StateMemory | None) -> str:
+    total = sum(part.parameters for part in parts)
+    width = max(len(matrix.name) for part in parts for matrix in part.matrices) + 2
+    lines = [f"{config.name}: {total:,} parameters", *part_lines(parts)]
+    for part in parts:
+        count = part.parameters
+        lines.append(f"{part.name:{width + 23}}{count:>16,}{count / total:>8.2%}")
+        for matrix in part.matrices:
+            shape = " × ".join(map(str, matrix.shape))
+            copies = f"{matrix.copies} of" if matrix.copies > 1 else ""
+            row = f"  {matrix.name:{width}}{copies:>6} {shape:14}{matrix.parameters:>16,}"
+            lines.append(f"{row}{matrix.parameters / total:>8.2%}")
     if memory is not None:
         lines.append(_memory_line(config, memory))
     return "\n".join(lines) + "\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_config, read_config
+from megavis.commands.parts import part_lines, parts_json
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
@@ -129,6 +130,7 @@ def as_json(
         "name": loaded.config.name,
         "parameters": shape.layers.total,
         "flops_per_image": shape.flops,
+        **parts_json(shape.parts),
         "asked": {"illegal": illegal} if isinstance(asked, str) else _plan_json(asked),
         "recommended": None if found.best is None else _plan_json(found.best),
         "reasons": list(found.reasons),
@@ -144,6 +146,8 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     memory = asdict(plan.memory)
     memory["states"]["total"] = plan.memory.states.total
     memory["activations"]["total"] = plan.memory.activations.total
+    # It is part of the total alone.
+    del memory["activations"]["freed"]
     return {
         **_row(plan),
         "memory": {**memory, "total": plan.memory.total},
@@ -174,6 +178,7 @@ def _as_table(
     lines = [
         f"{loaded.config.name}: {shape.layers.total:,} parameters,"
         f" {shape.flops / 1e12:.3f} TFLOP an image in training",
+        *part_lines(shape.parts),
         f"{cluster.num_devices} {device.name} of {device.memory_gb:g} GB, of which"
         f" {cluster.usable_memory / 1e9:.1f} are used; {cluster.devices_per_node} to a node,"
         f" {device.network_gb_per_s:g} GB/s for each between nodes",

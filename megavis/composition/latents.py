@@ -109,7 +109,10 @@ class Latents(Vectors):
             return samples.float()
         if samples.shape[1:] == self.shape and samples.is_floating_point():
             return samples.float()
-        if samples.dtype == torch.uint8 and self.run_folder is not None:
+        if samples.dtype == torch.uint8 and samples.is_meta:
+            # Without numbers there is nothing to encode, and no need of a VAE.
+            samples = self.blank_batch(len(samples), samples.device).inputs
+        elif samples.dtype == torch.uint8 and self.run_folder is not None:
             samples = self.tokenizer.to(samples.device).encode(samples)
         if samples.shape[1:] != (2, *self.shape):
             raise UserError(

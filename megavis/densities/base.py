@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
+from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
 from megavis.model.stream import State
 from megavis.parallel.random import normal, uniform
@@ -130,9 +131,8 @@ class Density(ABC):
     """What can be chosen by name of what the head reads besides hidden states: see `corrupted`."""
     num_outputs: int
     """Numbers that the head gives for a position, over all processes."""
-    decoder_flops: float = 0.0
-    """Operations of the head's forward passes in training before its last matrix, for one position;
-    counted as in `model/flops.py`."""
+    decoder: DecoderWork = NO_DECODER
+    """What the head computes in training before its last matrix."""
 
     @abstractmethod
     def build_head(self) -> Head:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.choices import DecoderKind
-from megavis.config.schema import ModelConfig
 from megavis.model.core import Block, Core, FeedForward
+from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.norms import Norm
 from megavis.model.patches import LastNorm, WholeLinear
+from megavis.model.stack import PlannedStack
 from megavis.model.stream import State, Stream, from_bits
 from megavis.model.visibility import Relations, Visibility
 
@@ -131,17 +132,37 @@ class Decoder:
         """Numbers of a noisy patch, with γ; 0 where there is none."""
         return self.denoises * (self.width + self.tells_gamma * self.width // self.channels)
 
-    def flops(self, model: ModelConfig) -> float:
-        """Return the operations of one place's forward pass before the last linear map."""
-        width = model.hidden_size
+    def work(self, core: Core) -> DecoderWork:
+        """Return what it computes on the backbone of this core before the last linear map."""
+        width = core.model.hidden_size
         embedding = 2.0 * self.noisy_width * width
-        mlp = 4.0 * width * model.mlp_size
-        if self.kind != "transformer":
-            return embedding + self.num_layers * mlp
-        # Query, output matrix and the scores over two keys of each token that is read; keys and
-        # values of both. All but the last block read both.
-        token = 4.0 * width * width + 8.0 * width + mlp
-        return embedding + self.num_layers * 8.0 * width**2 + (2 * self.num_layers - 1) * token
+        if self.kind == "transformer":
+            return DecoderWork(embedding, core_of_decoder(core, self.num_layers))
+        return DecoderWork(embedding + self.num_layers * 4.0 * width * core.model.mlp_size)
+
+
+@dataclass(frozen=True)
+class DecoderWork:
+    """What a head computes in training before its last matrix, for each position that it reads.
+
+    Attributes:
+        flops: operations of the forward pass that no block does, counted as in `model/flops.py`.
+        blocks: core of its blocks, which see a pair of tokens each; None where it has none.
+    """
+
+    flops: float = 0.0
+    blocks: Core | None = None
+
+    def stack(self, num_positions: int) -> PlannedStack | None:
+        """Return the blocks with what they compute for so many positions of an image."""
+        if self.blocks is None:
+            return None
+        pairs = 2 * num_positions
+        return PlannedStack(self.blocks, Workload(pairs, pairs, 2.0, num_positions, num_outputs=0))
+
+
+NO_DECODER = DecoderWork()
+"""That of a head that is a norm and a matrix."""
 
 
 class PatchHead(Head):

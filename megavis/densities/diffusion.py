@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.diffusion import BetaNoise, clean_from_noise, corrupt, reverse_process
 from megavis.model.heads import Head
 from megavis.model.stream import State
@@ -91,7 +92,7 @@ class Diffusion(Density):
         process: Process,
         *,
         build_head: Callable[[], Head],
-        decoder_flops: float = 0.0,
+        decoder: DecoderWork = NO_DECODER,
     ) -> None:
         """Build.
 
@@ -99,10 +100,10 @@ class Diffusion(Density):
             num_outputs: d.
             process: see there.
             build_head: a `DenoisingHead`.
-            decoder_flops: see `Density`; in sampling every step costs as much again.
+            decoder: see `Density`; in sampling every step costs as much again.
         """
         self.num_outputs, self.process, self._build = num_outputs, process, build_head
-        self.decoder_flops = decoder_flops
+        self.decoder = decoder
         self._beta: dict[torch.device, BetaNoise] = {}
 
     def build_head(self) -> Head:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
 from megavis.model.stream import State
 from megavis.tokenizers.patches import normalize_patches, with_statistics_of
@@ -27,7 +28,7 @@ class SquaredError(Density):
         normalize: bool,
         num_skipped: int = 0,
         build_head: Callable[[], Head],
-        decoder_flops: float = 0.0,
+        decoder: DecoderWork = NO_DECODER,
     ) -> None:
         """Build.
 
@@ -37,10 +38,10 @@ class SquaredError(Density):
                 Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
             num_skipped: rows in front whose predictions count nothing.
             build_head: the last layer, which gives `[b, num_skipped + q, d]`.
-            decoder_flops: see `Density`.
+            decoder: see `Density`.
         """
         self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
-        self.num_skipped, self.decoder_flops = num_skipped, decoder_flops
+        self.num_skipped, self.decoder = num_skipped, decoder
 
     def build_head(self) -> Head:
         """Return the last layer."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megavis.config.schema import ModelConfig
 from megavis.model.core import Block, Core
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.norms import Norm
@@ -35,17 +34,7 @@ class Encoder(nn.Module):
             patch_size: side of a patch in pixels; must divide that of the images.
         """
         super().__init__()
-        own = core.with_stack(
-            name="encoder",
-            model=encoder_model(core.model, num_layers),
-            visibility_kind="full",
-            initialization=Initialization(*[xavier_uniform] * 5),
-            carries=(),
-            drop_path=0.0,
-            relative_grid=None,
-            # A memory is whole on every process: no sequence is split on the way to it.
-            may_split_tokens=False,
-        )
+        own = core_of_encoder(core, num_layers)
         width, numbers = own.megatron.hidden_size, 3 * patch_size**2
         self.patch_size, self.side = patch_size, core.config.data.image_size // patch_size
         # Flax's default for a convolution.
@@ -70,7 +59,18 @@ class Encoder(nn.Module):
         return self.norm(hidden)
 
 
-def encoder_model(model: ModelConfig, num_layers: int) -> ModelConfig:
-    """Return the `model` section of an encoder of so many blocks for this Transformer."""
+def core_of_encoder(core: Core, num_layers: int) -> Core:
+    """Return a core for an encoder of so many blocks, for the Transformer that attends to it."""
+    sizes = {"num_layers": num_layers}
     biases = {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
-    return model.model_copy(update={"num_layers": num_layers, **biases})
+    return core.with_stack(
+        name="encoder",
+        model=core.model.model_copy(update=sizes | biases),
+        visibility_kind="full",
+        initialization=Initialization(*[xavier_uniform] * 5),
+        carries=(),
+        drop_path=0.0,
+        relative_grid=None,
+        # A memory is whole on every process: no sequence is split on the way to it.
+        may_split_tokens=False,
+    )

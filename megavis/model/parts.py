@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 
 from megavis.model.core import Block, Core
 from megavis.model.embeddings import to_stream
-from megavis.model.flops import Workload, forward_flops
+from megavis.model.flops import Workload
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.patches import LastNorm, WholeLinear
-from megavis.model.stack import LayerPlan, PlannedStack
+from megavis.model.stack import LayerPlan, Phase, PlannedStack
 from megavis.model.stream import State, Stream
 
 
@@ -116,10 +117,58 @@ def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int
             yield layers[0], len(layers)
 
 
+@dataclass(frozen=True)
+class StackSize:
+    """A stack of blocks as tables show it.
+
+    Attributes:
+        name: begins its parameters' names.
+        num_layers: blocks.
+        hidden_size: width of the residual stream.
+        num_heads: attention heads.
+        num_tokens: of an image.
+        flops: operations of a training step for one image, with the map above it.
+        phase: when it runs as images are generated.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_tokens: int
+    flops: float
+    phase: Phase
+
+    @classmethod
+    def of(cls, stack: PlannedStack, inside: str = "") -> StackSize:
+        """Return the sizes of a stack; `inside`: the layer that holds it, and a dot."""
+        model = stack.core.model
+        return cls(
+            name=f"{inside}{stack.core.stack.name}",
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_attention_heads,
+            num_tokens=stack.work.num_tokens,
+            flops=3 * stack.flops,
+            phase=stack.phase,
+        )
+
+
+def stack_sizes(plans: Iterable[LayerPlan]) -> list[StackSize]:
+    """Return all stacks of a model, from below, inside layers or not."""
+    found = []
+    for plan, _ in distinct_layers(plans):
+        if plan.stack is not None:
+            found.append(StackSize.of(plan.stack))
+        if plan.inner is not None:
+            found.append(StackSize.of(plan.inner, inside=f"{plan.name}."))
+    return found
+
+
 def model_flops(plans: Sequence[LayerPlan]) -> float:
     """Return the operations of one image's forward and backward pass through these layers."""
-    stacks = sum(forward_flops(stack.core.model, stack.work) for stack in stacks_of(plans))
-    return 3 * (stacks + sum(plan.flops for plan in plans))
+    stacks = sum(stack.flops for stack in stacks_of(plans))
+    return 3 * (stacks + sum(plan.own_flops for plan in plans))
 
 
 def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
@@ -133,7 +182,8 @@ def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
     costs = [_block_flops(stack) for i in places if (stack := plans[i].stack) is not None]
     starts = [0, *places[1:], len(plans)]
     others = (
-        sum(plan.flops for plan in plans[start:end]) for start, end in itertools.pairwise(starts)
+        sum(plan.own_flops for plan in plans[start:end])
+        for start, end in itertools.pairwise(starts)
     )
     weights = [(cost + other) / costs[0] for cost, other in zip(costs, others, strict=True)]
     return places, weights
@@ -142,4 +192,4 @@ def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
 def _block_flops(stack: PlannedStack) -> float:
     model, work = stack.core.model, stack.work
     head = 2 * work.num_read * model.hidden_size * work.num_outputs
-    return (forward_flops(model, work) - head) / model.num_layers
+    return (stack.flops - head) / model.num_layers

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor, nn
 
 from megavis.model.core import Core
 from megavis.model.declarations import GroupOptions, add_options
-from megavis.model.flops import Workload
+from megavis.model.flops import Workload, forward_flops
 from megavis.model.stream import State
 from megavis.parallel.random import seeded
 
@@ -34,17 +34,28 @@ class GivesFeatures(Protocol):
         """The norm that is called once a forward pass, on the stream of hidden states."""
 
 
+Phase = Literal["once", "step"]
+"""When blocks run as images are generated: once for each image, or in every step."""
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedStack:
-    """The stack of equal blocks that a block belongs to.
+    """A stack of equal blocks.
 
     Attributes:
         core: from which its blocks are built.
         work: what its blocks compute for an image, and the map above them.
+        phase: when they run as images are generated.
     """
 
     core: Core
     work: Workload
+    phase: Phase = "step"
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward pass for one image."""
+        return forward_flops(self.core.model, self.work)
 
 
 @dataclass(frozen=True)
@@ -62,11 +73,18 @@ class LayerPlan:
     """How the optimizer treats the layer's parameters; they may declare more of their own."""
     stack: PlannedStack | None = None
     """Of a block; None for any other layer."""
+    inner: PlannedStack | None = None
+    """A stack inside this layer, which no pipeline cuts: an encoder in the first layer, a decoder
+    in the last."""
     flops: float = 0.0
-    """Operations of the forward pass for one image that no stack's workload counts, such as those
-    of an encoder in the first layer or of a decoder in the last."""
+    """Operations of the forward pass for one image that no stack's workload counts."""
     gives_features: bool = False
     """Features are read off this layer's norm; see `GivesFeatures`."""
+
+    @property
+    def own_flops(self) -> float:
+        """Operations of the forward pass for one image besides those of `stack`."""
+        return self.flops + (0.0 if self.inner is None else self.inner.flops)
 
     def build(self) -> nn.Module:
         """Build the layer with the weights that its name and the seed decide."""

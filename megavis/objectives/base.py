@@ -27,7 +27,7 @@ from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.init import Initialization
 from megavis.model.parts import block_plans, model_flops, stacks_of
-from megavis.model.stack import LayerPlan
+from megavis.model.stack import LayerPlan, PlannedStack
 from megavis.model.visibility import Kind
 from megavis.objectives.trainable import Backbone, Sequence, Trainable
 from megavis.parallel.context import ParallelContext
@@ -208,17 +208,18 @@ class Objective(Trainable, Backbone):
         """Return the model: embedding, blocks, head."""
         seed, core = self.config.seed, self.core
         build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
-        embedding = LayerPlan("embedding", build, seed, flops=self.encoder_flops())
+        embedding = LayerPlan("embedding", build, seed, inner=self.encoder())
         blocks = block_plans(core, self.workload(), seed=seed, depth=1, gives_features=True)
         upper = self.upper_layers()
         plans = [embedding, *blocks, *upper]
-        decoder = stacks_of(plans)[-1].work.num_read * self.density.decoder_flops
+        num_read, decoder = stacks_of(plans)[-1].work.num_read, self.density.decoder
         head = LayerPlan(
             "head",
             self.build_head,
             seed,
             depth=len(plans),
-            flops=decoder,
+            inner=decoder.stack(num_read),
+            flops=decoder.flops * num_read,
             gives_features=not upper,
         )
         return [*plans, head]
@@ -233,6 +234,6 @@ class Objective(Trainable, Backbone):
         upper = self.second_stack
         return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
 
-    def encoder_flops(self) -> float:
-        """Return the operations of an encoder in the first layer, one image forward."""
-        return 0.0
+    def encoder(self) -> PlannedStack | None:
+        """Return the blocks inside the first layer, where it encodes a condition."""
+        return None

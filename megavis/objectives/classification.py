@@ -107,6 +107,9 @@ class Classification(Trainable):
         if self.settings.linear_evaluation:
             below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
         build = partial(self._build_head, top.factory)
+        if not self.is_joint:
+            # A decoder predicts what the paper's own loss is of.
+            top = dataclasses.replace(top, inner=None, flops=0.0)
         plans = [*below, dataclasses.replace(top, factory=build)]
         return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
 

@@ -268,8 +268,8 @@ class Compose(Composition):
             temperature=keys.sampling_temperature,
             seed=self.config.seed,
         )
-        head, work = partial(PatchHead, self.core, decoder), decoder.flops(self.config.model)
-        return Diffusion(width, process, build_head=head, decoder_flops=work)
+        head, work = partial(PatchHead, self.core, decoder), decoder.work(self.core)
+        return Diffusion(width, process, build_head=head, decoder=work)
 
     @property
     def part_names(self) -> Mapping[Role, str]:

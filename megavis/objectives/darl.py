@@ -82,13 +82,13 @@ class DARL(Composition):
             denoises=paper.loss == "diffusion",
             tells_gamma=paper.condition_on_gamma,
         )
-        head, work = partial(PatchHead, self.core, decoder), decoder.flops(self.config.model)
+        head, work = partial(PatchHead, self.core, decoder), decoder.work(self.core)
         if paper.loss == "mse":
             return SquaredError(
                 predicts.width,
                 normalize=paper.normalize_targets,
                 build_head=head,
-                decoder_flops=work,
+                decoder=work,
             )
         process = Process(
             beta=(paper.noise_a, paper.noise_b),
@@ -98,4 +98,4 @@ class DARL(Composition):
             temperature=paper.sampling_temperature,
             seed=self.config.seed,
         )
-        return Diffusion(predicts.width, process, build_head=head, decoder_flops=work)
+        return Diffusion(predicts.width, process, build_head=head, decoder=work)

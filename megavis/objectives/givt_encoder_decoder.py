@@ -26,8 +26,9 @@ from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.data.manifest import Manifest
 from megavis.model.core import Core
-from megavis.model.encoder import Encoder, encoder_model
-from megavis.model.flops import Workload, forward_flops
+from megavis.model.encoder import Encoder, core_of_encoder
+from megavis.model.flops import Workload
+from megavis.model.stack import PlannedStack
 from megavis.objectives.givt import GIVT
 from megavis.objectives.givt_encoder_decoder_config import EncoderDecoderConfig
 from megavis.objectives.trainable import Likelihood
@@ -144,13 +145,11 @@ class GIVTEncoderDecoder(GIVT):
         visible = (tokens + 1) / 2
         return Workload(tokens, tokens, visible, tokens, self.num_outputs, num_memory=patches)
 
-    def encoder_flops(self) -> float:
-        """Return the encoder's, its first matrix counted as a last one."""
-        paper = self.paper
-        model = encoder_model(self.config.model, paper.encoder_layers)
-        numbers, patches = 3 * paper.encoder_patch_size**2, paper.num_patches(self.config)
-        encoder = Workload.of_one_stream(patches, numbers, causal=False)
-        return forward_flops(model, encoder)
+    def encoder(self) -> PlannedStack:
+        """Return the encoder's blocks, the map of patches below them counted as one above."""
+        numbers, patches = 3 * self.paper.encoder_patch_size**2, self.paper.num_patches(self.config)
+        work = Workload.of_one_stream(patches, numbers, causal=False)
+        return PlannedStack(core_of_encoder(self.core, self.paper.encoder_layers), work, "once")
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Want images, with targets or without, and the VAE that makes latents of them."""

@@ -7,7 +7,7 @@ the first and the last layer keep is measured (`ends.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megavis.planning.ends import Ends
@@ -50,8 +50,9 @@ def block_activations(
     # The input, and of each token the mean (where it is subtracted) and the deviation.
     norm = 4 * width + 4 * (1 + shape.is_layer_norm)
     dropped = shape.residual_dropouts * width * read
+    normalised = work.num_tokens + read * (2 if work.num_memory else 1)
     return BlockActivations(
-        norms=((work.num_tokens + read) * norm + dropped + numbers * read) / layout.token_parts,
+        norms=(normalised * norm + dropped + numbers * read) / shape.token_parts(layout),
         attention=_attention_activations(shape, layout, read),
         mlp=read
         * shape.mlp_size
@@ -65,16 +66,22 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     work, width, size = shape.work, shape.hidden_size, shape.number_size
     chooses = shape.visibility in ("two_stream", "context")
     # Where tokens are chosen, they are chosen from the whole sequence.
-    inputs = work.num_tokens / (1 if chooses else layout.token_parts)
+    inputs = work.num_tokens / (1 if chooses else shape.token_parts(layout))
     if shape.visibility == "context":
         inputs += work.num_seen
     # Queries, keys and values, what the output matrix takes; a rotated key beside the first one.
     split = 2 * read + (2 + shape.is_rotary) * work.num_seen
+    num_kernels = 1
+    if work.num_memory:
+        # Of the memory, which all blocks share, only keys and values; queries from all tokens.
+        inputs, split = inputs + read, split + 2 * read + 2 * work.num_memory
+        num_kernels = 2
     kernel = 0.0
     if layout.parallel.activation_checkpointing != "selective":
         # What is turned or masked after the kernel is copied for the output matrix.
         copies = shape.is_rotary or shape.visibility == "two_stream"
-        kernel = read * (size * width * copies + 4 * shape.num_heads) / layout.tensor
+        states = num_kernels * 4 * shape.num_heads
+        kernel = read * (size * width * copies + states) / layout.tensor
         if shape.visibility == "two_stream":
             kernel += read * (size * work.num_seen + 1)
     # Sines and cosines in float32, half as many as a head has channels, for queries and for keys.
@@ -87,19 +94,22 @@ class ActivationMemory:
     """Bytes of the micro-batches that a process has under way.
 
     Attributes:
-        embedding: saved in the first layer, where this process has it.
+        embedding: saved in the first layer, where this process has it, and the memory to which
+            blocks attend.
         below: saved in the blocks of this process's stacks but the uppermost, and in bridges.
         block: saved in each block of the uppermost stack but the last.
         last_block: saved in the last of this process's blocks.
         head: saved in the last layer and the loss, where this process has them.
         num_blocks: of the uppermost stack on this process.
         in_flight: micro-batches whose backward pass is still to come.
-        recomputed: one block's, or one attention's, while it is recomputed.
-        backward: gradients inside one block while its backward pass runs.
+        recomputed: one block's, or one attention's, while it is recomputed: of the stack where
+            that comes to most.
+        backward: gradients inside one of its blocks while its backward pass runs.
         head_backward: gradients inside the loss, or what a block of the head recomputes and its
             gradients, while their backward pass runs.
         transit: hidden states that came from, and go to, neighbouring stages.
         outputs: what the last layer gave, where DeepSpeed's pipeline keeps it.
+        freed: saved above that stack, and gone by then.
     """
 
     embedding: float
@@ -114,6 +124,7 @@ class ActivationMemory:
     head_backward: float
     transit: float
     outputs: float
+    freed: float
 
     @property
     def saved(self) -> float:
@@ -123,12 +134,9 @@ class ActivationMemory:
 
     @property
     def total(self) -> float:
-        """The most at once: where the backward pass begins, or where it has come to the blocks.
-
-        What the head had saved is gone by then.
-        """
+        """The most at once: where the backward pass begins, or where it has come to a stack."""
         beginning = self.head_backward
-        at_blocks = self.recomputed + self.backward - self.in_flight * self.head
+        at_blocks = self.recomputed + self.backward - self.freed
         return self.saved + max(beginning, at_blocks) + self.transit + self.outputs
 
 
@@ -136,61 +144,134 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     """Return what a process of a pipeline stage keeps, at the worst moment of a step."""
     images, ends = layout.micro_batch_size, shape.ends[way_of(layout.parallel)]
     holds = shape.layers.stages(layout.pipeline)[stage]
-    is_first, is_last = holds.is_first, holds.is_last
-    *lower, (upper, num_blocks, is_top) = shape.blocks_of(holds)
-    block, last_block = _kept_of_blocks(upper, layout, is_top=is_top)
-    stacks = [stack for stack, _, _ in (*lower, (upper, num_blocks, is_top))]
+    here = _stacks_on(shape, holds, ends, layout)
+    *lower, upper = here
+    embedding = ends.embedding * holds.is_first + _memory(upper.stack)
+    head = ends.head * holds.is_last
     # One forward, one backward: a stage has as many under way as stages follow, and its own.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
+    encoder = shape.encoder if holds.is_first else None
+    worst = max(_moments(here, encoder, head, layout), key=lambda moment: moment.more)
     return ActivationMemory(
-        embedding=images * ends.embedding * is_first,
-        below=images * _kept_below(lower, holds, ends, layout),
-        block=images * block,
-        last_block=images * last_block,
-        head=images * ends.head * is_last,
-        num_blocks=num_blocks,
+        embedding=images * embedding,
+        below=images * (sum(stack.blocks for stack in lower) + sum(_bridges(here))),
+        block=images * upper.block,
+        last_block=images * upper.last_block,
+        head=images * head,
+        num_blocks=upper.num_blocks,
         in_flight=in_flight,
-        recomputed=max(images * _recomputed(stack, layout) for stack in stacks),
-        backward=max(images * stack.work.num_tokens * _backward(stack, layout) for stack in stacks),
-        head_backward=images * _head_backward(upper, ends, layout) * is_last,
-        transit=max(
-            images * _hidden(stack, layout) * _states_in_transit(layout, stage, in_flight)
-            for stack in stacks
-        ),
-        outputs=images * ends.outputs * _kept_outputs(layout) * is_last,
+        recomputed=images * worst.recomputed,
+        backward=images * worst.backward,
+        head_backward=images * _head_backward(shape, ends, layout) * holds.is_last,
+        transit=images * _in_transit(shape, layout, stage, in_flight),
+        outputs=images * ends.outputs * _kept_outputs(layout) * holds.is_last,
+        freed=images * worst.freed,
     )
 
 
-def _kept_below(
-    lower: Sequence[tuple[StackShape, int, bool]], holds: Stage, ends: Ends, layout: Layout
-) -> float:
-    """Return the bytes an image kept in the lower stacks of a stage, and in its bridges."""
-    kept = sum(here * saved for here, saved in zip(holds.tops, ends.bridges, strict=False))
-    for stack, count, is_top in lower:
-        block, last = _kept_of_blocks(stack, layout, is_top=is_top)
-        kept += (count - 1) * block + last
-    return kept
+@dataclass(frozen=True)
+class _StackHere:
+    """Bytes an image that a stage saves in its blocks of a stack, and in the bridge above it."""
+
+    stack: StackShape
+    num_blocks: int
+    block: float
+    last_block: float
+    bridge: float
+
+    @property
+    def blocks(self) -> float:
+        """All blocks."""
+        return (self.num_blocks - 1) * self.block + self.last_block
 
 
-def _head_backward(stack: StackShape, ends: Ends, layout: Layout) -> float:
+def _stacks_on(shape: ModelShape, holds: Stage, ends: Ends, layout: Layout) -> list[_StackHere]:
+    """Return the stacks of which a stage has blocks, from below."""
+    above = (*ends.bridges, 0.0)
+    return [
+        _StackHere(stack, count, *_kept_of_blocks(stack, layout, is_top=is_top), is_top * bridge)
+        for stack, count, is_top, bridge in zip(
+            shape.stacks, holds.blocks, holds.tops, above, strict=True
+        )
+        if count
+    ]
+
+
+def _bridges(here: Sequence[_StackHere]) -> Iterator[float]:
+    return (stack.bridge for stack in here if stack.bridge)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes an image while the backward pass of a block runs; see `ActivationMemory`."""
+
+    recomputed: float
+    backward: float
+    freed: float
+
+    @property
+    def more(self) -> float:
+        """What there is more than where the backward pass begins."""
+        return self.recomputed + self.backward - self.freed
+
+
+def _moments(
+    here: Sequence[_StackHere], encoder: StackShape | None, head: float, layout: Layout
+) -> Iterator[_Moment]:
+    """Yield the backward pass of each stack, from above, with what is freed by then."""
+    freed = head
+    for stack in reversed(here):
+        freed += stack.bridge
+        yield _moment(stack.stack, layout, freed)
+        freed += stack.blocks
+    if encoder is not None:
+        yield _moment(encoder, layout, freed)
+
+
+def _moment(stack: StackShape, layout: Layout, freed: float) -> _Moment:
+    # The memory has a gradient to which the blocks above have added.
+    gradients = stack.work.num_tokens * _backward(stack, layout) + _memory(stack)
+    return _Moment(_recomputed(stack, layout), gradients, freed)
+
+
+def _head_backward(shape: ModelShape, ends: Ends, layout: Layout) -> float:
     """Return the bytes an image of the worst moment of the head's backward pass."""
     # Gradients of the scores, and of what the loss made of them first.
     scores = 2 * ends.scores
-    # A block of the head has as many gradients to what it keeps as one of the stack below it.
-    share = (
-        stack.work.num_tokens * _backward(stack, layout) / block_activations(stack, layout).total
-    )
-    return max(scores, ends.recomputed * (1 + share))
+    if shape.is_alone:
+        return scores
+    if shape.decoder is None:
+        # Layers without attention: the gradient of the widest tensor.
+        return max(scores, ends.widest)
+    decoder = shape.decoder
+    recomputed, is_full = _recomputed(decoder, layout), _is_full(layout)
+    # Unless blocks are recomputed, most is there where the backward pass begins: in the last one.
+    is_last = not is_full or decoder.num_layers == 1
+    if is_full and is_last:
+        recomputed = block_activations(decoder, layout, is_last=True).total
+    tokens = decoder.work.num_read if is_last else decoder.work.num_tokens
+    freed = 0.0 if is_last else (decoder.num_layers - 1) * _hidden(decoder, layout)
+    return max(scores, recomputed + tokens * _backward(decoder, layout) - freed)
+
+
+def _is_full(layout: Layout) -> bool:
+    """True where all that a block saves is recomputed."""
+    return layout.parallel.activation_checkpointing == "full"
+
+
+def _memory(stack: StackShape) -> float:
+    """Return the bytes an image of what a stack attends to besides its own tokens."""
+    return stack.number_size * stack.hidden_size * stack.work.num_memory
 
 
 def _hidden(stack: StackShape, layout: Layout) -> float:
     """Return the bytes an image of the hidden states in front of a block."""
-    return stack.number_size * stack.hidden_size * stack.work.num_tokens / layout.token_parts
+    return stack.number_size * stack.hidden_size * stack.work.num_tokens / stack.token_parts(layout)
 
 
 def _kept_of_blocks(stack: StackShape, layout: Layout, *, is_top: bool) -> tuple[float, float]:
     """Return the bytes an image kept in a block of a stage, and in the last one of the stage."""
-    if layout.parallel.activation_checkpointing == "full":
+    if _is_full(layout):
         return (_hidden(stack, layout),) * 2
     block = block_activations(stack, layout).total
     return block, block_activations(stack, layout, is_last=is_top).total
@@ -198,25 +279,37 @@ def _kept_of_blocks(stack: StackShape, layout: Layout, *, is_top: bool) -> tuple
 
 def _recomputed(stack: StackShape, layout: Layout) -> float:
     """Return the bytes an image of one block, or one attention, while it is recomputed."""
-    checkpointing = layout.parallel.activation_checkpointing
-    if checkpointing == "full":
+    if _is_full(layout):
         return block_activations(stack, layout).total
     attention = stack.number_size * stack.hidden_size * stack.work.num_tokens / layout.tensor
-    return attention * (checkpointing == "selective")
+    return attention * (layout.parallel.activation_checkpointing == "selective")
 
 
 def _backward(shape: StackShape, layout: Layout) -> float:
     """Return the bytes a token of gradients in the MLP, and in float32 in a norm."""
-    inside = shape.number_size * shape.mlp_size * _AROUND_ACTIVATION / layout.tensor
-    return inside + 2 * _FLOAT32 * shape.hidden_size / layout.token_parts
+    inside, parts = shape.number_size * shape.mlp_size / layout.tensor, shape.token_parts(layout)
+    norm = 2 * _FLOAT32 * shape.hidden_size / parts
+    if shape.is_alone:
+        # As much as any activation function takes: what other models share out has a margin here.
+        return _AROUND_ACTIVATION * inside + norm
+    # Where tokens are split, the gradient of what the MLP gives is gathered.
+    gathered = shape.number_size * shape.hidden_size * (parts > 1)
+    return shape.mlp_gradients * inside + norm + gathered
 
 
-def _states_in_transit(layout: Layout, stage: int, in_flight: int) -> int:
-    """Return how many a stage keeps for its neighbours, and the one that is being received."""
+def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -> float:
+    """Return the bytes an image that a stage keeps for its neighbours, and of what it receives."""
     if layout.pipeline == 1:
-        return 0
-    neighbours = (stage > 0) + (stage < layout.pipeline - 1)
-    return neighbours * in_flight + 1
+        return 0.0
+    holds = shape.layers.stages(layout.pipeline)[stage]
+    held = zip(shape.stacks, holds.blocks, (False, *holds.tops), strict=False)
+    # A bridge gives the states of the stack above it.
+    stacks = [stack for stack, count, is_given in held if count or is_given]
+    hidden = max(_hidden(stack, layout) for stack in stacks)
+    from_below, to_above = stage > 0, stage < layout.pipeline - 1
+    # The memory that goes on is the one that blocks attend to.
+    memory = _memory(stacks[0]) * (from_below * in_flight + 1)
+    return hidden * ((from_below + to_above) * in_flight + 1) + memory
 
 
 def _kept_outputs(layout: Layout) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.schema import RunConfig
-from megavis.model.core import Block
+from megavis.model.attention import Attention
 from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.model.stream import State, Stream
@@ -38,13 +38,15 @@ Storages = dict[int, Tensor]
 class Ends:
     """Bytes an image on one process of a tensor group.
 
+    Stacks inside the first layer and the last are in what these save.
+
     Attributes:
         embedding: saved in the first layer.
         head: saved in the last layer and the loss.
         outputs: what the last layer gives.
         scores: the same in float32, in which losses work.
         bridges: saved above each stack but the last.
-        recomputed: of the first block inside the head, while it is recomputed; 0 where none is.
+        widest: of what the last layer saves, the largest tensor.
     """
 
     embedding: float
@@ -52,7 +54,7 @@ class Ends:
     outputs: float
     scores: float
     bridges: tuple[float, ...] = ()
-    recomputed: float = 0.0
+    widest: float = 0.0
 
 
 def ends_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
@@ -81,8 +83,7 @@ def ends_of(objective: Objective) -> Ends:
     """Measure the layers that are no blocks in the objective's own context."""
     dtype = DTYPES[objective.config.training.precision]
     first_plan, *between, last_plan = objective.layer_plans()
-    with torch.device("meta"):
-        first, last = (plan.build().to(dtype).train() for plan in (first_plan, last_plan))
+    first, last = (_built(plan, dtype) for plan in (first_plan, last_plan))
     sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
     embedding, state = saved_tensors(lambda: first(sequence.inputs), [first])
     bridges, state = _through(between, state, dtype)
@@ -91,25 +92,38 @@ def ends_of(objective: Objective) -> Ends:
     given = outputs if isinstance(outputs, tuple) else (outputs,)
     numbers = sum(tensor.numel() for tensor in given if tensor.is_floating_point())
     return Ends(
-        embedding=num_bytes(embedding) / _IMAGES,
-        head=num_bytes(head) / _IMAGES,
+        embedding=num_bytes(embedding) / _IMAGES + _kernels(first_plan),
+        head=num_bytes(head) / _IMAGES + _kernels(last_plan),
         outputs=sum(tensor.nbytes for tensor in given) / _IMAGES,
         scores=torch.float32.itemsize * numbers / _IMAGES,
         bridges=tuple(bridges),
-        recomputed=_recomputed(last, score, num_bytes(head)) / _IMAGES,
+        widest=max(tensor.untyped_storage().nbytes() for tensor in head.values()) / _IMAGES,
     )
 
 
-def _recomputed(head: nn.Module, score: Callable[[], Predictions], kept: float) -> float:
-    """Return the bytes that the first block of the head saves more where it is not recomputed.
+def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
+    """Return a layer for this measurement alone, on the meta device."""
+    with torch.device("meta"):
+        layer = plan.build().to(dtype).train()
+    for module in layer.modules():
+        if isinstance(module, Attention):
+            # Without numbers torch takes a kernel that keeps all scores: see `_kernels`.
+            module.recompute = True
+    return layer
 
-    The head is one of this measurement alone, and of no use after it.
+
+def _kernels(plan: LayerPlan) -> float:
+    """Return the bytes an image that attention keeps inside a layer where it is not recomputed.
+
+    A number in float32 for each head and token that is read.
     """
-    blocks = [module for module in head.modules() if isinstance(module, Block)]
-    if not blocks or not blocks[0].recomputes:
+    stack = plan.inner
+    if stack is None or stack.core.config.parallel.activation_checkpointing != "none":
         return 0.0
-    blocks[0].recomputes = False
-    return num_bytes(saved_tensors(score, [head])[0]) - kept
+    work, model = stack.work, stack.core.model
+    num_read = (model.num_layers - 1) * work.num_tokens + work.num_read
+    num_heads = model.num_attention_heads // stack.core.groups.tp.size()
+    return float(torch.float32.itemsize * num_heads * num_read)
 
 
 def _through(
@@ -125,8 +139,7 @@ def _through(
             saved.append(0.0)
             state = _above(plan.stack, state)
             continue
-        with torch.device("meta"):
-            bridge = plan.build().to(dtype).train()
+        bridge = _built(plan, dtype)
         kept, state = saved_tensors(partial(bridge, state), [bridge])
         saved[-1] += num_bytes(kept) / _IMAGES
     return saved[:-1], state

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megavis.model.parts import block_weights, distinct_layers, stacks_of
+from megavis.model.parts import StackSize, block_weights, distinct_layers, stack_sizes, stacks_of
 from megavis.model.stack import LayerPlan
 from megavis.objectives.trainable import Trainable
 from megavis.parallel.tensors import partition_dimension
@@ -82,6 +82,36 @@ def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
     for matrix in matrices:
         parts[matrix.part] += matrix.parameters
     return dict(parts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model: a layer that stands alone, a stack of blocks, or one inside a layer.
+
+    Attributes:
+        name: begins its parameters' names.
+        matrices: its parameters, without those of parts inside it.
+        stack: its sizes, of a stack.
+    """
+
+    name: str
+    matrices: tuple[Matrix, ...]
+    stack: StackSize | None
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all of them."""
+        return sum(matrix.parameters for matrix in self.matrices)
+
+
+def parts_of(matrices: Iterable[Matrix], plans: Sequence[LayerPlan]) -> list[Part]:
+    """Return the parts of a model, in its order."""
+    stacks = {stack.name: stack for stack in stack_sizes(plans)}
+    found: dict[str, list[Matrix]] = {}
+    for matrix in matrices:
+        inside = (name for name in stacks if matrix.name.startswith(f"{name}."))
+        found.setdefault(next(inside, matrix.part), []).append(matrix)
+    return [Part(name, tuple(own), stacks.get(name)) for name, own in found.items()]
 
 
 @dataclass(frozen=True)

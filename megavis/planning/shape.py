@@ -17,8 +17,8 @@ from megavis.model.stack import PlannedStack
 from megavis.model.visibility import Kind
 from megavis.objectives.base import Objective
 from megavis.planning.ends import DTYPES, Ends
-from megavis.planning.layouts import Way
-from megavis.planning.parameters import Layers, Stage, count_parameters
+from megavis.planning.layouts import Layout, Way
+from megavis.planning.parameters import Layers, Part, Stage, count_parameters, parts_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,14 @@ class StackShape:
         mlp_size: width of the MLP.
         num_heads: attention heads.
         work: tokens of an image, by what is computed for them.
-        visibility: who sees whom.
+        visibility: who sees whom; of the tokens of `work.num_memory`, all do.
         is_rotary: queries and keys are turned by where they stand.
         is_layer_norm: norms subtract the mean.
         mlp_dropout: something is dropped inside the MLP.
-        residual_dropouts: halves of a block whose result is dropped from, 0 to 2.
+        residual_dropouts: parts of a block whose result is dropped from, 0 to 3.
+        mlp_gradients: gradients of the MLP's width that its activation function has at once.
+        is_alone: the model computes nothing else but maps of tokens.
+        may_split_tokens: sequence parallelism divides its tokens.
         number_size: bytes of a number in the compute precision.
     """
 
@@ -49,12 +52,22 @@ class StackShape:
     is_layer_norm: bool
     mlp_dropout: bool
     residual_dropouts: int
+    mlp_gradients: int
+    is_alone: bool
+    may_split_tokens: bool
     number_size: int
 
     @classmethod
-    def of(cls, stack: PlannedStack, precision: str) -> StackShape:
-        """Return the shape of a stack that computes in this precision."""
+    def of(cls, stack: PlannedStack, precision: str, *, is_alone: bool) -> StackShape:
+        """Return the shape of a stack that computes in this precision.
+
+        Args:
+            stack: of the model.
+            precision: of its numbers.
+            is_alone: see there.
+        """
         model = stack.core.model
+        has_memory = stack.work.num_memory > 0
         return cls(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -65,9 +78,17 @@ class StackShape:
             is_rotary="coordinates" in stack.core.carries,
             is_layer_norm=model.normalization == "layer_norm",
             mlp_dropout=bool(model.mlp_dropout),
-            residual_dropouts=bool(model.residual_dropout) + bool(model.hidden_dropout),
+            residual_dropouts=(1 + has_memory) * bool(model.residual_dropout)
+            + bool(model.hidden_dropout),
+            mlp_gradients=2 if model.activation == "quick_gelu" else 1,
+            is_alone=is_alone,
+            may_split_tokens=stack.core.stack.may_split_tokens,
             number_size=number_size(precision),
         )
+
+    def token_parts(self, layout: Layout) -> int:
+        """Return into how many parts a layout cuts its residual stream."""
+        return layout.token_parts if self.may_split_tokens else 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,10 @@ class ModelShape:
 
     Attributes:
         layers: parameters.
+        parts: by name.
         stacks: of blocks, from below.
+        encoder: the stack inside the first layer.
+        decoder: the stack inside the last layer.
         precision: `float32`, `bf16` or `fp16`.
         gradient_size: bytes of a number in the averages of gradients over processes.
         keeps_average: a moving average of the weights is kept.
@@ -85,7 +109,10 @@ class ModelShape:
     """
 
     layers: Layers
+    parts: tuple[Part, ...]
     stacks: tuple[StackShape, ...]
+    encoder: StackShape | None
+    decoder: StackShape | None
     precision: str
     gradient_size: int
     keeps_average: bool
@@ -98,6 +125,11 @@ class ModelShape:
         return number_size(self.precision)
 
     @property
+    def is_alone(self) -> bool:
+        """True where one stack is all that computes, besides maps of tokens."""
+        return all(stack.is_alone for stack in self.stacks)
+
+    @property
     def main_stack(self) -> StackShape:
         """The stack with most work."""
         return max(
@@ -105,10 +137,12 @@ class ModelShape:
             key=lambda stack: stack.num_layers * stack.hidden_size**2 * stack.work.num_tokens,
         )
 
-    def blocks_of(self, stage: Stage) -> list[tuple[StackShape, int, bool]]:
-        """Return the stacks of which a stage has blocks, how many, and whether the last one."""
-        every = zip(self.stacks, stage.blocks, stage.tops, strict=True)
-        return [(stack, count, is_top) for stack, count, is_top in every if count]
+    def blocks_of(self, stage: Stage) -> list[tuple[StackShape, int]]:
+        """Return the stacks of which a stage has blocks, and how many, inside layers or not."""
+        inner = [self.encoder] * stage.is_first + [self.decoder] * stage.is_last
+        every = [*zip(self.stacks, stage.blocks, strict=True)]
+        every += [(stack, stack.num_layers) for stack in inner if stack is not None]
+        return [(stack, count) for stack, count in every if count]
 
 
 def shape_of(objective: Objective, ends: Mapping[Way, Ends]) -> ModelShape:
@@ -117,20 +151,21 @@ def shape_of(objective: Objective, ends: Mapping[Way, Ends]) -> ModelShape:
     Args:
         objective: the paper.
         ends: of its model, for the layouts that are to be planned.
-
-    Raises:
-        UserError: its blocks attend to an encoder, which the arithmetic of plans leaves out.
     """
     config, plans = objective.config, objective.layer_plans()
+    inner, matrices = [plan.inner for plan in plans], count_parameters(objective)
     stacks = stacks_of(plans)
-    if any(stack.work.num_memory for stack in stacks):
-        raise UserError(
-            f"plans leave out encoders, and {config.objective.name} has one; `megavis params`"
-            " counts its parameters"
-        )
+    is_alone = len(stacks) == 1 and not any(plan.own_flops for plan in plans)
+
+    def shape(stack: PlannedStack) -> StackShape:
+        return StackShape.of(stack, config.training.precision, is_alone=is_alone)
+
     return ModelShape(
-        layers=Layers.of(count_parameters(objective), plans),
-        stacks=tuple(StackShape.of(stack, config.training.precision) for stack in stacks),
+        layers=Layers.of(matrices, plans),
+        parts=tuple(parts_of(matrices, plans)),
+        stacks=tuple(shape(stack) for stack in stacks),
+        encoder=None if inner[0] is None else shape(inner[0]),
+        decoder=None if inner[-1] is None else shape(inner[-1]),
         precision=config.training.precision,
         gradient_size=_gradient_size(config),
         keeps_average=bool(config.optimizer.ema_decay),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megavis.planning.activations import block_activations
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout
-from megavis.planning.shape import ModelShape
+from megavis.planning.shape import ModelShape, StackShape
 from megavis.planning.states import parameters_held
 from megavis.planning.traffic import Transfer
 
@@ -101,10 +101,16 @@ def _with_recomputed(shape: ModelShape, layout: Layout) -> float:
     if checkpointing == "none":
         return 1.0
     scores = sum(
-        4 * stack.hidden_size * stack.work.num_tokens * stack.work.mean_visible * stack.num_layers
-        for stack in shape.stacks
+        4 * stack.hidden_size * stack.work.num_tokens * _keys(stack) * stack.num_layers
+        for stack in (*shape.stacks, shape.encoder, shape.decoder)
+        if stack is not None
     )
     return 1.0 + scores / shape.flops
+
+
+def _keys(stack: StackShape) -> float:
+    """Return how many keys a query sees, on average."""
+    return stack.work.mean_visible + stack.work.num_memory
 
 
 def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
@@ -123,7 +129,7 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     plainly = replace(layout, parallel=plain)
     touched = sum(
         _TOUCHES * block_activations(stack, plainly).total * count
-        for stack, count, _ in shape.blocks_of(shape.layers.busiest(layout.pipeline))
+        for stack, count in shape.blocks_of(shape.layers.busiest(layout.pipeline))
     )
     again = 4 / 3 if layout.parallel.activation_checkpointing == "full" else 1.0
     return again * touched / (_MEMORY_SHARE * 1e9 * cluster.device.memory_gb_per_s)

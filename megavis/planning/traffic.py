@@ -113,9 +113,35 @@ def block_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     Queries and keys-values have matrices of their own here, so that attention begins with two, and
     Megatron gathers inputs once more in the backward pass, which are kept in parts.
     """
-    work, again = shape.work, layout.parallel.activation_checkpointing == "full"
-    tokens, seen, forward = work.num_tokens, work.num_seen, 1 + again
-    if not layout.parallel.sequence_parallel:
+    own, crossed = _own_traffic(shape, layout), _crossed_traffic(shape, layout)
+    return BlockTraffic(
+        reduced=own.reduced + crossed.reduced,
+        gathered=own.gathered + crossed.gathered,
+        scattered=own.scattered + crossed.scattered,
+    )
+
+
+def _forward_passes(layout: Layout) -> int:
+    return 1 + (layout.parallel.activation_checkpointing == "full")
+
+
+def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
+    """Count those around the attention to a memory, which every process has whole."""
+    work, forward = shape.work, _forward_passes(layout)
+    if not work.num_memory:
+        return BlockTraffic(0, 0, 0)
+    # In the backward pass, what queries, and what keys and values, give to their inputs.
+    gradients, passed = work.num_tokens + work.num_memory, work.num_tokens * forward
+    if shape.token_parts(layout) == 1:
+        return BlockTraffic(passed + gradients, 0, 0)
+    return BlockTraffic(gradients, passed + work.num_tokens, passed + work.num_tokens)
+
+
+def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
+    """Count those around attention to the sequence itself, and the MLP."""
+    work, forward = shape.work, _forward_passes(layout)
+    tokens, seen = work.num_tokens, work.num_seen
+    if shape.token_parts(layout) == 1:
         return BlockTraffic(2 * tokens * forward + tokens + seen + tokens, 0, 0)
     if shape.visibility in ("two_stream", "context"):
         # Tokens are chosen from the whole sequence, gathered once.
@@ -133,7 +159,7 @@ def block_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
 
 def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Transfer]:
     found: dict[str, Transfer] = {}
-    for stack, blocks, _ in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
+    for stack, blocks in shape.blocks_of(shape.layers.busiest(layout.pipeline)):
         block, calls = block_traffic(stack, layout), blocks * layout.accumulation_steps
         images = layout.micro_batch_size * layout.accumulation_steps
         numbers = stack.number_size * stack.hidden_size * images * blocks
@@ -154,7 +180,10 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
     images = layout.micro_batch_size * layout.accumulation_steps
     # Where stacks differ, the largest of what may have to pass.
     hidden = max(
-        stack.number_size * stack.hidden_size * stack.work.num_tokens * images
+        stack.number_size
+        * stack.hidden_size
+        * (stack.work.num_tokens + stack.work.num_memory)
+        * images
         for stack in shape.stacks
     )
     sent, calls = 2 * hidden / layout.tensor, 2.0 * layout.accumulation_steps

@@ -8,6 +8,11 @@ from small_configs import SMALL
 from small_vqgan import write_untrained_run
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
+from megavis.config.schema import RunConfig
+from megavis.objectives import build_objective
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import Launch
+from megavis.planning.stages import stage_bounds
 from megavis.training.parity import train_briefly
 
 STEPS = 6
@@ -66,5 +71,41 @@ def test_layouts_give_the_curve_of_one_process(run_job: Any, patch_config: Any, 
     reference = run_job(train_briefly, 1, config, STEPS)[0]
     assert reference[-1][0] < reference[0][0], "nothing was learned"
     for processes, layout in LAYOUTS:
+        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
+    """Return the name of the last layer of the first of two stages."""
+    context = open_context(launch, device="cpu")
+    try:
+        plans = build_objective(config, context).layer_plans()
+        return plans[stage_bounds(plans, 2)[1] - 1].name
+    finally:
+        close_context()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "last"),
+    [
+        ("mae", ["objective.decoder.num_layers=3", "objective.decoder.hidden_size=32"], "decoder."),
+        # The decoder is part of the head: the stage of the head has it, and one block.
+        ("darl", ["model.num_layers=3"], "blocks."),
+    ],
+)
+def test_a_second_stack_is_split_and_cut(
+    run_job: Any, patch_config: Any, name: str, words: list[str], last: str
+) -> None:
+    config = make_config(patch_config(name), *words)
+    assert run_job(last_of_first_stage, 1, config)[0].startswith(last)
+    reference = run_job(train_briefly, 1, config, STEPS)[0]
+    stages = {"pipeline_model_parallel_size": 2}
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    for processes, layout in (
+        (2, stages),
+        (2, split | {"activation_checkpointing": "full"}),
+        (2, {"zero_stage": 3, "activation_checkpointing": "full"}),
+        (4, split | stages),
+    ):
         curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
         assert largest_difference(curves, reference) <= TOLERANCE, layout

@@ -122,6 +122,44 @@ def test_the_command_writes_json_and_a_table(capsys):
     assert len(table) == 1 + 3 + len(tree["matrices"])
 
 
+def test_parts_are_listed_by_name_where_there_are_several_stacks(capsys):
+    folder = PRESETS.parent
+    # By hand: 12 d² + 13 d of a block; all maps and scores of the tokens, and the map above them.
+    path = str(folder / "mae/vit_b16.yaml")
+    assert main(["params", path, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    lower, upper = 50 * (24 * 768**2 + 4 * 50 * 768), 197 * (24 * 512**2 + 4 * 197 * 512)
+    maps = 2 * 50 * 768 * 512, 2 * 197 * 512 * 768
+    assert [(s["name"], s["num_layers"], s["num_tokens"]) for s in tree["stacks"]] == [
+        ("blocks", 12, 50),
+        ("decoder", 8, 197),
+    ]
+    found = [stack["flops"] for stack in tree["stacks"]]
+    assert found == pytest.approx([3 * (12 * lower + maps[0]), 3 * (8 * upper + maps[1])])
+    assert main(["params", path]) == 0
+    table = capsys.readouterr().out.splitlines()[2:7]
+    names = ["embedding", "blocks", "bridge", "decoder", "head"]
+    assert [row.split()[0] for row in table] == [*tree["parts"]] == names
+    assert table[3].split()[1:6] == ["25,219,072", "8", "512", "16", "197"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "phases"),
+    [
+        ("givt/encoder_decoder", "embedding.encoder", ["once", "step"]),
+        ("darl/demo", "head.decoder", ["step", "step"]),
+    ],
+)
+def test_what_is_inside_a_layer_has_a_row_of_its_own(capsys, name, inside, phases):
+    assert main(["params", str(PRESETS.parent / f"{name}.yaml"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    own = sum(m["parameters"] for m in tree["matrices"] if m["name"].startswith(f"{inside}."))
+    assert tree["parts"][inside] == own
+    assert tree["total"] == sum(tree["parts"].values())
+    assert [stack["phase"] for stack in tree["stacks"]] == phases
+    assert inside in [stack["name"] for stack in tree["stacks"]]
+
+
 def test_memory_a_process_is_the_arithmetic_of_the_layout(capsys):
     path = str(PRESETS / "xl_64.yaml")
 
