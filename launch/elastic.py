@@ -1,6 +1,6 @@
 """torchrun that ends with the code of the process that failed first, where torchrun says 1.
 
-So whoever starts it can tell a mistake (2) from a run that was asked to stop (75) and is to go on.
+So a launcher can distinguish a user's mistake (2) from a run to be resumed (75).
 """
 
 import sys

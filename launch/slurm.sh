@@ -15,7 +15,7 @@
 # %x is the job's name, %j its number. A requeued job writes on into the same file.
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
-# A job that is preempted, or loses a node, is queued again and goes on from its newest checkpoint.
+# A job that is preempted, or loses a node, is requeued and resumes from its newest checkpoint.
 #SBATCH --requeue
 # Five minutes before the time limit this script gets USR1: the run saves, stops and is queued again.
 #SBATCH --signal=B:USR1@300

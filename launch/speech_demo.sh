@@ -4,7 +4,7 @@
 #
 #   bash launch/speech_demo.sh
 #
-# Each command is shown as you would type it. Run again, it goes on where it was; after
+# Each command is shown as you would type it. Run again, it resumes; after
 # `rm -r demo/words demo/speech runs/mp3_*speech*` it begins anew.
 set -euo pipefail
 cd "$(dirname "$0")/.."

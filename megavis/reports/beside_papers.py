@@ -84,10 +84,7 @@ def compare(runs: Sequence[RunRecord]) -> Iterator[PaperComparison]:
 
 def _own_table(results: Sequence[OwnResult]) -> Table:
     rows = [(result.run, result.what, result.images, result.value) for result in results]
-    caption = (
-        "Other images and other sizes than the paper's: to be read beside its numbers, not against"
-        " them, unless data, size and recipe are the same."
-    )
+    caption = "Comparable with the paper's only where data, model size and recipe are the same."
     title = "This run" if len({result.run for result in results}) == 1 else "These runs"
     return Table(title, ("run", "", "images", "value"), rows, caption)
 

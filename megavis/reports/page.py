@@ -28,7 +28,7 @@ _PICTURES = {
     "completions": "Completions: the original, what was given, what the run draws",
     "samples": "Samples",
     "step": "Drawn while training",
-    "watch": "Drawn beside training",
+    "watch": "Generated during training",
 }
 """What each kind of picture in `samples/` is, in the order of the page."""
 
