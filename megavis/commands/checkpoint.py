@@ -158,7 +158,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Write the checkpoint into another run folder, beside the run's config."""
+    """Write the checkpoint into another run folder, with the run's config."""
     import shutil
 
     from megavis.checkpoint.folder import step_folder

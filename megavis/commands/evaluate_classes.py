@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_device
-from megavis.commands.evaluate_samples import beside, samples_of
+from megavis.commands.evaluate_samples import default_output, samples_of
 from megavis.commands.feature_arguments import device_of
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
@@ -84,7 +84,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     sys.stdout.write(f"named as their class: {', '.join(words)}\n")
     options = {"train": str(args.train), "real": str(args.images), "drawn": str(file)}
     fitting = {"epochs": args.epochs, "seed": args.seed}
-    out = beside(args.samples, file, "classes")
+    out = default_output(args.samples, file, "classes")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps({**result, **options, **fitting}, indent=2) + "\n").encode())
     sys.stdout.write(f"{out}\n")

@@ -1,4 +1,4 @@
-"""`megavis evaluate samples` and `evaluate statistics`: generated images beside real ones."""
+"""`megavis evaluate samples` and `evaluate statistics`: compare generated with real images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_samples(verbs: Any) -> None:
         help="FID, inception score, precision and recall of generated images",
         description="Compare generated images with real ones: Fréchet distance, inception score"
         " (10 splits, in the order of the images), precision and recall (3 neighbours), and sFID."
-        " The numbers stand beside the samples as JSON; of a run, in RUN/evaluation/samples.json.",
+        " The numbers lie next to the samples as JSON; of a run, in RUN/evaluation/samples.json.",
         epilog="example: megavis evaluate samples samples.npz --reference"
         " VIRTUAL_imagenet256_labeled.npz --inception"
         " weights-inception-2015-12-05-6726825d.pth",
@@ -96,7 +96,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     samples = look_at(images, network, args, num_images=args.num_images, num_kept=MANIFOLD_COUNT)
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
-    out = args.out or beside(args.samples, file, "samples")
+    out = args.out or default_output(args.samples, file, "samples")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps(result.record(), indent=2) + "\n").encode())
     sys.stdout.write(f"{out}\n")
@@ -143,7 +143,7 @@ def samples_of(path: Path) -> Path:
     return files[-1]
 
 
-def beside(given: Path, file: Path, name: str) -> Path:
+def default_output(given: Path, file: Path, name: str) -> Path:
     """Return where the numbers `name` of the samples in `file` go; `given` may be their run."""
     if given != file:
         return given / "evaluation" / f"{name}.json"

@@ -48,8 +48,8 @@ def add_parser(subparsers: Any) -> None:
         "--palette", type=Path, help="kmeans_centers.npy; default: the folder's own"
     )
     givt = parser.add_argument_group("givt")
-    givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: what the file tells")
-    givt.add_argument("--num-classes", type=positive, help="default: what the file tells")
+    givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: read from the file")
+    givt.add_argument("--num-classes", type=positive, help="default: read from the file")
     givt.add_argument(
         "--beta",
         type=non_negative_number,

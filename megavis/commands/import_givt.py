@@ -21,7 +21,7 @@ def import_transformer(args: argparse.Namespace) -> None:
     """Write the run of a causal or masked model, with its adapter where the file has one.
 
     Raises:
-        UserError: the file is no such checkpoint, or does not tell what is asked for.
+        UserError: the file is no such checkpoint, or does not hold what is asked for.
     """
     from megavis.objectives.givt_released import read_arrays
     from megavis.objectives.givt_weights import ReleasedModel

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_config(parser)
     parser.add_argument(
-        "--processes", type=positive, help="also tell the memory of each of N processes"
+        "--processes", type=positive, help="also print the memory of each of N processes"
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(run=run)

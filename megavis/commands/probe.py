@@ -1,4 +1,4 @@
-"""`megavis probe`: the linear probe of a run, beside raw pixels and untrained networks."""
+"""`megavis probe`: linear probe of a run, of raw pixels and of untrained networks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def quietly() -> Iterator[None]:
 
     torch logs that it finds no CUDA where a toolkit is installed without a GPU. DeepSpeed logs to
     standard output when it is imported, which would spoil `--json`, and Megatron warns of each
-    optional package that is absent, which `megavis doctor` tells better. Python's garbage
+    optional package that is absent, which `megavis doctor` reports better. Python's garbage
     collector rests meanwhile: all that imports make stays, and looking through it again and again
     takes 15 % of the start.
     """

@@ -162,9 +162,9 @@ def _score(point: Point, args: argparse.Namespace) -> float:
     kept = point.folder / "evaluation" / "sweep.json"
     asked = {"step": point.step, "train_images": args.train_images}
     if kept.exists():
-        told = json.loads(kept.read_text(encoding="utf-8"))
-        if {key: told[key] for key in asked} == asked:
-            return float(told["accuracy"])
+        record = json.loads(kept.read_text(encoding="utf-8"))
+        if {key: record[key] for key in asked} == asked:
+            return float(record["accuracy"])
     with job_closed():
         opened = open_run(point.folder, step=None, device=args.device)
         accuracy = _probe(opened, args)

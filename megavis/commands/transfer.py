@@ -1,6 +1,6 @@
 """`megavis transfer`: the linear probe on a list of labelled data sets, as one table.
 
-The run's features stand beside raw pixels and an untrained network of the same model.
+Raw pixels and an untrained network of the same model are the baselines.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--layers", default="all", help="that may be the best: all, or numbers such as 0,3,6"
     )
-    parser.add_argument("--layer", type=non_negative, help="score this layer beside the best")
+    parser.add_argument("--layer", type=non_negative, help="score this layer as well as the best")
     add_few_label_arguments(parser)
     _add_baseline_arguments(parser)
     add_seed_argument(parser)
@@ -129,7 +129,7 @@ def _results(
 
     settings = _settings(opened, args)
     cache = feature_cache(opened, args)
-    # All are opened before the first is looked at: a mistake is told at once.
+    # All are opened before the first is evaluated, so a mistake is reported at once.
     trained_on = training_shards(opened)
     data = {
         name: _open(opened, folders, trained_on, examples=args.examples)

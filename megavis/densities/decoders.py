@@ -31,7 +31,7 @@ from megavis.model.visibility import Relations, Visibility
 
 
 class NoisyEmbedding(WholeLinear):
-    """A linear map of noisy patches; γ is a further channel of each pixel where it is told."""
+    """A linear map of noisy patches; conditioned on γ by a further channel of each pixel."""
 
     def __init__(
         self, patch_width: int, hidden_size: int, *, tells_gamma: bool, channels: int

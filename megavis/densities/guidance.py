@@ -60,7 +60,7 @@ class Guided:
         """Return log of max over the points of the density, divided by the proposal's mode.
 
         The log-density is a parabola. Over evenly spaced points its largest value is at one of
-        the two next to the vertex, or at an end, so four points tell the maximum over all 1001.
+        the two next to the vertex, or at an end, so four points give the maximum over all 1001.
         """
         sharpness = (1.0 + self.weight) * torch.exp(-2.0 * self.log_scale)
         other = self.weight * torch.exp(-2.0 * self.other_log_scale)

@@ -114,7 +114,7 @@ class FeatureCache:
     def write(self, key: Key, features: LabelledFeatures) -> None:
         """Keep features, whole or not at all; fewer images of the same key are dropped.
 
-        A run folder that cannot be written to is told of once, and nothing is kept.
+        A run folder that cannot be written to is reported once, and nothing is kept.
         """
         if not self._is_writable:
             return

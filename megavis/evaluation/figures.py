@@ -157,7 +157,7 @@ def write_png(path: Path, figure: Figure) -> None:
 
 
 def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: int) -> None:
-    """Show a figure beside the curves of a run, in an event file of its own. Raises OSError."""
+    """Add a figure to a run's TensorBoard, in an event file of its own. Raises OSError."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard import SummaryWriter

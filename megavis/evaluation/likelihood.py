@@ -57,7 +57,7 @@ class LikelihoodResult:
         num_images: how many.
         dimension: what one dimension is, in words.
         dimensions_per_image: how many an image has.
-        given: what else the network is told; None: nothing.
+        given: what the network is conditioned on; None: nothing.
         nats_per_dimension: mean of -log p; of a density it may be negative.
         bits_per_dimension: the same by the logarithm to base 2.
         nats_per_image: for all dimensions together.

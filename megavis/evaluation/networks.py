@@ -109,9 +109,9 @@ class Network:
         """Return the main process's answer: the others may not see its disk."""
         if self.context.world.size == 1:
             return answer
-        told = torch.tensor(int(answer), device=self.context.device)
-        dist.broadcast(told, src=0, group=self.context.world.group)
-        return bool(told)
+        flag = torch.tensor(int(answer), device=self.context.device)
+        dist.broadcast(flag, src=0, group=self.context.world.group)
+        return bool(flag)
 
 
 def extract(

@@ -72,7 +72,7 @@ def position_accuracy(
 ) -> PositionAccuracy:
     """Measure at one η; the context is drawn for each image from the run's seed.
 
-    Patches that are told where they stand do not count.
+    Patches whose place is given do not count.
     """
     right = torch.zeros(2, dtype=torch.float64)
     count = torch.zeros(2, dtype=torch.float64)

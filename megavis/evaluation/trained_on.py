@@ -16,7 +16,7 @@ from megavis.objectives import objective_configs
 def training_shards(config: RunConfig) -> Iterator[Shards]:
     """Yield the folders of `data.train`, then those of the run that fine-tuning started from.
 
-    What is not there any more is told on standard error: nobody knows whether it has images of the
+    Shards that are gone are reported on standard error: nobody knows whether it has images of the
     test set.
     """
     for source in config.data.train_sources:

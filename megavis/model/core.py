@@ -43,7 +43,7 @@ class StackSpec:
         model: width, heads, MLP, number of blocks, norms, biases and dropout.
         visibility_kind: which token sees which.
         initialization: how the matrices of a block start.
-        carries: names of the tensors that travel beside the hidden states; see `Stream`. Where
+        carries: names of the tensors that travel with the hidden states; see `Stream`. Where
             there is a `drop_path`, `SAMPLES` is the last.
         drop_path: probability that the last block leaves out what a part of it adds to an image;
             those before it less often, the first never (`drop_path.py`).
@@ -99,7 +99,7 @@ class Core:
 
     @property
     def carries(self) -> tuple[str, ...]:
-        """Names of the tensors that travel beside the hidden states."""
+        """Names of the tensors that travel with the hidden states."""
         return self.stack.carries
 
     @property
@@ -115,7 +115,7 @@ class Core:
     def relations(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
     ) -> Relations:
-        """Return who sees whom and who stands where, as the carried tensors tell."""
+        """Return who sees whom and who stands where, from the carried tensors."""
         visibility = Visibility(
             self.visibility_kind,
             content_groups=carried.get("content_groups"),

@@ -61,7 +61,7 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
     Args:
         logits: this process's part, `[s, b, vocabulary / tensor size]`.
         targets: int64 ids `[s, b]`, the same on all processes of the tensor group.
-        core: tells the tensor group.
+        core: gives the tensor group.
 
     Returns:
         nats, `[s, b]`.

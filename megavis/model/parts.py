@@ -54,7 +54,7 @@ class Bridge(nn.Module):
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the tokens that enter the upper stack, and what is carried beside them.
+        """Return the tokens that enter the upper stack, and what is carried with them.
 
         A paper adds fillers and positions here.
 

@@ -1,4 +1,4 @@
-"""Where a token stands, told to the model in one of six ways.
+"""Position encodings of tokens on a grid, in six kinds.
 
 Coordinates are data: int64 `[b, s, axes]` in units of patches (or pixels), b = 1 where all images
 share them; a permuted sequence is the same tokens with permuted coordinates. Absolute kinds are
@@ -38,7 +38,7 @@ def cell_coordinates(cells: Tensor, width: int) -> Tensor:
 
 
 class Positions(nn.Module):
-    """Tells tokens where they stand on a grid of `height` × `width`.
+    """Encodes where tokens stand on a grid of `height` × `width`.
 
     `weight` exists for learned positions alone: one vector a cell, in raster order.
     """

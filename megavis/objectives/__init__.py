@@ -1,7 +1,8 @@
 """A paper is two modules, found by its name: its keys, NAME_config.py, and its model, NAME.py.
 
-The first imports no torch, so that a mistake in a config is told at once; the second is imported
-when the model is built. So a paper is added by its files alone, and a run imports no other paper.
+The first imports no torch, so that a mistake in a config is reported at once; the second is
+imported when the model is built. So a paper is added by its files alone, and a run imports no
+other paper.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Objective(Trainable, Backbone):
     @property
     @abstractmethod
     def carries(self) -> tuple[str, ...]:
-        """Names of the tensors that travel beside the hidden states, in the order of `Stream`.
+        """Names of the tensors that travel with the hidden states, in the order of `Stream`.
 
         Blocks know `coordinates`, `content_groups`, `query_groups` and `context`, and attend to the
         `memory` of an encoder; what else is named goes through to the head. The samples' numbers

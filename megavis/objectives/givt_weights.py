@@ -1,4 +1,4 @@
-"""GIVT's released Transformers under megavis's names, and the config that their arrays tell.
+"""GIVT's released Transformers under megavis's names, with a config inferred from their arrays.
 
 The names are those of the released checkpoints: `decoder/EncDecBlock3/...`, or layers stacked on
 axis 1 of `decoder/EncDecBlock/...`. An adapter that was trained jointly stands under
@@ -40,12 +40,12 @@ _ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """A released Transformer, and what its arrays do not tell.
+    """A released Transformer, and what does not follow from its arrays.
 
     Attributes:
         arrays: by released name, the adapter's without its prefix taken off.
-        mode: causal or masked; told by the number of positions when None.
-        num_classes: told by the rows of the labels when None.
+        mode: causal or masked; from the number of positions when None.
+        num_classes: from the rows of the labels when None.
     """
 
     arrays: Arrays
@@ -56,7 +56,7 @@ class ReleasedModel:
         """Return the objective's section.
 
         Raises:
-            UserError: the arrays do not tell it, or are of another model.
+            UserError: it does not follow from the arrays, or they are of another model.
         """
         stacked = self._stacked()
         keys: dict[str, Any] = {
@@ -71,7 +71,7 @@ class ReleasedModel:
         return MaskGITConfig(**keys) if self.is_masked else GIVTConfig(**keys)
 
     def _density(self) -> dict[str, Any]:
-        """Tell the density by the number of outputs for tokens of d numbers."""
+        """Infer the density from the number of outputs for tokens of d numbers."""
         outputs, size = self._num_outputs, self._token_size
         if outputs == size**2 + size:
             return {"num_components": 1, "covariance": "full"}
@@ -241,7 +241,7 @@ class ReleasedModel:
         return found
 
     def _labels(self) -> dict[str, Any]:
-        """Tell classes and null label by the rows of the table."""
+        """Infer classes and null label from the rows of the table."""
         rows = self._shape("EmbedLabels/embedding")[0] - (REPLACEMENT + 1) * self.is_masked
         classes = self.num_classes
         if classes is None:
@@ -266,7 +266,7 @@ class ReleasedModel:
         return int(self._shape("decoder/pos_emb")[1] - self.is_masked)
 
     def _stacked(self) -> int:
-        """Tell stacked pairs by a number of tokens that is half a square."""
+        """Infer stacked pairs from a number of tokens that is half a square."""
         return 1 if _is_square(self._num_tokens) else 2
 
     def _shape(self, name: str) -> tuple[int, ...]:

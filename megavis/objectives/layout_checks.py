@@ -70,14 +70,14 @@ def check_hiding(
 def check_placed(
     config: RunConfig, *, mask_ratio: float, given_ratio: float, ratio_key: str, given_key: str
 ) -> Iterator[ConfigIssue]:
-    """Want positions for tokens that are told their places, and none for those that name them.
+    """Check that tokens with a given place have positions, and those that predict it none.
 
     In plain fine-tuning all may know where they stand.
 
     Args:
         config: the run's.
         mask_ratio: share of the tokens that nobody sees.
-        given_ratio: share of them, all seen, that are told.
+        given_ratio: share of them, all seen, whose place is given.
         ratio_key: what says `mask_ratio`.
         given_key: what says `given_ratio`.
     """

@@ -1,6 +1,6 @@
 """MP3: Position Prediction as an Effective Pretraining Strategy (Zhai et al., 2022).
 
-An image is a set of patches: nobody tells the network where they stood. Queries come from all
+An image is a set of patches: the network is not given their places. Queries come from all
 patches, keys and values from a random share 1 - η of them, the context (section 3.2). A linear head
 names the place of every patch, context and masked alike (algorithm 1).
 
@@ -8,10 +8,10 @@ Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is 
 class token stands in front (section 3.1 and appendix A); the paper does not say whether others see
 it, here they do, at every η.
 
-Of speech, the frames of a spectrogram are the patches, and a few of them are told where they stand
+Of speech, the frames of a spectrogram are the patches, and a few of them have their place given
 (section 4.3). The paper does not say whether these count in the loss; here they do not.
 
-Legend: b images, n patches, c of them context, g of these told where they stand, d numbers of a
+Legend: b images, n patches, c of them context, g of these with a given place, d numbers of a
 patch, h hidden size.
 """
 

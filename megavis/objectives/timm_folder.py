@@ -102,14 +102,14 @@ def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
         raise UserError(f"{weights}: missing; save the model with timm.models.save_for_hf")
     tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
     _check(tensors)
-    told: dict[str, Any] = {}
+    pretrained: dict[str, Any] = {}
     if settings.exists():
-        told = json.loads(settings.read_text(encoding="utf-8")).get("pretrained_cfg", {})
+        pretrained = json.loads(settings.read_text(encoding="utf-8")).get("pretrained_cfg", {})
     width = tensors["norm.weight"].shape[0]
     heads = num_heads or max(1, width // _USUAL_HEAD)
     if width % heads:
         raise UserError(f"a width of {width} does not divide by {heads} heads; say --heads")
-    mean, deviation = told.get("mean", CHANNEL_MEAN), told.get("std", CHANNEL_DEVIATION)
+    mean, deviation = pretrained.get("mean", CHANNEL_MEAN), pretrained.get("std", CHANNEL_DEVIATION)
     return TimmViT(tensors, heads, mean, deviation)
 
 

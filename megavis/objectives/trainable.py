@@ -48,7 +48,7 @@ class Likelihood:
         dimension: what one dimension is, in words: `token of the 512-colour palette`.
         per_image: dimensions of an image.
         per_loss: dimensions whose nats the loss adds up; it is a mean over all else.
-        given: what else the model is told, in words; None: nothing.
+        given: what the model is conditioned on, in words; None: nothing.
     """
 
     dimension: str
@@ -102,7 +102,7 @@ class Backbone(ABC):
 
     @property
     def carries_gradient(self) -> bool:
-        """True where a tensor beside the hidden states has a gradient that travels back."""
+        """True where a tensor other than the hidden states has a gradient that travels back."""
         return False
 
     def composition(self) -> Composition:

@@ -37,7 +37,7 @@ class Device(Section):
     """To other nodes: this GPU's share of its node's network."""
 
 
-# Vendor's data sheets: A100 80 GB SXM, H100 SXM, H200 SXM; NVLink is told for both directions
+# Vendor's data sheets: A100 80 GB SXM, H100 SXM, H200 SXM; NVLink is given for both directions
 # there. Networks: one HDR port a GPU as in DGX A100, one NDR port as in DGX H100 and H200.
 DEVICES: Mapping[str, Device] = {
     device.name: device

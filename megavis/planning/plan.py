@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """What a layout has beside plain data parallelism; the less, the simpler."""
+        """What a layout has besides plain data parallelism; the less, the simpler."""
         layout = self.layout
         return (
             layout.pipeline,

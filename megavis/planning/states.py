@@ -26,7 +26,7 @@ class StateMemory:
         gradients: in float32; in bf16 under ZeRO-1 also those of the weights themselves, which
             DeepSpeed's optimizer for that case sets to zero and does not free.
         optimizer: Adam's moments, and under ZeRO 1 to 3 the float32 master weights, which DeepSpeed
-            keeps beside the weights also where it computes in float32.
+            keeps in addition to the weights also where it computes in float32.
         average: the moving average of the weights (`optimizer.ema_decay`), in float32, which is
             split and offloaded with the optimizer's states.
         gathered: under ZeRO-3, the largest layer, whole while it is used. This is the least:
@@ -82,7 +82,7 @@ def state_memory(
 
 
 def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
-    """Return whether DeepSpeed keeps gradients of the weights beside those in float32."""
+    """Return whether DeepSpeed keeps gradients of the weights in addition to those in float32."""
     return zero_stage == 1 and precision == "bf16"
 
 

@@ -1,7 +1,7 @@
 """How long an optimizer step takes: an estimate, good for ranking layouts.
 
 Arithmetic at a share of the device's peak, element-wise work at the speed of its memory, the
-bubble of the pipeline, and what of the communication cannot run beside the arithmetic. The shares
+bubble of the pipeline, and communication that cannot overlap with computation. The shares
 are assumptions, all of them in this file; none has been fitted to megavis on a GPU.
 """
 
@@ -71,7 +71,7 @@ def step_time(
 ) -> StepTime:
     """Estimate an optimizer step of the slowest stage."""
     images = layout.micro_batch_size * layout.accumulation_steps
-    # The share of the largest stage, in which embedding and head are not told apart from blocks.
+    # The share of the largest stage, in which embedding and head are not distinguished from blocks.
     share = shape.layers.busiest(layout.pipeline).share / layout.tensor
     own = images * share * shape.flops
     products = own * _with_recomputed(shape, layout) / _speed(shape, layout, cluster)
@@ -136,7 +136,7 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
 
 
 def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float, float, float]:
-    """Return seconds inside the passes, of those what runs beside them, and at their end."""
+    """Return seconds inside the passes, of those what overlaps with them, and at their end."""
     device = cluster.device
     shown = hidden = ends = 0.0
     for transfer in traffic:

@@ -60,7 +60,7 @@ class Transfer:
         inside: bytes that a process sends to others of its node, a step.
         between: bytes that it sends to other nodes.
         calls: how often, a step.
-        is_hidden: it runs beside the arithmetic.
+        is_hidden: it overlaps with computation.
     """
 
     kind: str

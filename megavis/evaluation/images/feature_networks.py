@@ -43,7 +43,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class NetworkName:
-    """What is said of the network beside each number.
+    """How the network is described with each number.
 
     Attributes:
         name: what to call it.
