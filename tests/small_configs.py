@@ -49,7 +49,7 @@ SMALL = {
     "mp3": SmallConfig(
         "{name: mp3, patch_size: 4, mask_ratio: 0.5, class_token: false}", in_every_pair=True
     ),
-    # Biases of heads that other processes hold, learned beside the classes.
+    # Biases of heads that other processes hold, learned together with the classes.
     "mp3_relative": SmallConfig(
         "{name: mp3, patch_size: 4, class_token: false}",
         model="positions: relative_2d",

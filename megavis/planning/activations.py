@@ -307,7 +307,7 @@ def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -
     stacks = [stack for stack, count, is_given in held if count or is_given]
     hidden = max(_hidden(stack, layout) for stack in stacks)
     from_below, to_above = stage > 0, stage < layout.pipeline - 1
-    # The memory that goes on is the one that blocks attend to.
+    # The carried memory is the one that blocks attend to.
     memory = _memory(stacks[0]) * (from_below * in_flight + 1)
     return hidden * ((from_below + to_above) * in_flight + 1) + memory
 

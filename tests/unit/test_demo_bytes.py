@@ -41,7 +41,7 @@ def make_all():
 def hashes():
     """Return the SHA-256 of each image, shard, index and palette, and of weights.
 
-    `report.json` beside shards says how fast they were written, and in how much memory.
+    `report.json` next to shards records speed and peak memory of writing them.
     """
     files = [*Path("demo").rglob("*"), *Path("runs").rglob("*.safetensors")]
     return {
