@@ -33,7 +33,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     from megavis.checkpoint.state import logical_shape
     from megavis.config.load import load_config
     from megavis.data.batch import Batch
-    from megavis.objectives import build_objective, objective_configs
+    from megavis.papers import build_objective, objective_configs
     from megavis.parallel.context import close_context, open_context
     from megavis.training.engine import Engine
 
@@ -95,7 +95,7 @@ def growth(action: Callable[[], Any]) -> tuple[Any, int]:
 def sizes_of_xl() -> list[int]:
     """Return the bytes of each of XL's weights and moments, in the order of saving."""
     from megavis.config.load import load_config
-    from megavis.objectives import build_objective, objective_configs
+    from megavis.papers import build_objective, objective_configs
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
     from megavis.planning.parameters import count_parameters

@@ -20,8 +20,8 @@ from megavis.config.load import load_config
 from megavis.data.batch import Batch
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
-from megavis.objectives import OBJECTIVES, objective_configs
-from megavis.objectives.givt import GIVT
+from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers.givt.paper import GIVT
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.sampler import Sampler

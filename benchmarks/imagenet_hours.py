@@ -28,7 +28,7 @@ from benchmarks.palette_shards import run_verb, write_crops
 from benchmarks.timing import machine
 from megavis.checkpoint.whole import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.tokenizers.base import NetworkTokenizer
 from megavis.tokenizers.vae import VAE
 from megavis.tokenizers.vqgan import VQGAN

@@ -87,7 +87,7 @@ def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, o
     """Train on the shards, then on one batch of them; returns a row for each."""
     from megavis.data.dataset import ShardDataset
     from megavis.data.loader import BatchLoader
-    from megavis.objectives import OBJECTIVES
+    from megavis.papers import OBJECTIVES
     from megavis.parallel.context import open_context
     from megavis.parallel.launch import read_launch
     from megavis.training.engine import Engine

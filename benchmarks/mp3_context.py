@@ -24,7 +24,7 @@ RATIOS = (0.3, 0.5, 0.75, 0.9)
 def open_objective(options: Any, mask_ratio: float) -> Any:
     """Return MP3 of the size that the options ask for."""
     from megavis.config.load import load_config
-    from megavis.objectives import OBJECTIVES, objective_configs
+    from megavis.papers import OBJECTIVES, objective_configs
     from megavis.parallel.context import current_context, open_context
     from megavis.parallel.launch import read_launch
 

@@ -26,7 +26,7 @@ def measure(
     """Return the times of a step, of a look and of the look's two halves, in turns."""
     from megavis.data.dataset import ShardDataset
     from megavis.data.loader import BatchLoader
-    from megavis.objectives import OBJECTIVES
+    from megavis.papers import OBJECTIVES
     from megavis.training.corruption_check import CheckReplicas, weight_fingerprints
     from megavis.training.engine import Engine
     from megavis.training.hooks import StepState

@@ -31,7 +31,7 @@ from benchmarks.twins import (
 from megavis.config.schema import RunConfig
 from megavis.model.product import PackedLinear
 from megavis.model.runner import Runner
-from megavis.objectives.igpt import IGPT
+from megavis.papers.igpt.paper import IGPT
 
 
 def our_model(config: RunConfig, theirs: Any) -> tuple[Runner, IGPT]:

@@ -33,7 +33,7 @@ from megavis.model.product import product
 
 def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:
     """Return a function that takes one step of megavis's engine and gives the loss."""
-    from megavis.objectives import OBJECTIVES
+    from megavis.papers import OBJECTIVES
     from megavis.parallel.context import open_context
     from megavis.parallel.launch import read_launch
     from megavis.training.engine import Engine

@@ -17,8 +17,8 @@ from megavis.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megavis.objectives.igpt import IGPTConfig
-from megavis.objectives.imagegpt import from_imagegpt
+from megavis.papers.igpt.imagegpt import from_imagegpt
+from megavis.papers.igpt.paper import IGPTConfig
 
 NUM_COLORS = 512
 

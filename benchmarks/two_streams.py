@@ -22,8 +22,8 @@ from megavis.model.attention import Attention
 from megavis.model.core import Block
 from megavis.model.stream import Stream
 from megavis.model.visibility import Relations
-from megavis.objectives import OBJECTIVES, objective_configs
-from megavis.objectives.gvp import GVP
+from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers.gvp.paper import GVP
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
 

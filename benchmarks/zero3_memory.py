@@ -51,7 +51,7 @@ def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
         trains: also what comes after the layers; 0 is returned for it otherwise.
     """
     from megavis.config.load import load_config
-    from megavis.objectives import OBJECTIVES, objective_configs
+    from megavis.papers import OBJECTIVES, objective_configs
     from megavis.parallel.context import close_context, open_context
     from megavis.training.engine import build_stack
 

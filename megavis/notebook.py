@@ -30,7 +30,7 @@ from megavis.data.batch import Batch
 from megavis.data.manifest import PALETTE_NAME
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
-from megavis.objectives import build_objective, objective_configs
+from megavis.papers import build_objective, objective_configs
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.sampler import Sampler

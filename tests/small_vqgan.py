@@ -4,7 +4,7 @@ import torch
 
 from megavis.checkpoint.whole import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.tokenizers.vqgan_network import VQGANNetwork
 
 SMALL = """\

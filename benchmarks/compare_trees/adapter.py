@@ -93,7 +93,8 @@ def _plain(value: Any) -> Any:
 def resolved_config(path: str) -> str:
     """Return a config file with all its defaults, as YAML."""
     module: Any = importlib.import_module("megavis.config.load")
-    papers: Any = importlib.import_module("megavis.objectives")
+    folder = "papers" if importlib.util.find_spec("megavis.papers") else "objectives"
+    papers: Any = importlib.import_module(f"megavis.{folder}")
     return str(
         module.dump_config(module.load_config(path, objectives=papers.objective_configs()).config)
     )

@@ -19,7 +19,7 @@ from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers
-from megavis.objectives.igpt import IGPT
+from megavis.papers.igpt.paper import IGPT
 from megavis.parallel.launch import Launch
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.base import Question

@@ -13,14 +13,14 @@ from torch import Tensor
 from benchmarks.gpu_check.results import Settings
 from benchmarks.imagenet_hours import write_tokenizer
 from benchmarks.palette_shards import run_verb, write_crops
+from megavis.composition.objective import Objective
 from megavis.composition.tokens import blank_batch
+from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import Stack
-from megavis.objectives import build_objective, objective_configs
-from megavis.objectives.base import Objective
-from megavis.objectives.trainable import Trainable
+from megavis.papers import build_objective, objective_configs
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.tokenizers.vae import VAE

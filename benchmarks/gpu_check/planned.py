@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megavis.objectives.base import Objective
-from megavis.objectives.trainable import Trainable
+from megavis.composition.objective import Objective
+from megavis.composition.trainable import Trainable
 from megavis.planning.hardware import DEVICES, Cluster, Device
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import shape_of

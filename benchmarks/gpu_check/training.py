@@ -13,12 +13,12 @@ from benchmarks.gpu_check.models import random_batch
 from megavis.checkpoint.folder import chosen_checkpoint
 from megavis.checkpoint.load import load_training_state
 from megavis.checkpoint.save import Progress, Snapshot
+from megavis.composition.trainable import Trainable
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import Stack
-from megavis.objectives import build_objective
-from megavis.objectives.trainable import Trainable
+from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.training import engine as engine_module
 from megavis.training.engine import Engine

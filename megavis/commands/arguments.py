@@ -31,7 +31,7 @@ def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
     """Load a config file of a user's, whose epochs are those of its shards; see `load_config`."""
     from megavis.config.load import load_config
     from megavis.data.manifest import num_images
-    from megavis.objectives import objective_configs
+    from megavis.papers import objective_configs
 
     return load_config(path, overrides, objectives=objective_configs(), count_images=num_images)
 

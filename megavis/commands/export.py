@@ -64,8 +64,8 @@ def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     import torch
 
     from megavis.data.manifest import PALETTE_NAME
-    from megavis.objectives.imagegpt import fits_imagegpt, to_imagegpt
-    from megavis.objectives.imagegpt_folder import (
+    from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
+    from megavis.papers.igpt.imagegpt_folder import (
         check_agreement,
         folder_logits,
         folder_settings,

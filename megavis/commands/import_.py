@@ -94,7 +94,7 @@ def _import_imagegpt(args: argparse.Namespace) -> None:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.objectives.imagegpt_folder import read_folder
+        from megavis.papers.igpt.imagegpt_folder import read_folder
 
     settings, tensors = read_folder(args.source)
     _write_imagegpt(args, settings, tensors)
@@ -109,8 +109,8 @@ def _write_imagegpt(
 ) -> None:
     from megavis.commands.imported_run import imported_config, write_run
     from megavis.config.schema import ModelConfig
-    from megavis.objectives.igpt import IGPTConfig
-    from megavis.objectives.imagegpt import from_imagegpt, has_biases, model_section
+    from megavis.papers.igpt.imagegpt import from_imagegpt, has_biases, model_section
+    from megavis.papers.igpt.paper import IGPTConfig
 
     side = math.isqrt(settings["n_positions"])
     if side * side != settings["n_positions"]:
@@ -129,7 +129,7 @@ def _write_imagegpt(
 
 def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
     """Return the named palette, or the folder's own; None where it has none."""
-    from megavis.objectives.imagegpt_folder import read_clusters
+    from megavis.papers.igpt.imagegpt_folder import read_clusters
     from megavis.tokenizers.palette import Palette
 
     given = args.palette is not None
@@ -146,7 +146,7 @@ def _compare(run_folder: Path, settings: dict[str, Any], tensors: dict[str, Any]
     import torch
 
     from megavis.notebook import Run
-    from megavis.objectives.imagegpt_folder import check_agreement, folder_logits
+    from megavis.papers.igpt.imagegpt_folder import check_agreement, folder_logits
 
     generator = torch.Generator().manual_seed(0)
     shape = (2, settings["n_positions"])

@@ -23,8 +23,8 @@ def import_transformer(args: argparse.Namespace) -> None:
     Raises:
         UserError: the file is no such checkpoint, or does not hold what is asked for.
     """
-    from megavis.objectives.givt_released import read_arrays
-    from megavis.objectives.givt_weights import ReleasedModel
+    from megavis.papers.givt.released import read_arrays
+    from megavis.papers.givt.weights import ReleasedModel
 
     arrays = dict(read_arrays(args.source))
     if args.adapter is not None:
@@ -47,8 +47,8 @@ def import_transformer(args: argparse.Namespace) -> None:
 
 def _pixels_of_a_latent(run_folder: Path) -> int:
     from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
-    from megavis.objectives.vae_config import VAEConfig
+    from megavis.papers import objective_configs
+    from megavis.papers.vae.config import VAEConfig
 
     path = run_folder / "config.yaml"
     paper = load_config(path, objectives=objective_configs()).config.objective
@@ -63,8 +63,8 @@ def import_vae(args: argparse.Namespace) -> None:
     Raises:
         UserError: the file is no such checkpoint.
     """
-    from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
-    from megavis.objectives.vae_config import VAEConfig
+    from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
+    from megavis.papers.vae.config import VAEConfig
 
     arrays = read_arrays(args.source)
     shape = vae_shape(arrays)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megavis.config.schema import RunConfig
-    from megavis.objectives.timm_folder import TimmViT
+    from megavis.papers.darl.timm_folder import TimmViT
 
 
 def import_timm(args: argparse.Namespace) -> None:
@@ -21,7 +21,7 @@ def import_timm(args: argparse.Namespace) -> None:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.objectives.timm_folder import from_timm, read_timm_folder
+        from megavis.papers.darl.timm_folder import from_timm, read_timm_folder
 
     model = read_timm_folder(args.source, num_heads=args.heads)
     write_run(args.run_folder, _config(args, model), from_timm(model))
@@ -35,7 +35,7 @@ def import_timm(args: argparse.Namespace) -> None:
 def _config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
     from megavis.commands.imported_run import imported_config
     from megavis.config.schema import FinetuneConfig, ModelConfig
-    from megavis.objectives.darl_config import DARLConfig
+    from megavis.papers.darl.config import DARLConfig
 
     return imported_config(
         args.run_folder,
@@ -63,8 +63,8 @@ def _compare(args: argparse.Namespace, model: TimmViT) -> float:
     import torch
 
     from megavis.notebook import Run
-    from megavis.objectives.imagegpt_folder import check_agreement
-    from megavis.objectives.timm_folder import timm_features
+    from megavis.papers.darl.timm_folder import timm_features
+    from megavis.papers.igpt.imagegpt_folder import check_agreement
 
     generator = torch.Generator().manual_seed(0)
     shape = (2, model.image_size, model.image_size, 3)

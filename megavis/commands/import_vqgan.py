@@ -15,7 +15,7 @@ def import_vqgan(args: argparse.Namespace) -> None:
     """
     from dataclasses import asdict
 
-    from megavis.objectives.vqgan_config import VQGANConfig
+    from megavis.papers.vqgan.config import VQGANConfig
     from megavis.tokenizers.vqgan_released import read_released, released_shape
 
     tensors = read_released(args.source)

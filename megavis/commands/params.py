@@ -13,8 +13,8 @@ from megavis.commands.parts import part_lines, parts_json
 from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
+    from megavis.composition.trainable import Trainable
     from megavis.config.schema import RunConfig
-    from megavis.objectives.trainable import Trainable
     from megavis.planning.parameters import Matrix, Part
     from megavis.planning.states import StateMemory
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.processes is not None:
         loaded.require_world(args.processes)
     with quietly():
-        from megavis.objectives import build_objective
+        from megavis.papers import build_objective
         from megavis.parallel.context import close_context, open_context
         from megavis.parallel.launch import read_launch
         from megavis.planning.parameters import count_parameters, parts_of

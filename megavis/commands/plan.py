@@ -90,7 +90,7 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     """Return the model's sizes, for all layouts of so many processes; no context may be open."""
     from dataclasses import replace
 
-    from megavis.objectives import build_objective
+    from megavis.papers import build_objective
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
     from megavis.planning.ends import ends_of_layouts

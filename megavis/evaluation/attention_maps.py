@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.core import Block
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

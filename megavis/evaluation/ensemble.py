@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megavis.composition.classification import Classification, is_among_likeliest
 from megavis.data.loader import Readable, evaluation_batches
 from megavis.evaluation.classes import class_logits
 from megavis.model.runner import Runner
-from megavis.objectives.classification import Classification, is_among_likeliest
 
 _BATCH_SIZE = 64
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.dataset import ShardDataset
 from megavis.data.files import write_atomically
@@ -16,7 +17,6 @@ from megavis.data.loader import evaluation_batches
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.composition.trainable import Trainable
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import batches_in_turn
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
 from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
 
 NOTHING = LabelledFeatures(np.empty((0, 0, 0), np.float32), np.empty(0, np.int64))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megavis.composition.objective import Objective
 from megavis.data.dataset import ShardDataset
 from megavis.data.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.orders import to_raster
 from megavis.model.runner import Runner
-from megavis.objectives.base import Objective
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.model.runner import Runner
-from megavis.objectives.composition import Composition
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.leakage import Shards, find_shards
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 
 def training_shards(config: RunConfig) -> Iterator[Shards]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megavis.composition.objective import Objective
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.model.flops import Workload
 from megavis.model.parts import stacks_of
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import Kind
-from megavis.objectives.base import Objective
 from megavis.planning.ends import DTYPES, Ends
 from megavis.planning.layouts import Layout, Way
 from megavis.planning.parameters import Layers, Part, Stage, count_parameters, parts_of

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
 from megavis.densities.base import Drawing, Drawn, Draws
 from megavis.model.runner import Runner
 from megavis.model.stream import State
-from megavis.objectives.composition import Composition
 from megavis.schedules.base import Progress, Step
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
-from megavis.objectives.composition import Composition
 from megavis.sampling.generate import Settings
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 from megavis.sampling.grids import (
     completion_grid,
     image_grid,

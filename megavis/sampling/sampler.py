@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.composition.condition import Known
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.orders import take_places, to_raster
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import Axis
 from megavis.sampling.generate import generate_in_steps
 from megavis.sampling.options import settings_of

@@ -15,10 +15,10 @@ import torch
 
 from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.manifest import read_manifest
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
-from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.manifest import LossScale
 from megavis.checkpoint.state import ParameterStates
+from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
-from megavis.objectives.trainable import Trainable
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.mpu import DeepSpeedView
 from megavis.parallel.random import derive_seed

@@ -13,6 +13,7 @@ from typing import Any
 
 from megavis.checkpoint.folder import step_folder
 from megavis.checkpoint.load import load_weights, start_from_weights
+from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.blended_dataset import Samples
@@ -24,7 +25,6 @@ from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.trained_on import training_shards
 from megavis.model.runner import Runner
-from megavis.objectives.classification import Classification
 from megavis.parallel.context import ParallelContext
 from megavis.training.early_stopping import EarlyStopping
 from megavis.training.engine import Engine

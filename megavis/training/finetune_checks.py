@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megavis.checkpoint.folder import chosen_checkpoint
 from megavis.checkpoint.manifest import read_manifest
+from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
 from megavis.data.blended_dataset import Samples
-from megavis.objectives import objective_configs
-from megavis.objectives.classification import Classification
+from megavis.papers import objective_configs
 
 _MAY_DIFFER = re.compile("positions|position_scale|drop_path|.*dropout")
 """Keys of the model that change no weight's meaning."""

@@ -11,7 +11,7 @@ from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section
 from megavis.data.blended_dataset import Samples
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 
 def check_same_tokenizer(manifest: Manifest, data: Samples, tokenizer: str | None) -> None:

@@ -15,6 +15,7 @@ from megavis.checkpoint.load import load_training_state
 from megavis.checkpoint.manifest import LossHistory, Manifest
 from megavis.checkpoint.recovery import Found, newest_whole_checkpoint
 from megavis.checkpoint.save import Progress, Snapshot
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
@@ -23,8 +24,7 @@ from megavis.data.files import write_atomically
 from megavis.data.loader import BatchLoader, Readable
 from megavis.data.manifest import PALETTE_NAME
 from megavis.data.transforms import training_transform
-from megavis.objectives import build_objective
-from megavis.objectives.trainable import Trainable
+from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.bad_steps import BadStepStreak, WatchBadSteps

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loader import Readable, read_batch
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
 from megavis.training.hooks import StepState

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch
-from megavis.objectives import build_objective, objective_configs
+from megavis.papers import build_objective, objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.ends import ends_of_layouts, num_bytes, saved_tensors

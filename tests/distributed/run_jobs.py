@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from megavis.config.load import load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training.run import run_training
 

@@ -24,7 +24,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.loader import BatchLoader
 from megavis.model.core import Block
 from megavis.notebook import Run
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine

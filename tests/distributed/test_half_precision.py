@@ -12,7 +12,7 @@ from run_jobs import deterministic_metrics, rewind, train_run
 from megavis.checkpoint.folder import latest_checkpoint
 from megavis.checkpoint.manifest import Manifest, read_manifest
 from megavis.config.load import load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training import engine
 from megavis.training.parity import Curve, parity_config, train_briefly

@@ -7,7 +7,7 @@ import pytest
 
 from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig, RunConfig
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.planning.layouts import legal_layouts
 from megavis.training.parity import parity_config, train_briefly
 

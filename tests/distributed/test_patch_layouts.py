@@ -9,7 +9,7 @@ from small_vqgan import write_untrained_run
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.config.schema import RunConfig
-from megavis.objectives import build_objective
+from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.stages import stage_bounds

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/add-a-paper.md"
-PAPER = ["megavis/objectives/mae_config.py", "megavis/objectives/mae.py"]
+PAPER = ["megavis/papers/mae/config.py", "megavis/papers/mae/paper.py"]
 STEPS = 6
 
 
@@ -29,7 +29,7 @@ def test_the_model_takes_no_more_than_200_lines():
 def train_printed(launch, path, words):
     """Train the printed paper on this process's part; runs in a worker."""
     from megavis.config.load import load_config
-    from megavis.objectives import objective_configs
+    from megavis.papers import objective_configs
     from megavis.training.parity import train_briefly
 
     config = load_config(path, words, objectives=objective_configs()).config

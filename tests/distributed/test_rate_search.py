@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megavis.config.load import load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training.job import open_job
 from megavis.training.search import Outcome, search_rates

@@ -10,7 +10,7 @@ from megavis.data.dataset import ShardDataset
 from megavis.data.loader import BatchLoader
 from megavis.model.runner import Runner
 from megavis.notebook import Run
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES, objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine

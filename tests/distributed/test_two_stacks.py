@@ -24,15 +24,15 @@ LAYOUTS = [
 
 def train_two_stacks(launch, path, words):
     """Train on this process's part; runs in a worker."""
-    from megavis import objectives
+    from megavis import papers
     from megavis.config.load import load_config
     from megavis.training.parity import train_briefly
 
-    # As if the two files lay in `megavis/objectives`.
-    if str(FOLDER) not in objectives.__path__:
-        objectives.__path__.append(str(FOLDER))
+    # As if the folder lay in `megavis/papers`.
+    if str(FOLDER) not in papers.__path__:
+        papers.__path__.append(str(FOLDER))
     words = ["objective.name=two_stacks", "parallel.zero_stage=0", *words]
-    config = load_config(path, words, objectives=objectives.objective_configs()).config
+    config = load_config(path, words, objectives=papers.objective_configs()).config
     return train_briefly(launch, config, STEPS)
 
 

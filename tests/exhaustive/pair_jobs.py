@@ -8,7 +8,7 @@ from megavis.checkpoint.load import load_training_state
 from megavis.checkpoint.save import Progress, Snapshot
 from megavis.config.load import LoadedConfig, load_config
 from megavis.data.loader import BatchLoader
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine

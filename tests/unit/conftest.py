@@ -44,7 +44,7 @@ def build_paper(context, tmp_path):
     from megavis.config.load import load_config
     from megavis.model.runner import Runner
     from megavis.model.stack import LocalLayers, Stack
-    from megavis.objectives import build_objective, objective_configs
+    from megavis.papers import build_objective, objective_configs
 
     def build_paper(text, *words, std=0.5, visibility=None):
         path = tmp_path / "small.yaml"

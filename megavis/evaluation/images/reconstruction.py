@@ -13,6 +13,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from megavis.composition.trainable import Trainable
 from megavis.data.dataset import ShardDataset
 from megavis.data.files import sha256_of_file
 from megavis.data.loader import evaluation_batches
@@ -23,7 +24,6 @@ from megavis.evaluation.images.generation import Comparison, FeatureCollector, c
 from megavis.evaluation.images.similarity import structural_similarity
 from megavis.model.perceptual import PerceptualDistance
 from megavis.model.runner import Runner
-from megavis.objectives.trainable import Trainable
 
 _BATCH_SIZE = 64
 

@@ -8,7 +8,7 @@ import pytest
 
 from megavis.cli import main
 from megavis.config.load import load_config
-from megavis.objectives import build_objective, objective_configs
+from megavis.papers import build_objective, objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.workers import WorkerPool
 from megavis.planning.parameters import by_part, count_parameters

@@ -7,7 +7,7 @@ import pytest
 
 from megavis.commands import schema
 from megavis.config.schema import RunConfig
-from megavis.objectives import OBJECTIVES
+from megavis.papers import OBJECTIVES
 
 CONFIGS = Path(__file__).parents[3] / "yaml_configs"
 

@@ -7,7 +7,7 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 SMALL = """\
 name: small

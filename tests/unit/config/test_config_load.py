@@ -6,7 +6,7 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 PAPERS = ", ".join(sorted(objective_configs()))
 

@@ -9,7 +9,7 @@ import yaml
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.shorthand import PRESETS, PresetName
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 Load = Callable[..., LoadedConfig]
 

@@ -14,12 +14,12 @@ FOLDER = Path(__file__).parents[2] / "two_stacks"
 
 @pytest.fixture(scope="module", autouse=True)
 def _found():
-    """As if the two files lay in `megavis/objectives`."""
-    from megavis import objectives
+    """As if the folder lay in `megavis/papers`."""
+    from megavis import papers
 
-    objectives.__path__.append(str(FOLDER))
+    papers.__path__.append(str(FOLDER))
     yield
-    objectives.__path__.remove(str(FOLDER))
+    papers.__path__.remove(str(FOLDER))
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from megavis.composition.classification import Classification
 from megavis.data.batch import Batch
 from megavis.data.dataset import ShardDataset
 from megavis.model.declarations import options_of
-from megavis.objectives import OBJECTIVES
-from megavis.objectives.classification import Classification
+from megavis.papers import OBJECTIVES
 from megavis.parallel.random import uniform
 
 WORDS = (

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from small_batches import run_layers
 
-from megavis.composition import latents
+from megavis.composition import composition, latents
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
-from megavis.objectives import composition
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
 CONFIG = """\

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.objectives import build_objective, objective_configs
+from megavis.papers import build_objective, objective_configs
 from megavis.planning.parameters import by_part, count_parameters
 
 FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"

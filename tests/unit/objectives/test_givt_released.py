@@ -22,7 +22,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, Source, load_config
 from megavis.data.dataset import ShardDataset
 from megavis.data.manifest import Manifest
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES, objective_configs
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.tokenizers.base import objective_section, open_tokenizer

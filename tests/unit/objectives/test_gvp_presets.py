@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 FOLDER = Path(__file__).parents[3] / "yaml_configs/gvp"
 DEFAULT = {"variant": "p2p", "order": "random", "segmentation": "mixed", "num_groups": 20}

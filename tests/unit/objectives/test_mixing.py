@@ -8,9 +8,9 @@ import torch
 from scipy import stats
 from test_classification import PATCHES, WORDS, class_logits
 
+from megavis.composition.mixing import Mixing
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
-from megavis.objectives.mixing import Mixing
 from megavis.parallel.random import uniform
 
 SIDE, CLASSES = 12, 4

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from small_batches import batch_of, photographs
 
 from megavis.config.errors import UserError
-from megavis.objectives.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
+from megavis.papers.darl.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
 
 CONFIG = """\
 name: vit

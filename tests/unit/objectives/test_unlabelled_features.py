@@ -5,10 +5,10 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
+from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.data.batch import Batch
-from megavis.objectives import OBJECTIVES as PAPERS
-from megavis.objectives.classification import Classification
+from megavis.papers import OBJECTIVES as PAPERS
 
 NUM_CLASSES = 10
 KEYS = f"latent_channels: 4, downsampling: 8, num_classes: {NUM_CLASSES}, num_components: 2"

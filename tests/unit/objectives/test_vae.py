@@ -12,7 +12,7 @@ from megavis.config.load import load_config
 from megavis.data.batch import Batch
 from megavis.model.discriminator import Discriminator, squared_slope
 from megavis.model.stack import Stack
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES, objective_configs
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from small_vqgan import write_config
 
 from megavis.config.load import load_config
 from megavis.model.stack import Stack
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES, objective_configs
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig
-from megavis.objectives import build_objective, objective_configs
+from megavis.papers import build_objective, objective_configs
 from megavis.planning.activations import activation_memory, block_activations
 from megavis.planning.ends import ends_of, num_bytes, saved_tensors
 from megavis.planning.hardware import Cluster, open_device

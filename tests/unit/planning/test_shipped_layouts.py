@@ -8,7 +8,7 @@ import pytest
 
 from megavis.cli import main
 from megavis.config.load import load_config
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 
 pytestmark = pytest.mark.once
 

@@ -13,7 +13,7 @@ from megavis.model.encoder import Encoder
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.model.visibility import KeyValueCache
-from megavis.objectives import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES, objective_configs
 from megavis.sampling.pictures import picture
 from megavis.sampling.sampler import Sampler
 

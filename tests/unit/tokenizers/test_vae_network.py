@@ -4,7 +4,7 @@ import pytest
 import torch
 from golden_givt import GOLDEN, golden
 
-from megavis.objectives.givt_released import read_arrays, vae_shape, vae_weights
+from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae_network import Posterior, VAENetwork
 

@@ -13,7 +13,7 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
-from megavis.objectives import objective_configs
+from megavis.papers import objective_configs
 from megavis.training.bad_steps import BadStepStreak, SpikeDetector
 from megavis.training.rollback import go_back
 

@@ -8,7 +8,7 @@ from small_vqgan import write_untrained_run
 
 from megavis.config.load import load_config
 from megavis.model.stack import LocalLayers
-from megavis.objectives import build_objective, objective_configs
+from megavis.papers import build_objective, objective_configs
 from megavis.training.engine import build_stack
 from megavis.training.optimizer import decays
 

@@ -1,0 +1,219 @@
+"""Fine-tuning of any paper's model: class logits on top, with or without the paper's own loss.
+
+"Generative Pretraining from Pixels", section 2.3: the last norm's output is averaged over the
+sequence, a projection gives class logits, and L_GEN + L_CLF is minimised. The projection starts at
+zero (appendix A.1). Other papers leave L_GEN away, let all tokens see all, or read the last token:
+what differs is the config's `finetune` section, not code.
+
+Legend: b images, s tokens, h hidden size, c classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.composition.class_heads import (
+    ClassHead,
+    Classifier,
+    add_classifier,
+    frozen,
+)
+from megavis.composition.composition import Composition
+from megavis.composition.mixing import Mixing
+from megavis.composition.trainable import Sequence, Trainable
+from megavis.data.batch import Batch
+from megavis.data.manifest import Manifest
+from megavis.model.flops import Workload, training_flops
+from megavis.model.heads import Head
+from megavis.model.norms import Norm
+from megavis.model.stack import GivesFeatures, LayerPlan, num_up_to_features
+
+NO_LABEL = -1
+"""The label of an image that has none."""
+
+
+class Classification(Trainable):
+    """A paper's model with classes on top.
+
+    An operator on a composition: visibility, layers, sequence and loss follow from it.
+
+    Attributes:
+        paper: the composition, whose layers these are but for the head.
+        settings: the config's `finetune` section.
+    """
+
+    def __init__(self, paper: Composition) -> None:
+        """Put classes on a paper whose config has a `finetune` section."""
+        super().__init__(paper.config, paper.context)
+        assert paper.config.finetune is not None
+        self.settings, self.processes = paper.config.finetune, paper.context.data.group
+        self.paper = paper.seeing_all() if self.settings.visibility == "full" else paper
+
+    @property
+    def backbone(self) -> Composition:
+        """The paper, whose blocks these are."""
+        return self.paper
+
+    def classification(self) -> Classification:
+        """Return itself."""
+        return self
+
+    @property
+    def is_joint(self) -> bool:
+        """True where the paper's own loss counts too."""
+        return self.settings.generative_weight > 0
+
+    @property
+    def mixes(self) -> bool:
+        """True where training sees mixtures of two images."""
+        return max(self.settings.mixup, self.settings.cutmix) > 0
+
+    @property
+    def has_random_sequence(self) -> bool:
+        """True where what classes are read off depends on random draws of each sample."""
+        if self.is_joint:
+            return self.paper.has_random_sequence
+        return self.paper.has_random_features
+
+    def flops_per_image(self) -> float:
+        """Return the operations of a training step for one image, without the classifier's few."""
+        if self.is_joint:
+            return self.paper.flops_per_image()
+        causal = self.paper.core.visibility_kind == "causal"
+        work = Workload.of_one_stream(self.paper.num_tokens, 0, causal=causal)
+        return training_flops(self.config.model, work)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Want what the paper wants, and images to mix; labels are looked at when data are open."""
+        yield from self.paper.check_data(manifest)
+        if self.mixes and manifest.kind != "jpeg":
+            yield f"holds {manifest.kind} shards; finetune.mixup and cutmix want jpeg shards"
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return the paper's layers, with class logits from the last off which features are read.
+
+        What stands above that, as MAE's decoder, is left away.
+        """
+        plans = self.paper.layer_plans()
+        *below, top = plans[: num_up_to_features(plans)]
+        if self.settings.linear_evaluation:
+            below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
+        build = partial(self._build_head, top.factory)
+        if not self.is_joint:
+            # A decoder predicts what the paper's own loss is of.
+            top = dataclasses.replace(top, inner=None, flops=0.0)
+        plans = [*below, dataclasses.replace(top, factory=build)]
+        return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
+
+    def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
+        """Let a layer learn at γ^(last - depth) times the rate, with γ = `layer_decay`.
+
+        As in MAE's recipe, where depths count from 0, the embedding, over the L blocks to L + 1,
+        the head.
+        """
+        options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
+        return dataclasses.replace(plan, options=options)
+
+    def _build_head(self, build_top: Callable[[], nn.Module]) -> Head:
+        core, top = self.paper.core, build_top()
+        if self.settings.linear_evaluation:
+            top.requires_grad_(False)
+        classifier = Classifier(core, self.settings, self.processes)
+        if self.is_joint:
+            assert isinstance(top, Head)
+            return add_classifier(top, classifier)
+        norm = cast(GivesFeatures, top).feature_norm
+        assert isinstance(norm, Norm)
+        return ClassHead(core, norm, classifier)
+
+    def sequence(self, batch: Batch) -> Sequence:
+        """Return the paper's sequence, then the labels, which are no part of its inputs.
+
+        Without the paper's own loss it is the sequence of features.
+        """
+        if not self.is_joint:
+            return Sequence(self.paper.feature_inputs(batch), (batch.labels,))
+        self.paper.check_unlabelled()
+        own = self.paper.sequence(batch.unlabelled())
+        return Sequence(own.inputs, (*own.targets, batch.labels))
+
+    def training_sequence(self, batch: Batch) -> Sequence:
+        """Return the sequence of mixed images, with the shares of classes in place of labels."""
+        return self.paper.with_samples(self._mixed_sequence(batch), batch)
+
+    def _mixed_sequence(self, batch: Batch) -> Sequence:
+        if not self.mixes:
+            return self.sequence(batch)
+        settings = self.settings
+        mix = Mixing(mixup=settings.mixup, cutmix=settings.cutmix, seed=self.config.seed)
+        images, classes = mix(
+            batch.inputs, batch.labels, batch.sample_index, num_classes=settings.num_classes
+        )
+        mixed = self.sequence(dataclasses.replace(batch, inputs=images))
+        return Sequence(mixed.inputs, (*mixed.targets[:-1], classes))
+
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return what the first layer takes for images as shards hold them (`Batch.inputs`)."""
+        self.check_options(options)
+        index = torch.arange(len(inputs)) if sample_index is None else sample_index
+        batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
+        return self.sequence(batch.to(inputs.device)).inputs
+
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
+
+        An image without a label adds nothing to the former.
+
+        Args:
+            predictions: as the head gives them.
+            targets: the paper's own, then labels int64 `[b]`, or shares of classes float32
+                `[b, c]`.
+        """
+        own, logits = divide(predictions)
+        *own_targets, labels = targets
+        nats = F.cross_entropy(
+            logits,
+            labels,
+            ignore_index=NO_LABEL,
+            label_smoothing=self.settings.label_smoothing,
+            reduction="sum",
+        )
+        loss = nats / len(labels)
+        if self.is_joint:
+            loss = loss + self.settings.generative_weight * self.paper.loss(own, tuple(own_targets))
+        return loss
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return `accuracy` and `top5`, the shares of images whose class is named so."""
+        logits, labels = divide(predictions)[1], targets[-1]
+        return {
+            "accuracy": is_among_likeliest(logits, labels, 1).float().mean(),
+            "top5": is_among_likeliest(logits, labels, 5).float().mean(),
+        }
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return class logits `[b, c]`."""
+        return divide(predictions)[1]
+
+
+def divide(predictions: Any) -> tuple[Any, Tensor]:
+    """Return the paper's own predictions, if there are any, and the class logits `[b, c]`."""
+    if isinstance(predictions, Tensor):
+        return (), predictions
+    *own, logits = predictions
+    return (own[0] if len(own) == 1 else tuple(own)), logits
+
+
+def is_among_likeliest(logits: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return bool `[b]`: the label is among so many largest of the logits `[b, c]`."""
+    likeliest = logits.topk(min(count, logits.shape[1]), dim=1).indices
+    return (likeliest == labels[:, None]).any(1)

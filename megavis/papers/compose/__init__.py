@@ -1,0 +1,1 @@
+"""Any composition of tokens, schedule, asking, density and condition, from YAML."""

@@ -1,0 +1,300 @@
+"""The words of a paper as keys: any combination of tokens, schedule, asking, density, condition.
+
+Each word is a section with a `kind`, which says what other keys it has (`compose_words.py`). What
+goes together is checked here, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from megavis.composition.shared_keys import check_adapter, check_hiding, check_placed, check_tokens
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
+from megavis.papers.compose.words import (
+    AdapterTransform,
+    AnyAsking,
+    AnyCondition,
+    AnyDensity,
+    AnySchedule,
+    AnyTokens,
+    AnyTransform,
+    BridgeAsking,
+    CategoricalDensity,
+    ClassCondition,
+    ContextSchedule,
+    FrameTokens,
+    GroupsSchedule,
+    IdTokens,
+    LatentTokens,
+    NoCondition,
+    NoTransform,
+    OneByOneSchedule,
+    PaletteTokens,
+    PatchTokens,
+    PlaceDensity,
+    QueryAsking,
+    SelfAsking,
+    ShiftAsking,
+)
+from megavis.schedules.boundaries import most_groups
+
+
+class ComposeConfig(ObjectiveConfig):
+    """The keys of a composition."""
+
+    takes_frames: ClassVar[bool] = True
+
+    name: Literal["compose"] = "compose"
+    reads: Annotated[AnyTokens, Field(discriminator="kind")]
+    """What goes in."""
+    predicts: Annotated[AnyTokens | None, Field(discriminator="kind")] = None
+    """What comes out; what goes in when absent."""
+    schedule: Annotated[AnySchedule, Field(discriminator="kind")]
+    """What is known when a token is predicted."""
+    asks: Annotated[AnyAsking, Field(discriminator="kind")]
+    """How a token asks to be predicted."""
+    density: Annotated[AnyDensity, Field(discriminator="kind")]
+    """How it is predicted, scored and drawn."""
+    condition: Annotated[AnyCondition, Field(discriminator="kind")] = NoCondition(kind="none")
+    """What else is known of an image."""
+    transform: Annotated[AnyTransform, Field(discriminator="kind")] = NoTransform(kind="none")
+    """What latents go through before they are read and predicted."""
+
+    @property
+    def predicted(self) -> AnyTokens:
+        """What comes out."""
+        return self.predicts or self.reads
+
+    @property
+    def no_images(self) -> str | None:
+        """What comes out must be what goes in, and the schedule say what is drawn when."""
+        if self.predicts is not None:
+            return (
+                "a model with objective.predicts cannot go on from what it has drawn: it reads"
+                f" {self.reads.kind}"
+            )
+        if self.schedule.kind in ("masked", "context"):
+            return (
+                f"objective.schedule {self.schedule.kind} says not what is drawn when; train with"
+                " rounds to draw"
+            )
+        if self.condition.kind == "features":
+            return (
+                "a model with objective.condition of kind features knows the whole image; pictures"
+                " need one trained without"
+            )
+        if self.reads.kind == "frames":
+            return "frames of a spectrogram are no images that could be drawn"
+        return None
+
+    @property
+    def class_token(self) -> bool:
+        """True where a learned token stands in front."""
+        return isinstance(self.asks, SelfAsking | BridgeAsking) and self.asks.class_token
+
+    @property
+    def missing_null_label(self) -> str | None:
+        """The probability of dropping the class, where that is the condition and it is 0."""
+        has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
+        return "objective.condition.dropout" if has_none else None
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Yield a sentence for each combination that makes no sense."""
+        sizes = [*self._check_sizes(config)]
+        yield from sizes
+        yield from self._check_asking(config)
+        yield from self._check_density()
+        yield from self._check_features()
+        if isinstance(self.transform, AdapterTransform):
+            yield from self._check_transform(self.transform)
+        if not sizes:
+            yield from self._check_split(config)
+
+    def _check_sizes(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        size, grids = config.data.image_size, []
+        if (self.reads.kind == "frames") != (config.data.frames is not None):
+            text = f"{self.reads.kind} does not fit the data"
+            yield "objective.reads.kind", f"{text}: frames and data.frames belong together"
+        tensor = config.parallel.tensor_model_parallel_size
+        for key, tokens in (("reads", self.reads), ("predicts", self.predicts)):
+            if tokens is None:
+                continue
+            if isinstance(tokens, FrameTokens):
+                grids.append(tokens.grid(config.data))
+                continue
+            if not isinstance(tokens, PaletteTokens) and size % tokens.patch_size:
+                text = f"{tokens.patch_size} does not divide data.image_size {size}"
+                yield f"objective.{key}.patch_size", text
+            if isinstance(tokens, PaletteTokens | IdTokens) and tokens.vocabulary_size % tensor:
+                text = f"{tokens.vocabulary_size} does not divide by tensor_model_parallel_size"
+                yield f"objective.{key}.vocabulary_size", f"{text} {tensor}"
+            grids.append(tokens.grid(config.data))
+        if len(set(grids)) > 1 and "frames" not in (self.reads.kind, self.predicted.kind):
+            first, other = (f"{rows} × {columns}" for rows, columns in grids)
+            text = f"makes {other} tokens of an image where objective.reads makes {first}"
+            yield "objective.predicts", text
+        yield from self._check_schedule(*grids[0])
+
+    def _check_schedule(self, rows: int, columns: int) -> Iterator[ConfigIssue]:
+        schedule, count = self.schedule, rows * columns
+        if isinstance(schedule, GroupsSchedule):
+            most = most_groups(schedule.length, count)
+            if schedule.num_groups > most:
+                text = f"{schedule.num_groups} groups cannot be cut from {count} tokens"
+                yield "objective.schedule.num_groups", f"{text}; use at most {most}"
+        if not isinstance(schedule, OneByOneSchedule):
+            return
+        if rows != columns and schedule.order not in ("raster", "random"):
+            text = f"{schedule.order} wants a square grid, and frames are one row"
+            yield "objective.schedule.order", f"{text}; use raster or random"
+        elif schedule.order in ("nested_raster", "round_robin") and rows % schedule.order_block:
+            text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
+            yield "objective.schedule.order_block", text
+        if schedule.prefix >= count:
+            text = f"{schedule.prefix} leaves nothing to predict of {count} tokens"
+            yield "objective.schedule.prefix", text
+
+    def _check_asking(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        schedule, asks = self.schedule, self.asks
+        fitting = {
+            "shift": ("one_by_one",),
+            "mask": ("masked", "rounds"),
+            "query": ("one_by_one", "groups"),
+            "self": ("context",),
+            "bridge": ("context",),
+        }[asks.kind]
+        if schedule.kind not in fitting:
+            yield (
+                "objective.asks.kind",
+                f"{asks.kind} goes with schedule {' or '.join(fitting)}, not {schedule.kind}",
+            )
+            return
+        positions = config.model.positions or "learned"
+        if isinstance(schedule, OneByOneSchedule):
+            yield from self._check_places(schedule, positions)
+        if self.condition.kind == "class" and asks.kind not in ("shift", "query"):
+            text = "class stands in place of a first token, or before queries; asks is"
+            yield "objective.condition.kind", f"{text} {asks.kind}"
+        if isinstance(schedule, ContextSchedule):
+            yield from self._check_context(config, schedule)
+        if asks.kind not in ("shift", "self") and positions == "none":
+            text = f"none tells no place: all tokens that {asks.kind} asks for would look alike"
+            yield "model.positions", f"{text}; use another"
+
+    def _check_context(self, config: RunConfig, schedule: ContextSchedule) -> Iterator[ConfigIssue]:
+        asks, ratio_key = self.asks, "objective.schedule.mask_ratio"
+        if isinstance(asks, SelfAsking):
+            yield from check_placed(
+                config,
+                mask_ratio=schedule.mask_ratio,
+                given_ratio=asks.given_ratio,
+                ratio_key=ratio_key,
+                given_key="objective.asks.given_ratio",
+            )
+        if isinstance(asks, BridgeAsking):
+            rows, columns = self.reads.grid(config.data)
+            yield from check_hiding(
+                config,
+                rows * columns,
+                schedule.mask_ratio,
+                class_token=asks.class_token,
+                ratio_key=ratio_key,
+                class_key="objective.asks.class_token",
+            )
+            yield from asks.decoder.check(config, "objective.asks.decoder")
+
+    def _check_places(self, schedule: OneByOneSchedule, positions: str) -> Iterator[ConfigIssue]:
+        asks = self.asks
+        place = asks.place if isinstance(asks, ShiftAsking) else ""
+        if place in ("asked", "content") and schedule.order == "random":
+            missing = "stands" if place == "asked" else "is asked for"
+            yield (
+                "objective.asks.place",
+                f"{place} does not say where the {'held' if place == 'asked' else 'next'} token"
+                f" {missing}, which differs by image in order random; use both, or kind query",
+            )
+        if place == "both" and positions not in ("learned", "sincos"):
+            text = f"{positions} cannot add two places to a row; use learned or sincos"
+            yield "model.positions", text
+        if schedule.prefix and place != "content":
+            text = "a prefix that sees itself wants asks of kind shift with place content"
+            yield "objective.schedule.prefix", text
+
+    def _check_density(self) -> Iterator[ConfigIssue]:
+        predicted, density, asks = self.predicted, self.density, self.asks
+        if isinstance(density, PlaceDensity) or isinstance(asks, SelfAsking):
+            yield from self._check_naming()
+            return
+        if isinstance(asks, BridgeAsking) and density.kind not in ("squared_error", "mixture"):
+            text = f"{density.kind} has no head above a bridge; use squared_error or mixture"
+            yield "objective.density.kind", text
+        are_ids = isinstance(predicted, PaletteTokens | IdTokens)
+        if are_ids != isinstance(density, CategoricalDensity):
+            fitting = "categorical" if are_ids else "squared_error, mixture or diffusion"
+            yield (
+                "objective.density.kind",
+                f"{density.kind} cannot predict {predicted.kind}; use {fitting}",
+            )
+        if isinstance(predicted, PaletteTokens) and predicted is not self.reads:
+            yield "objective.predicts.kind", "palette ids can be predicted from themselves alone"
+        if "frames" in (predicted.kind, self.reads.kind) and predicted is not self.reads:
+            yield "objective.predicts.kind", "frames are predicted from themselves, and alone"
+        if isinstance(self.predicts, IdTokens) and self.predicts.tokenizer is None:
+            text = "must name the run folder of what makes the ids of images"
+            yield "objective.predicts.tokenizer", text
+        if isinstance(self.reads, PaletteTokens) and predicted is not self.reads:
+            yield "objective.reads.kind", "palette shards hold no images to predict others from"
+
+    def _check_features(self) -> Iterator[ConfigIssue]:
+        """Features of an image stand in front of what is read of the same image."""
+        if self.condition.kind != "features":
+            return
+        if self.asks.kind != "query":
+            text = f"features stand before the content of queries; asks is {self.asks.kind}"
+            yield "objective.condition.kind", text
+        if self.reads.kind != "patches":
+            text = f"features are made of images, of which {self.reads.kind} hold none; read"
+            yield "objective.reads.kind", f"{text} patches"
+
+    def _check_transform(self, transform: AdapterTransform) -> Iterator[ConfigIssue]:
+        """An adapter takes the whole grid of latents, whose next one is predicted."""
+        key, schedule, asks = "objective.transform.kind", self.schedule, self.asks
+        if not isinstance(self.reads, LatentTokens) or self.predicts is not None:
+            yield key, "adapter is for latents that are read and predicted alike"
+            return
+        in_raster = isinstance(schedule, OneByOneSchedule) and schedule.order == "raster"
+        shifts = isinstance(asks, ShiftAsking) and asks.place == "asked"
+        if not (in_raster and shifts and self.density.kind == "mixture"):
+            text = "adapter wants schedule one_by_one in raster order, asks of kind shift with"
+            yield key, f"{text} place asked, and density mixture"
+        yield from check_adapter(
+            self.reads.channels,
+            transform.bottleneck,
+            blocks_key="objective.transform.blocks",
+            bottleneck_key="objective.transform.bottleneck",
+        )
+
+    def _check_naming(self) -> Iterator[ConfigIssue]:
+        """A token that asks about itself can be asked for its place alone, and only such a one."""
+        if (self.density.kind, self.asks.kind) != ("place", "self"):
+            text = f"{self.density.kind} with asks {self.asks.kind}: only who asks about itself"
+            yield "objective.density.kind", f"{text} names its place; use place with asks self"
+        if self.predicts is not None:
+            yield "objective.predicts.kind", "is not predicted where density is place; leave it out"
+        if not isinstance(self.reads, PatchTokens | FrameTokens):
+            text = f"{self.reads.kind} are not put into places; use patches or frames"
+            yield "objective.reads.kind", text
+
+    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Sequence parallelism splits all rows, and those that the head reads."""
+        height, width = self.reads.grid(config.data)
+        rows = count = height * width + (self.class_token and self.asks.kind == "self")
+        if isinstance(self.asks, BridgeAsking):  # which checks its own
+            return
+        if isinstance(self.asks, QueryAsking):
+            last = count - isinstance(self.schedule, OneByOneSchedule)
+            rows = 1 + (self.condition.kind == "class") + last + count
+        yield from check_tokens(config, rows, count, what=f"{rows} rows")

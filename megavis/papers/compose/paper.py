@@ -1,0 +1,304 @@
+"""Any composition of tokens, schedule, asking, density and condition, chosen in a YAML file.
+
+A combination that nobody has published needs no code. What goes together is checked by its config
+(`config.py`).
+
+Legend: b images, n tokens, d numbers of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Query, Shift
+from megavis.composition.codebook import Ids
+from megavis.composition.composition import Composition
+from megavis.composition.condition import Condition, Labels
+from megavis.composition.latents import Latents
+from megavis.composition.pooled_features import PooledFeatures
+from megavis.composition.reader import Role
+from megavis.composition.second_stack import SecondStack
+from megavis.composition.tokens import Colours, Frames, Patches, Tokens, Vectors
+from megavis.composition.visible import Visible
+from megavis.config.choices import PositionKind
+from megavis.densities.base import Density
+from megavis.densities.categorical import Categorical
+from megavis.densities.decoders import Decoder, PatchHead
+from megavis.densities.diffusion import Diffusion, Process
+from megavis.densities.gaussians import GaussianMixture
+from megavis.densities.place import Place
+from megavis.densities.squared_error import SquaredError
+from megavis.model.adapter import Adapter
+from megavis.model.init import Fill, normal
+from megavis.model.mixture import ScaleForm
+from megavis.model.patches import TokenHead
+from megavis.papers.compose.config import ComposeConfig
+from megavis.papers.compose.words import (
+    AdapterTransform,
+    AnyTokens,
+    BridgeAsking,
+    ClassCondition,
+    ContextSchedule,
+    DiffusionDensity,
+    FeaturesCondition,
+    FrameTokens,
+    GroupsSchedule,
+    IdTokens,
+    LatentTokens,
+    MaskAsking,
+    MixtureDensity,
+    OneByOneSchedule,
+    PaletteTokens,
+    PlaceDensity,
+    QueryAsking,
+    RoundsSchedule,
+    SelfAsking,
+    ShiftAsking,
+    SquaredErrorDensity,
+)
+from megavis.schedules.base import Schedule
+from megavis.schedules.context import Context
+from megavis.schedules.masked import MaskedShare, Rounds
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
+from megavis.schedules.segmented import Grouping
+from megavis.tokenizers.patches import pixel_range
+
+
+class ClassInFront(Labels):
+    """The class, as a row in front of all others."""
+
+    roles: tuple[Role, ...] = ("front",)
+
+
+class Compose(Composition):
+    """A paper that its config composes."""
+
+    config_type = ComposeConfig
+    paper: ComposeConfig
+    default_positions = "learned"
+
+    @cached_property
+    def reads(self) -> Tokens:
+        """What goes in."""
+        return self._tokens(self.paper.reads)
+
+    @cached_property
+    def predicts(self) -> Tokens:
+        """What comes out."""
+        return self.reads if self.paper.predicts is None else self._tokens(self.paper.predicts)
+
+    def _tokens(self, keys: AnyTokens) -> Tokens:
+        data, size = self.config.data, self.config.data.image_size
+        if isinstance(keys, PaletteTokens):
+            windows = data.crop == "window"
+            return Colours(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
+        if isinstance(keys, IdTokens):
+            return Ids(
+                image_size=size,
+                side=keys.grid(data)[0],
+                vocabulary_size=keys.vocabulary_size,
+                tokenizer=keys.tokenizer,
+            )
+        if isinstance(keys, LatentTokens):
+            return Latents(
+                channels=keys.channels,
+                side=keys.grid(data)[0],
+                stacked=1,
+                seed=self.config.seed,
+                tokenizer=keys.tokenizer,
+                beta=None,
+                image_size=size,
+            )
+        if isinstance(keys, FrameTokens):
+            assert data.frames is not None
+            return Frames(*data.frames)
+        return Patches(image_size=size, patch_size=keys.patch_size)
+
+    @property
+    def position_kind(self) -> PositionKind:
+        """The config's; who names places knows none unless the config says so."""
+        is_self = isinstance(self.paper.asks, SelfAsking)
+        return self.config.model.positions or ("none" if is_self else "learned")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image, and the class token."""
+        return super().num_tokens + self.paper.class_token
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What is known when."""
+        keys, asks, seed = self.paper.schedule, self.paper.asks, self.config.seed
+        height, width = self.reads.grid
+        if isinstance(keys, ContextSchedule):
+            return Context(
+                height * width,
+                mask_ratio=keys.mask_ratio,
+                placed_ratio=asks.given_ratio if isinstance(asks, SelfAsking) else 0.0,
+                asks_context=isinstance(asks, SelfAsking),
+                seed=seed,
+            )
+        if isinstance(keys, GroupsSchedule):
+            return Grouping(
+                keys.length,
+                num_tokens=height * width,
+                num_groups=keys.num_groups,
+                shuffled=True,
+                seed=seed,
+            )
+        if isinstance(keys, OneByOneSchedule):
+            orders = Orders.of_kind(keys.order, height, width, block=keys.order_block, seed=seed)
+            return OneByOne(orders, prefix=keys.prefix)
+        orders = Orders(torch.arange(height * width))
+        if isinstance(keys, RoundsSchedule):
+            return Rounds(orders, least_masking=keys.least_masking, seed=seed)
+        return MaskedShare(orders, share=keys.mask_ratio, seed=seed)
+
+    @cached_property
+    def asks(self) -> Asking:
+        """How a token asks."""
+        keys, schedule = self.paper.asks, self.paper.schedule
+        condition = self.paper.condition.kind
+        if isinstance(keys, ShiftAsking):
+            has_prefix = isinstance(schedule, OneByOneSchedule) and schedule.prefix > 0
+            return Shift(keys.place, by_groups=has_prefix)
+        if isinstance(keys, QueryAsking):
+            return Query(num_front=int(condition != "none"), starts=condition != "features")
+        if isinstance(keys, SelfAsking):
+            return InContext(num_front=int(keys.class_token))
+        if isinstance(keys, BridgeAsking):
+            return Visible(num_front=int(keys.class_token))
+        return Mask()
+
+    @cached_property
+    def second_stack(self) -> SecondStack | None:
+        """The decoder behind a bridge."""
+        keys, asks = self.paper.asks, self.asks
+        if not isinstance(keys, BridgeAsking):
+            return None
+        assert isinstance(asks, Visible)
+        sizes, grid = keys.decoder.model_dump(), self.reads.grid
+        return SecondStack(self.core, asks, sizes, grid=grid, positions=self.position_kind)
+
+    @cached_property
+    def condition(self) -> Condition:
+        """The class, in place of a start token or in front; features in front; or nothing."""
+        keys = self.paper.condition
+        if isinstance(keys, FeaturesCondition):
+            return PooledFeatures(
+                self.config.data.image_size,
+                size=keys.feature_size,
+                tokenizer=keys.tokenizer,
+                size_key="objective.condition.feature_size",
+            )
+        if not isinstance(keys, ClassCondition):
+            return Condition()
+        kind = Labels if isinstance(self.paper.asks, ShiftAsking) else ClassInFront
+        return kind(keys.num_classes, dropout=keys.dropout, seed=self.config.seed, deviation=0.02)
+
+    @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Noisy tokens, for a density that takes noise away."""
+        return ("noisy",) if isinstance(self.paper.density, DiffusionDensity) else ()
+
+    @cached_property
+    def density(self) -> Density:
+        """How a token is predicted, scored and drawn."""
+        keys, predicted = self.paper.density, self.predicts
+        if isinstance(predicted, Colours | Ids):
+            return Categorical(self.core, predicted.vocabulary_size, fill=normal(0.02))
+        if isinstance(keys, PlaceDensity):
+            count, skipped = predicted.num_tokens, self.asks.num_front
+            head = partial(TokenHead, self.core, count, normal(0.02))
+            return Place(count, num_skipped=skipped, build_head=head)
+        assert isinstance(predicted, Vectors)
+        width = predicted.width
+        if isinstance(keys, MixtureDensity):
+            outputs = keys.num_components * (1 + 2 * width)
+            fill = normal(keys.head_std)
+            return GaussianMixture(
+                outputs,
+                ScaleForm(keys.scale_activation, keys.scale_floor),
+                num_components=keys.num_components,
+                build_head=self._token_head(outputs, fill),
+            )
+        if isinstance(keys, DiffusionDensity):
+            return self._diffusion(keys, predicted)
+        assert isinstance(keys, SquaredErrorDensity)
+        return SquaredError(
+            width,
+            normalize=keys.normalize,
+            build_head=self._token_head(width),
+        )
+
+    def _token_head(self, num_outputs: int, fill: Fill | None = None) -> Callable[[], TokenHead]:
+        """Return what builds a linear head; above a bridge it reads the rows of hidden tokens."""
+        options: dict[str, Any] = {} if fill is None else {"fill": fill}
+        if self.has_transform:
+            options["hands_on"] = TRANSFORMED
+        upper = self.second_stack
+        if upper is None:
+            return partial(TokenHead, self.core, num_outputs, **options)
+        assert isinstance(self.schedule, Context)
+        options["num_skipped"] = self.schedule.draw(torch.zeros(1).long()).num_content
+        options["num_skipped"] += self.asks.num_front
+        return partial(TokenHead, upper.core, num_outputs, **options)
+
+    def _diffusion(self, keys: DiffusionDensity, predicted: Vectors) -> Diffusion:
+        are_pixels, width = isinstance(predicted, Patches), predicted.width
+        decoder = Decoder(
+            keys.decoder,
+            width,
+            keys.decoder_layers,
+            denoises=True,
+            tells_gamma=keys.condition_on_gamma,
+            channels=3 if are_pixels else width,
+        )
+        process = Process(
+            beta=(keys.noise_a, keys.noise_b),
+            predicts=keys.predicts,
+            value_range=pixel_range() if are_pixels else None,
+            sampling_steps=keys.sampling_steps,
+            temperature=keys.sampling_temperature,
+            seed=self.config.seed,
+        )
+        head, work = partial(PatchHead, self.core, decoder), decoder.work(self.core)
+        return Diffusion(width, process, build_head=head, decoder=work)
+
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """The parts by their roles, in the order in which they are built."""
+        names: dict[Role, str] = {
+            "content": "content",
+            "positions": "places",
+            "asked_positions": "asked_places",
+            "query": "query_vector",
+        }
+        if isinstance(self.paper.asks, MaskAsking) and self.paper.asks.filler == "vector":
+            names["mask"] = "filler"
+        if isinstance(self.condition, PooledFeatures):
+            names["front"] = "features"
+        else:
+            names["front"] = "class_token" if self.paper.class_token else "labels"
+        names["start"] = "labels" if "start" in self.condition.roles else "start_token"
+        return {**names, "transform": "adapter"}
+
+    @property
+    def has_transform(self) -> bool:
+        """True with an adapter."""
+        return isinstance(self.paper.transform, AdapterTransform)
+
+    def part(self, role: Role) -> nn.Module | nn.Parameter:
+        """Build a part of the first layer, or the adapter."""
+        keys = self.paper.transform
+        if role != "transform" or not isinstance(keys, AdapterTransform):
+            return super().part(role)
+        assert isinstance(self.reads, Latents)
+        size = self.reads.width
+        return Adapter(size, num_blocks=keys.blocks, bottleneck=keys.bottleneck or 4 * size)

@@ -1,0 +1,1 @@
+"""DARL: "Denoising Autoregressive Representation Learning"."""

@@ -1,0 +1,140 @@
+"""What a DARL config may say (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
+
+Legend: T patches of an image, k side of a block of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from megavis.composition.shared_keys import check_patches, check_tokens, check_vocabulary
+from megavis.config.choices import DecoderKind, OrderKind
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.section import Above0, AtLeast0
+
+
+class DARLConfig(ObjectiveConfig):
+    """The keys of DARL."""
+
+    sampling_keys: ClassVar[frozenset[str]] = frozenset({"sampling_steps", "sampling_temperature"})
+
+    name: Literal["darl"] = "darl"
+    patch_size: Positive = 16
+    """Side of a patch in pixels."""
+    loss: Literal["mse", "diffusion", "ids"] = "mse"
+    """Squared error of the patch, or of a denoised patch (section 3.2), or the cross-entropy of its
+    id in a frozen tokenizer (table 16)."""
+    tokenizer: str | None = None
+    """With `ids`: run folder of the tokenizer, whose ids stand for `patch_size`² pixels each."""
+    vocabulary_size: Annotated[int, Field(gt=1)] | None = None
+    """With `ids`: how many the tokenizer has."""
+    normalize_targets: bool = False
+    """With `mse`: predict each patch standardised by its own mean and deviation (table 14)."""
+    order: OrderKind = "raster"
+    """In which order patches are predicted (section 4.4)."""
+    order_block: Positive = 2
+    """k, for `nested_raster` and `round_robin`: blocks of k × k patches."""
+    two_streams: bool = False
+    """Ask for each patch with a query token that knows its place (appendix A.5); a random order
+    needs it."""
+    decoder: DecoderKind | None = None
+    """From the backbone's output to pixels (table 2); `linear` for mse and a `transformer` over
+    the pair of output and noisy patch for diffusion when absent."""
+    decoder_layers: Positive = 1
+    """Layers of an `mlp` or blocks of a `transformer`; a `linear` decoder has none."""
+    noise_a: Above0 = 0.03
+    """a of γ ~ Beta(a, b), with `diffusion`; γ near 0 is nearly pure noise."""
+    noise_b: Above0 = 1.0
+    """b of γ ~ Beta(a, b)."""
+    predicts: Literal["clean", "noise"] = "clean"
+    """With `diffusion`: the clean patch x⁰, or the noise ε that was added."""
+    condition_on_gamma: bool = False
+    """With `diffusion`: γ is a further channel of the noisy patch (section 4.1)."""
+    sampling_steps: Positive = 1000
+    """With `diffusion`: steps from noise to a patch when images are drawn (appendix F)."""
+    sampling_temperature: AtLeast0 = 1.0
+    """With `diffusion`: multiplies the noise of each of these steps. Ours: the paper's process is
+    that of 1; below, images come out nearer to what is likeliest, and with less texture."""
+
+    @property
+    def decoder_kind(self) -> DecoderKind:
+        """The decoder that is named, or the loss's own."""
+        return self.decoder or ("transformer" if self.loss == "diffusion" else "linear")
+
+    def grid_side(self, config: RunConfig) -> int:
+        """Return √T."""
+        return config.data.image_size // self.patch_size
+
+    @property
+    def no_images(self) -> str | None:
+        """Ids are not what is read."""
+        if self.loss != "ids":
+            return None
+        return (
+            "with objective.loss ids the model reads patches and names ids, so it cannot go on"
+            " from what it has drawn"
+        )
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Want whole patches and blocks, and keys that go together."""
+        faults = [*check_patches(config, self.patch_size)]
+        if faults:
+            yield from faults
+            return
+        yield from self._check_order(self.grid_side(config))
+        yield from self._check_loss()
+        yield from self._check_ids(config)
+        if config.model.positions is None and config.model.head_size % 4:
+            text = "rope_2d, the default here, wants heads whose width 4 divides, not"
+            yield "model.positions", f"{text} {config.model.head_size}"
+        yield from self._check_split(config)
+
+    def _check_split(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Sequence parallelism splits the tokens."""
+        count = self.grid_side(config) ** 2
+        what = f"{count} patches"
+        if config.finetune is not None and config.finetune.generative_weight == 0:
+            # The last patch is read too: nothing has to be predicted from those before it.
+            count, what = count + 1, f"start token and {count} patches"
+        yield from check_tokens(config, count, what=what)
+
+    def _check_order(self, grid_side: int) -> Iterator[ConfigIssue]:
+        if self.order in ("nested_raster", "round_robin") and grid_side % self.order_block:
+            yield (
+                "objective.order_block",
+                f"{self.order_block} does not divide a grid of {grid_side} × {grid_side} patches",
+            )
+        if self.order == "random" and not self.two_streams:
+            yield (
+                "objective.two_streams",
+                "must be true for order random: a token has to know which patch it is asked for",
+            )
+
+    def _check_loss(self) -> Iterator[ConfigIssue]:
+        if self.loss == "mse" and self.decoder_kind == "transformer":
+            yield (
+                "objective.decoder",
+                "transformer pairs the backbone's output with a noisy patch, and loss mse has none;"
+                " use linear or mlp, or loss diffusion",
+            )
+        if self.loss != "mse" and self.normalize_targets:
+            yield (
+                "objective.normalize_targets",
+                f"belongs to loss mse; set it to false for {self.loss}",
+            )
+
+    def _check_ids(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
+        for key, value in given.items():
+            if (value is None) == (self.loss == "ids"):
+                text = "must be given for it" if value is None else "leave it out"
+                yield f"objective.{key}", f"belongs to loss ids: {text}"
+        if self.loss != "ids":
+            return
+        if self.decoder_kind != "linear":
+            yield "objective.decoder", f"{self.decoder} gives pixels; leave it out for loss ids"
+        if self.vocabulary_size is not None:
+            yield from check_vocabulary(config, self.vocabulary_size)

@@ -1,0 +1,101 @@
+"""DARL: Denoising Autoregressive Representation Learning (Li, Bornschein, Chen, 2024).
+
+The next patch of an image is predicted from those before it: its pixels by squared error, or by a
+decoder that takes noise from it, given the backbone's output (section 3), or its id in a frozen
+tokenizer (appendix B.4). Patches are corrupted independently of each other, each with a γ of its
+own.
+
+Legend: b images, T patches, d numbers of a patch, v ids.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+
+from megavis.composition.asking import Asking, Query, Shift
+from megavis.composition.codebook import Ids
+from megavis.composition.composition import Composition
+from megavis.composition.tokens import Patches
+from megavis.densities.categorical import Categorical
+from megavis.densities.decoders import Decoder, PatchHead
+from megavis.densities.diffusion import Diffusion, Process
+from megavis.densities.squared_error import SquaredError
+from megavis.model.init import normal
+from megavis.papers.darl.config import DARLConfig
+from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import Orders
+from megavis.tokenizers.patches import pixel_range
+
+
+class DARL(Composition):
+    """Patch after patch."""
+
+    config_type = DARLConfig
+    paper: DARLConfig
+    default_positions = "rope_2d"  # decomposed (section 3.4)
+    num_copies = 3
+    part_names = {
+        "content": "patches", "positions": "positions", "start": "start", "query": "query"
+    }  # fmt: skip
+
+    @cached_property
+    def reads(self) -> Patches:
+        """Patches of pixels."""
+        return self.patches()
+
+    @cached_property
+    def predicts(self) -> Ids | Patches:
+        """What is read, or ids of a frozen tokenizer (appendix B.4)."""
+        return self.ids() if self.paper.loss == "ids" else self.reads
+
+    @cached_property
+    def schedule(self) -> OneByOne:
+        """Patch after patch in the config's order; features by rows where each has its own."""
+        kind, block = self.paper.order, self.paper.order_block
+        orders = Orders.of_kind(kind, *self.reads.grid, block=block, seed=self.config.seed)
+        return OneByOne(orders, name="patch {}")
+
+    @cached_property
+    def asks(self) -> Asking:
+        """By the patch before, or by the query stream of appendix A.5.
+
+        "The input token is the last image patch which the model doesn't need during pre-training"
+        (section 4.1): features read it too.
+        """
+        return Query(starts=True) if self.paper.two_streams else Shift("content")
+
+    @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Noisy patches."""
+        return ("noisy",) if self.paper.loss == "diffusion" else ()
+
+    @cached_property
+    def density(self) -> Categorical | Diffusion | SquaredError:
+        """Pixels by squared error or out of noise, or ids (sections 3.2, 3.3)."""
+        paper, predicts = self.paper, self.predicts
+        if isinstance(predicts, Ids):
+            return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
+        decoder = Decoder(
+            paper.decoder_kind,
+            predicts.width,
+            paper.decoder_layers,
+            denoises=paper.loss == "diffusion",
+            tells_gamma=paper.condition_on_gamma,
+        )
+        head, work = partial(PatchHead, self.core, decoder), decoder.work(self.core)
+        if paper.loss == "mse":
+            return SquaredError(
+                predicts.width,
+                normalize=paper.normalize_targets,
+                build_head=head,
+                decoder=work,
+            )
+        process = Process(
+            beta=(paper.noise_a, paper.noise_b),
+            predicts=paper.predicts,
+            value_range=pixel_range(),
+            sampling_steps=paper.sampling_steps,
+            temperature=paper.sampling_temperature,
+            seed=self.config.seed,
+        )
+        return Diffusion(predicts.width, process, build_head=head, decoder=work)

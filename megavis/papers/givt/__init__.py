@@ -1,0 +1,1 @@
+"""GIVT: "GIVT: Generative Infinite-Vocabulary Transformers", and its variants."""

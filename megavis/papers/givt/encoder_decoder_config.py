@@ -1,0 +1,34 @@
+"""The keys of GIVT's encoder-decoder, besides those that it shares with the causal model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from megavis.config.schema import ConfigIssue, NonNegative, Positive, RunConfig
+from megavis.papers.givt.config import LatentTokensConfig
+
+
+class EncoderDecoderConfig(LatentTokensConfig):
+    """GIVT-Causal with an encoder; width and heads of both are those of `model`."""
+
+    name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
+    num_classes: NonNegative = 0
+    """Classes whose label stands in front; 0, as in the paper: a learned start vector."""
+    num_components: Positive = 1
+    """k of the mixture; 1 in section 4.2."""
+    encoder_layers: Positive = 24
+    """Blocks of the encoder; 24 in the paper's, ViT-L/16."""
+    encoder_patch_size: Positive = 16
+    """Pixels on the side of its patches."""
+
+    def num_patches(self, config: RunConfig) -> int:
+        """Return the patches that the encoder reads."""
+        return (config.data.image_size // self.encoder_patch_size) ** 2
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Want patches that divide the image."""
+        yield from super().check(config)
+        if config.data.image_size % self.encoder_patch_size:
+            text = f"{self.encoder_patch_size} does not divide data.image_size"
+            yield "objective.encoder_patch_size", f"{text} {config.data.image_size}"

@@ -1,0 +1,108 @@
+"""GIVT-MaskGIT: some of the latents are hidden and predicted from the rest.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 3.2, after "MaskGIT" (Chang et al.,
+2022): the share of hidden tokens is drawn for each image, cos(π/2 · u).
+
+Legend: b images, n tokens, d numbers of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.composition.asking import TRANSFORMED, Mask
+from megavis.composition.reader import Reader, Role
+from megavis.model.embeddings import to_stream
+from megavis.model.stream import State, Stream
+from megavis.papers.givt.maskgit_config import MaskGITConfig
+from megavis.papers.givt.paper import GIVT
+from megavis.schedules.masked import Rounds
+
+MASKED, VISIBLE, REPLACEMENT = range(3)
+"""Rows after the classes in the table of labels, as released."""
+
+
+class MaskedReader(Reader):
+    """All tokens after the label, some of them hidden; half of the width says which."""
+
+    def __init__(self, paper: MaskGITConfig, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.paper, self.first_special = paper, paper.num_classes or 1
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> State:
+        """Embed.
+
+        Args:
+            inputs: tokens `[b, n, d]`, or on their grid where the adapter has not seen them; their
+                places; the mask, bool `[b, n]`, true where a token is hidden; and rows of the
+                labels int64 `[b]`.
+
+        Returns:
+            `[1 + n, b, h]`, the label first, and with an adapter the tokens.
+        """
+        tokens, places, mask, labels = inputs
+        tokens = self.transformed(tokens) if tokens.ndim == 4 else tokens
+        is_hidden = mask[..., None]
+        marks = torch.where(is_hidden, self._special(MASKED), self._special(VISIBLE))
+        if self.paper.masked_input == "zeros":
+            embedded = self.embed_content(tokens.masked_fill(is_hidden, 0.0))
+        else:
+            embedded = torch.where(
+                is_hidden, self._special(REPLACEMENT), self.embed_content(tokens)
+            )
+        # As released, every second number of each.
+        both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
+        label = self.part("start")(labels)[:, None]
+        cells = self.cells(places)
+        label = label + self.front_rows(label, {}).sum(1, keepdim=True)
+        hidden = torch.cat([label, self.add_positions(both, cells, "positions")], dim=1)
+        carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
+        # For rotary positions the label stands in the corner.
+        carried |= self.coordinates_of(F.pad(cells, (0, 0, 1, 0)))
+        return Stream(to_stream(hidden, self.core), carried).pack()
+
+    def _special(self, row: int) -> Tensor:
+        table: Tensor = self.part("start").weight
+        return table[self.first_special + row]
+
+
+class GIVTMaskGIT(GIVT):
+    """Prediction of hidden latents."""
+
+    config_type = MaskGITConfig
+    paper: MaskGITConfig
+    num_special_rows = 3
+
+    @cached_property
+    def schedule(self) -> Rounds:
+        """A share of the tokens is hidden; images are drawn in rounds."""
+        return Rounds(self.orders, least_masking=self.paper.least_masking, seed=self.config.seed)
+
+    @cached_property
+    def asks(self) -> Mask:
+        """By what stands for a hidden token; the label stands in front."""
+        return Mask(num_front=1)
+
+    @property
+    def likelihood(self) -> None:
+        """Hidden tokens are guessed, each by itself."""
+        return None
+
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """Those of the causal model, and the label's position."""
+        names = super().part_names
+        is_learned = self.position_kind == "learned"
+        return {**names, "front": "label_position"} if is_learned else names
+
+    def build_embedding(self) -> MaskedReader:
+        """Return labels, latents, marks of what is hidden, and positions."""
+        return MaskedReader(
+            self.paper, self.core, self.asks, self.slots(), num_columns=self.reads.grid[1]
+        )

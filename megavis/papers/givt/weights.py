@@ -1,0 +1,291 @@
+"""GIVT's released Transformers under megavis's names, with a config inferred from their arrays.
+
+The names are those of the released checkpoints: `decoder/EncDecBlock3/...`, or layers stacked on
+axis 1 of `decoder/EncDecBlock/...`. An adapter that was trained jointly stands under
+`params_adaptor/`. An encoder-decoder model has its Vision Transformer under `encoder/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavis.config.errors import UserError
+from megavis.config.schema import ModelConfig
+from megavis.papers.givt.config import GIVTConfig, LatentTokensConfig
+from megavis.papers.givt.encoder_decoder_config import EncoderDecoderConfig
+from megavis.papers.givt.maskgit import REPLACEMENT
+from megavis.papers.givt.maskgit_config import MaskGITConfig
+from megavis.papers.givt.released import (
+    Arrays,
+    adapter_weights,
+    block_weights,
+    dense,
+    encoder_block_weights,
+    norm,
+)
+
+Mode = Literal["causal", "maskgit"]
+_IMAGENET_CLASSES = 1000
+_ADAPTER = "params_adaptor/"
+_BLOCK = "decoder/EncDecBlock"
+_ENCODER, _ENCODER_BLOCK = "encoder/", "encoder/encoderblock_"
+
+
+@dataclass(frozen=True)
+class ReleasedModel:
+    """A released Transformer, and what does not follow from its arrays.
+
+    Attributes:
+        arrays: by released name, the adapter's without its prefix taken off.
+        mode: causal or masked; from the number of positions when None.
+        num_classes: from the rows of the labels when None.
+    """
+
+    arrays: Arrays
+    mode: Mode | None = None
+    num_classes: int | None = None
+
+    def objective(self) -> LatentTokensConfig:
+        """Return the objective's section.
+
+        Raises:
+            UserError: it does not follow from the arrays, or they are of another model.
+        """
+        stacked = self._stacked()
+        keys: dict[str, Any] = {
+            "latent_channels": self._token_size // stacked,
+            "stacked_latents": stacked,
+            **self._density(),
+            **self._labels(),
+            **self._adapter(),
+        }
+        if self.has_encoder:
+            return EncoderDecoderConfig(**keys, **self._encoder())
+        return MaskGITConfig(**keys) if self.is_masked else GIVTConfig(**keys)
+
+    def _density(self) -> dict[str, Any]:
+        """Infer the density from the number of outputs for tokens of d numbers."""
+        outputs, size = self._num_outputs, self._token_size
+        if outputs == size**2 + size:
+            return {"num_components": 1, "covariance": "full"}
+        num_components, rest = divmod(outputs, 1 + 2 * size)
+        if not rest:
+            return {"num_components": num_components, "covariance": "diagonal"}
+        if self._is_per_channel:
+            return {"num_components": 1, "covariance": "diagonal"}
+        num_components, rest = divmod(outputs, 3 * size)
+        if not rest:
+            raise UserError(
+                f"the file has a mixture of {num_components} components for each of the {size}"
+                " channels; megavis has mixtures of whole tokens"
+            )
+        raise UserError(f"{outputs} outputs are no mixture of tokens of {size} numbers")
+
+    @property
+    def _is_per_channel(self) -> bool:
+        """True where each channel has one logit, one mean and one scale of its own.
+
+        So the models for dense prediction are released (`per_channel_mixtures` with k = 1). For
+        d = 2 a full covariance has as many outputs, and is what is read.
+        """
+        return self._num_outputs == 3 * self._token_size and self._token_size > 2
+
+    def _head(self) -> Arrays:
+        """Return the last layer: k logits, then means and scales.
+
+        A softmax over one component is 1, so the d logits of `_is_per_channel` say nothing; one
+        that is always zero takes their place.
+        """
+        layer = {part: self._array(f"decoder/LogitsDense/{part}") for part in ("kernel", "bias")}
+        if not self._is_per_channel:
+            return layer
+        size = self._token_size
+        return {
+            part: np.concatenate([np.zeros_like(array[..., :1]), array[..., size:]], axis=-1)
+            for part, array in layer.items()
+        }
+
+    @property
+    def _token_size(self) -> int:
+        """Numbers d of a token."""
+        return self._shape("EmbedTargets/kernel")[0]
+
+    @property
+    def _num_outputs(self) -> int:
+        return self._shape("decoder/LogitsDense/kernel")[1]
+
+    def model(self) -> ModelConfig:
+        """Return the `model` section."""
+        _, heads, head_size = self._block(0)["SelfAttn/query/kernel"].shape
+        return ModelConfig(
+            num_layers=self.num_layers,
+            hidden_size=heads * head_size,
+            num_attention_heads=heads,
+            ffn_hidden_size=self._block(0)["MLP/Dense_0/kernel"].shape[1],
+            normalization="layer_norm",
+            norm_bias="last",
+            norm_epsilon=1e-6,
+            activation="gelu_tanh",
+            add_bias=True,
+            attention_bias=False,
+        )
+
+    @property
+    def side(self) -> int:
+        """Latents on the side of the grid."""
+        return math.isqrt(self._num_tokens * self._stacked())
+
+    @property
+    def has_encoder(self) -> bool:
+        """True for an encoder-decoder model."""
+        return any(name.startswith(_ENCODER) for name in self.arrays)
+
+    @property
+    def image_size(self) -> int | None:
+        """Side in pixels of the images that an encoder reads; None without one."""
+        if not self.has_encoder:
+            return None
+        patches = self._shape("pos_embedding_encoder")[1]
+        return math.isqrt(patches) * self._shape("EmbedPatches/kernel")[0]
+
+    def _encoder(self) -> dict[str, Any]:
+        names = {name.split("/")[1] for name in self.arrays if name.startswith(_ENCODER_BLOCK)}
+        assert self.image_size is not None
+        return {
+            "encoder_layers": len(names),
+            "encoder_patch_size": self._shape("EmbedPatches/kernel")[0],
+            "downsampling": self.image_size // self.side,
+        }
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        if f"{_BLOCK}/LayerNorm1/scale" in self.arrays:
+            return int(self.arrays[f"{_BLOCK}/LayerNorm1/scale"].shape[1])
+        names = {name.split("/")[1] for name in self.arrays if name.startswith(_BLOCK)}
+        return len(names)
+
+    @property
+    def is_masked(self) -> bool:
+        """True for MaskGIT, which has one position more than tokens."""
+        if self.mode is not None:
+            return self.mode == "maskgit"
+        count = self._shape("decoder/pos_emb")[1]
+        causal, masked = (any(_is_square(n * s) for s in (1, 2)) for n in (count, count - 1))
+        if causal == masked:
+            raise UserError(f"{count} positions do not tell the model; say --mode")
+        return masked
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return float32 tensors by megavis's names.
+
+        Raises:
+            UserError: an array is missing.
+        """
+        positions = torch.from_numpy(self._array("decoder/pos_emb")[0])
+        named = {
+            "embedding.labels.weight": torch.from_numpy(self._array("EmbedLabels/embedding")),
+            **dict(dense("embedding.linear", self.arrays, "EmbedTargets/")),
+            "embedding.positions.weight": positions[1:] if self.is_masked else positions,
+            **dict(norm("head.norm", self.arrays, "decoder/LayerNorm/")),
+            **dict(dense("head.linear", self._head())),
+        }
+        if self.is_masked:
+            named["embedding.label_position"] = positions[0]
+        for name, tensor in adapter_weights(self._adapter_arrays()).items():
+            named[f"embedding.adapter.{name}"] = tensor
+        for number in range(self.num_layers):
+            for name, tensor in block_weights(self._block(number)):
+                named[f"blocks.{number}.{name}"] = tensor
+        if self.has_encoder:
+            named |= {f"embedding.encoder.{n}": tensor for n, tensor in self._encoder_weights()}
+        return {name: tensor.float().contiguous() for name, tensor in named.items()}
+
+    def _encoder_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the encoder's tensors by megavis's names."""
+        patches = {
+            "kernel": self._array("EmbedPatches/kernel").reshape(-1, self.model().hidden_size),
+            "bias": self._array("EmbedPatches/bias"),
+        }
+        yield from dense("linear_patches", patches)
+        yield "positions.weight", torch.from_numpy(self._array("pos_embedding_encoder")[0])
+        yield from norm("norm", self._inside("encoder/encoder_norm/"))
+        for number in range(self._encoder()["encoder_layers"]):
+            block = self._inside(f"{_ENCODER_BLOCK}{number}/")
+            for name, tensor in encoder_block_weights(block):
+                yield f"blocks.{number}.{name}", tensor
+
+    def _inside(self, prefix: str) -> Arrays:
+        """Return the arrays whose names begin so, without it."""
+        return {n.removeprefix(prefix): a for n, a in self.arrays.items() if n.startswith(prefix)}
+
+    def _block(self, number: int) -> Arrays:
+        prefix = f"{_BLOCK}/"
+        if f"{prefix}LayerNorm1/scale" in self.arrays:
+            return {
+                name.removeprefix(prefix): np.moveaxis(array, 1, 0)[number]
+                for name, array in self.arrays.items()
+                if name.startswith(prefix)
+            }
+        prefix = f"{_BLOCK}{number}/"
+        found = self._inside(prefix)
+        if "SelfAttn/query/kernel" not in found:
+            raise UserError(f"the file has no {prefix}SelfAttn; is it a released GIVT?")
+        return found
+
+    def _labels(self) -> dict[str, Any]:
+        """Infer classes and null label from the rows of the table."""
+        rows = self._shape("EmbedLabels/embedding")[0] - (REPLACEMENT + 1) * self.is_masked
+        classes = self.num_classes
+        if classes is None:
+            classes = {1: 0, _IMAGENET_CLASSES: 1000, _IMAGENET_CLASSES + 1: 1000}.get(rows)
+        if classes is None or rows - max(1, classes) not in (0, 1 if classes else 0):
+            raise UserError(_say_classes(rows, classes))
+        return {"num_classes": classes, "label_dropout": 0.1 if rows > max(1, classes) else 0.0}
+
+    def _adapter(self) -> dict[str, Any]:
+        arrays = self._adapter_arrays()
+        if not arrays:
+            return {}
+        blocks = {name.split("/")[0] for name in arrays}
+        bottleneck = 2 * arrays["modules_0/Conv_0/kernel"].shape[3]
+        return {"adapter_blocks": len(blocks), "adapter_bottleneck": bottleneck}
+
+    def _adapter_arrays(self) -> Arrays:
+        return self._inside(_ADAPTER)
+
+    @property
+    def _num_tokens(self) -> int:
+        return int(self._shape("decoder/pos_emb")[1] - self.is_masked)
+
+    def _stacked(self) -> int:
+        """Infer stacked pairs from a number of tokens that is half a square."""
+        return 1 if _is_square(self._num_tokens) else 2
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._array(name).shape
+
+    def _array(self, name: str) -> np.ndarray:
+        if name not in self.arrays:
+            raise UserError(f"the file has no {name}; is it a released GIVT?")
+        return np.asarray(self.arrays[name], dtype=np.float32)
+
+
+def _say_classes(rows: int, classes: int | None) -> str:
+    """Say which --num-classes a table of so many rows allows."""
+    given = "" if classes is None else f"--num-classes {classes} does not fit the file: "
+    allowed = f"{rows - 1}, with a null label, or {rows}, without"
+    if rows == 1:
+        allowed = "1, or nothing for a model without classes"
+    return f"{given}the table of labels has {rows} rows: say --num-classes {allowed}"
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number

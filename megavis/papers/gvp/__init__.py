@@ -1,0 +1,1 @@
+"""GVP: "Bridging Autoregressive and Masked Modeling"."""

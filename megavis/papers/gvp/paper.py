@@ -1,0 +1,100 @@
+"""GVP: Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning.
+
+An image is put in a random order and cut into groups of random length; each group is predicted from
+those before it. A content stream encodes the tokens, a query stream knows only where they stand and
+predicts them; both share all weights (section 4.2). Who sees whom follows from the groups alone
+(section 4.3), so that masked modelling (one predicted group) and autoregressive modelling (a group
+for each token) are two settings of one model.
+
+p2p: patches in, pixels out; p2d: patches in, ids out; d2d: ids in and out (section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+
+from megavis.composition.asking import Query
+from megavis.composition.codebook import Ids
+from megavis.composition.composition import Composition
+from megavis.composition.condition import Condition, LearnedTokens
+from megavis.composition.pooled_features import PooledFeatures
+from megavis.composition.reader import Role
+from megavis.composition.tokens import Patches
+from megavis.densities.categorical import Categorical
+from megavis.densities.squared_error import SquaredError
+from megavis.model.init import normal
+from megavis.model.patches import TokenHead
+from megavis.papers.gvp.config import GVPConfig
+from megavis.schedules.segmented import Grouping
+
+
+class GVP(Composition):
+    """Group after group, in any order.
+
+    The paper writes G⁽⁰⁾ = w without positions (section 4.1). Then all tokens of a group would get
+    one and the same prediction, and its requirement (1) wants g(x_{z<t}, z_t): here G⁽⁰⁾ has them.
+    """
+
+    config_type = GVPConfig
+    paper: GVPConfig
+    default_positions = "sincos"  # MAE's; the paper names no kind
+    usual_share = 0.25
+
+    @cached_property
+    def reads(self) -> Ids | Patches:
+        """Ids (d), or patches of pixels (p)."""
+        return self.ids() if self.paper.variant == "d2d" else self.patches()
+
+    @cached_property
+    def predicts(self) -> Ids | Patches:
+        """What is read, or ids in its place (p2d)."""
+        return self.ids() if self.paper.variant == "p2d" else self.reads
+
+    @cached_property
+    def schedule(self) -> Grouping:
+        """In which order tokens are predicted, and in which groups."""
+        return Grouping(
+            self.paper.segmentation,
+            num_tokens=self.num_tokens,
+            num_groups=self.paper.num_groups,
+            boundaries=self.paper.boundaries,
+            shuffled=self.paper.order == "random",
+            seed=self.config.seed,
+        )
+
+    @cached_property
+    def asks(self) -> Query:
+        """By a query stream, or (table 10) by the token before alone."""
+        paper = self.paper
+        return Query(num_front=paper.num_condition_tokens, queries=paper.streams == "two")
+
+    @cached_property
+    def condition(self) -> Condition:
+        """y_extra: learned vectors, or features of the whole image (appendix E)."""
+        size, tokenizer = self.paper.condition_size, self.paper.tokenizer
+        if size is None:
+            return LearnedTokens(self.paper.num_condition_tokens)
+        assert tokenizer is not None
+        side, key = self.config.data.image_size, "objective.condition_size"
+        return PooledFeatures(side, size=size, tokenizer=tokenizer, size_key=key)
+
+    @cached_property
+    def density(self) -> Categorical | SquaredError:
+        """A unit Gaussian of each number of a patch, or a categorical distribution of ids."""
+        paper, predicts = self.paper, self.predicts
+        if isinstance(predicts, Ids):
+            return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
+        return SquaredError(
+            predicts.width,
+            normalize=paper.normalize_targets,
+            # In one stream condition tokens before the last predict nothing.
+            num_skipped=0 if paper.streams == "two" else paper.num_condition_tokens - 1,
+            build_head=partial(TokenHead, self.core, predicts.width),
+        )
+
+    @property
+    def part_names(self) -> Mapping[Role, str]:
+        """H⁽⁰⁾ = [y; x] + E_pos and G⁽⁰⁾ = w + E_pos."""
+        y = "condition" if self.paper.condition_size is None else "linear_condition"
+        return dict(content="linear_content", positions="positions", query="query", front=y)

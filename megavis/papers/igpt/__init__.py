@@ -1,0 +1,1 @@
+"""iGPT: "Generative Pretraining from Pixels"."""

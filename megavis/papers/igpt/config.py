@@ -1,0 +1,91 @@
+"""What an iGPT config may say (sections 2.1, 3.2 and 4.6 of the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from megavis.composition.shared_keys import check_tokens, check_vocabulary
+from megavis.config.choices import OrderKind
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+
+
+def read_order(value: object) -> object:
+    """Read what `order` may say: a kind, the pixels themselves, or a `.npy` file that holds them.
+
+    The numbers take the place of the file, so that a run needs it no more, and a resumed run cannot
+    go on with another one.
+
+    Raises:
+        ValueError: when it is none of them.
+    """
+    if isinstance(value, str) and value.endswith(".npy"):
+        return _read_file(Path(value))
+    if isinstance(value, str) and value not in get_args(OrderKind):
+        raise ValueError(f"must be one of {', '.join(get_args(OrderKind))} or a .npy file")
+    if isinstance(value, list | tuple) and sorted(value) != [*range(len(value))]:
+        raise ValueError("must name every pixel from 0 on once")
+    return value
+
+
+def _read_file(path: Path) -> tuple[int, ...]:
+    try:
+        pixels = np.load(path, allow_pickle=False)
+    except (OSError, ValueError):
+        raise ValueError("must be a file that numpy.save has written") from None
+    if pixels.ndim != 1 or not np.array_equal(np.sort(pixels), np.arange(len(pixels))):
+        raise ValueError("must hold a permutation: one row with every pixel from 0 on once")
+    return tuple(int(pixel) for pixel in pixels)
+
+
+class IGPTConfig(ObjectiveConfig):
+    """The keys of iGPT."""
+
+    name: Literal["igpt"] = "igpt"
+    mode: Literal["autoregressive", "bert"] = "autoregressive"
+    """L_AR or L_BERT of section 2.1."""
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """BERT: probability that a pixel is masked."""
+    vocabulary_size: Annotated[int, Field(gt=1)] = 512
+    """Colours of the palette (section 3.2)."""
+    order: Annotated[
+        str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
+    ] = "raster"
+    """Auto-regressive order π of the pixels, the same for all images: `raster`, `nested_raster`,
+    `round_robin`, `random` (drawn once for the run), or a `.npy` file with the pixel, counted in
+    raster order, at each place. The run's config holds the numbers of the file."""
+    order_block: Positive = 4
+    """Side of a block in pixels, for `nested_raster` and `round_robin`."""
+
+    @property
+    def no_images(self) -> str | None:
+        """BERT's mode predicts from both sides."""
+        if self.mode == "autoregressive":
+            return None
+        return (
+            "a model of objective.mode bert cannot be sampled pixel by pixel; train one with"
+            " objective.mode autoregressive"
+        )
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Want an order of all pixels, and sizes that the tensor group can share."""
+        num_pixels = config.data.image_size**2
+        yield from check_vocabulary(config, self.vocabulary_size)
+        yield from check_tokens(config, num_pixels, what=f"{num_pixels} pixels")
+        yield from self._check_order(config.data.image_size)
+
+    def _check_order(self, side: int) -> Iterator[ConfigIssue]:
+        if not isinstance(self.order, str):
+            if len(self.order) != side**2:
+                yield (
+                    "objective.order",
+                    f"names {len(self.order)} pixels; images of data.image_size {side} have"
+                    f" {side**2}",
+                )
+        elif self.order in ("nested_raster", "round_robin") and side % self.order_block:
+            text = f"{self.order_block} does not divide data.image_size {side}"
+            yield "objective.order_block", text

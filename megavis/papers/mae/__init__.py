@@ -1,0 +1,1 @@
+"""MAE: "Masked Autoencoders Are Scalable Vision Learners"."""

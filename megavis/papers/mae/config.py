@@ -1,0 +1,44 @@
+"""The keys of MAE, and what must hold between them and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megavis.composition.shared_keys import DecoderConfig, check_hiding, check_patches
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+
+
+class MAEConfig(ObjectiveConfig):
+    """The paper's own keys: types and ranges here, what joins them to other keys in `check`."""
+
+    name: Literal["mae"] = "mae"
+    patch_size: Positive = 16
+    """Side of a patch in pixels."""
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Share of the patches that the encoder does not see (section 3)."""
+    normalize_targets: bool = True
+    """Predict each patch standardised by itself (table 1d)."""
+    class_token: bool = True
+    """A learned token in front of the patches (section 3)."""
+    decoder: DecoderConfig = DecoderConfig()
+    """The second stack, for pre-training alone (section 3, table 1)."""
+
+    def num_patches(self, config: RunConfig) -> int:
+        """Return the patches of an image."""
+        return (config.data.image_size // self.patch_size) ** 2
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Want whole patches, some of them hidden, positions, and sizes that the layout divides."""
+        yield from check_patches(config, self.patch_size)
+        yield from check_hiding(
+            config,
+            self.num_patches(config),
+            self.mask_ratio,
+            class_token=self.class_token,
+            ratio_key="objective.mask_ratio",
+            class_key="objective.class_token",
+        )
+        yield from self.decoder.check(config, "objective.decoder")

@@ -1,0 +1,70 @@
+"""MAE: Masked Autoencoders Are Scalable Vision Learners (He et al., 2021).
+
+An encoder sees a random quarter of the patches; a narrower decoder sees what it gives, and mask
+tokens at the places of the others, whose pixels it predicts (section 3). Nothing is unshuffled:
+tokens know their places, and blocks in which all see all do not ask in which order they stand.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from megavis.composition.composition import Composition
+from megavis.composition.second_stack import SecondStack
+from megavis.composition.tokens import Patches
+from megavis.composition.visible import Visible
+from megavis.densities.squared_error import SquaredError
+from megavis.model.patches import TokenHead
+from megavis.papers.mae.config import MAEConfig
+from megavis.schedules.context import Context
+
+
+class MAE(Composition):
+    """Predict the hidden patches from the visible ones."""
+
+    config_type = MAEConfig
+    paper: MAEConfig
+    default_positions = "sincos"
+    part_names = {"content": "patches", "positions": "positions", "front": "class_token"}
+
+    @cached_property
+    def reads(self) -> Patches:
+        """Patches of pixels."""
+        return self.patches()
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches and the class token."""
+        return self.reads.num_tokens + self.paper.class_token
+
+    @cached_property
+    def schedule(self) -> Context:
+        """A random share of the patches is visible; the others are predicted."""
+        return Context(
+            self.reads.num_tokens,
+            mask_ratio=self.paper.mask_ratio,
+            asks_context=False,
+            seed=self.config.seed,
+        )
+
+    @cached_property
+    def asks(self) -> Visible:
+        """In the decoder: the encoder holds the class token and the visible patches."""
+        return Visible(num_front=int(self.paper.class_token))
+
+    @cached_property
+    def second_stack(self) -> SecondStack:
+        """The decoder (section 3), which sees the place of every patch."""
+        sizes, grid = self.paper.decoder.model_dump(), self.reads.grid
+        return SecondStack(self.core, self.asks, sizes, grid=grid, positions=self.position_kind)
+
+    @cached_property
+    def density(self) -> SquaredError:
+        """Pixels by squared error, read off the rows of the hidden patches."""
+        visible = self.schedule.num_context(self.paper.mask_ratio)
+        width, skipped = self.reads.width, self.asks.num_front + visible
+        return SquaredError(
+            width,
+            normalize=self.paper.normalize_targets,
+            build_head=lambda: TokenHead(self.second_stack.core, width, num_skipped=skipped),
+        )

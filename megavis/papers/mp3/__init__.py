@@ -1,0 +1,1 @@
+"""MP3: "Position Prediction as an Effective Pretraining Strategy"."""

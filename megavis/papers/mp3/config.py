@@ -1,0 +1,57 @@
+"""The keys of MP3, and what must hold between them and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from megavis.composition.shared_keys import check_patches, check_placed, check_tokens
+from megavis.config.schema import ConfigIssue, Fraction, ObjectiveConfig, RunConfig
+from megavis.config.section import Above0
+
+
+class MP3Config(ObjectiveConfig):
+    """The keys of MP3."""
+
+    has_relative_positions: ClassVar[bool] = True
+    takes_frames: ClassVar[bool] = True
+
+    name: Literal["mp3"] = "mp3"
+    mask_ratio: Fraction = 0.75
+    """η: share of the patches that give no keys and values (section 3.2)."""
+    given_ratio: Fraction = 0.0
+    """Share of the patches, all of them context, that are told where they stand (section 4.3:
+    0.05 for speech); `model.positions` says how."""
+    patch_size: Annotated[int, Field(gt=0)] = 16
+    """Side of a patch in pixels (table 1); a frame of a spectrogram is a patch of its own."""
+    initial_deviation: Above0 = 0.02
+    """Deviation of the blocks' matrices at the start; DeiT's (section 4.2) suits widths from 384,
+    narrow networks want about 0.7 / √hidden_size."""
+    class_token: bool = True
+    """A learned token in front of the patches, which all of them see (section 3.1)."""
+
+    def grid(self, config: RunConfig) -> tuple[int, int]:
+        """Return rows and columns of places: patches of an image, or one row of frames."""
+        if config.data.frames is not None:
+            return 1, config.data.frames[0]
+        side = config.data.image_size // self.patch_size
+        return side, side
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Want whole patches, no positions, and tokens that sequence parallelism can share."""
+        yield from check_patches(config, self.patch_size)
+        yield from check_placed(
+            config,
+            mask_ratio=self.mask_ratio,
+            given_ratio=self.given_ratio,
+            ratio_key="objective.mask_ratio",
+            given_key="objective.given_ratio",
+        )
+        rows, columns = self.grid(config)
+        num_tokens = rows * columns + self.class_token
+        culprit = "objective.class_token" if self.class_token else "it"
+        yield from check_tokens(
+            config, num_tokens, what=f"{num_tokens} tokens", remedy=f"set {culprit} to false"
+        )

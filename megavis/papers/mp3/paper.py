@@ -1,0 +1,87 @@
+"""MP3: Position Prediction as an Effective Pretraining Strategy (Zhai et al., 2022).
+
+An image is a set of patches: the network is not given their places. Queries come from all
+patches, keys and values from a random share 1 - η of them, the context (section 3.2). A linear head
+names the place of every patch, context and masked alike (algorithm 1).
+
+Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is followed here. The
+class token stands in front (section 3.1 and appendix A); the paper does not say whether others see
+it, here they do, at every η.
+
+Of speech, the frames of a spectrogram are the patches, and a few of them have their place given
+(section 4.3). The paper does not say whether these count in the loss; here they do not.
+
+Legend: b images, n patches, c of them context, g of these with a given place, d numbers of a
+patch, h hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from megavis.composition.asking import InContext
+from megavis.composition.composition import Composition
+from megavis.composition.tokens import Frames, Patches
+from megavis.densities.place import Place
+from megavis.model.init import Initialization, normal
+from megavis.model.patches import TokenHead
+from megavis.papers.mp3.config import MP3Config
+from megavis.schedules.context import Context
+
+
+class MP3(Composition):
+    """Put the patches of an image back in their places."""
+
+    config_type = MP3Config
+    paper: MP3Config
+    part_names = {"content": "patches", "positions": "positions", "front": "class_token"}
+
+    @property
+    def relative_grid(self) -> tuple[int, int] | None:
+        """The grid of the patches, where attention knows offsets."""
+        return self.reads.grid if self.position_kind == "relative_2d" else None
+
+    @cached_property
+    def reads(self) -> Frames | Patches:
+        """Patches, or frames of a spectrogram (section 4.3)."""
+        frames = self.config.data.frames
+        return self.patches() if frames is None else Frames(*frames)
+
+    @property
+    def num_places(self) -> int:
+        """Patches n of an image, and places that each may have come from."""
+        return self.reads.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches and the class token."""
+        return self.num_places + self.paper.class_token
+
+    @cached_property
+    def schedule(self) -> Context:
+        """A random share 1 - η of the patches is seen."""
+        return Context(
+            self.num_places,
+            mask_ratio=self.paper.mask_ratio,
+            placed_ratio=self.paper.given_ratio,
+            seed=self.config.seed,
+        )
+
+    @cached_property
+    def asks(self) -> InContext:
+        """Each patch about itself, from the context; the class token is part of that."""
+        return InContext(num_front=int(self.paper.class_token))
+
+    @cached_property
+    def density(self) -> Place:
+        """One logit a place."""
+        return Place(
+            self.num_places,
+            num_skipped=int(self.paper.class_token),
+            build_head=lambda: TokenHead(self.core, self.num_places, normal(0.02)),
+        )
+
+    def initialization(self) -> Initialization:
+        """Return one normal distribution for every matrix, as DeiT (section 4.2)."""
+        fill = normal(self.paper.initial_deviation)
+        return Initialization(fill, fill, fill, fill, fill)

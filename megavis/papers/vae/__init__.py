@@ -1,0 +1,1 @@
+"""The VAE of GIVT's latents, in training."""

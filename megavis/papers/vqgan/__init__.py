@@ -1,0 +1,1 @@
+"""A VQGAN, in training."""

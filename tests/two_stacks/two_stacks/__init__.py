@@ -1,0 +1,1 @@
+"""iGPT in two stacks, for tests."""
