@@ -28,9 +28,9 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     """Return bytes by phase on this process; a job for `WorkerPool`."""
     import torch
 
-    from megavis.checkpoint.load import load_training_state
-    from megavis.checkpoint.save import Progress, Snapshot
-    from megavis.checkpoint.state import logical_shape
+    from megavis.checkpoint.state.load import load_training_state
+    from megavis.checkpoint.state.parameter_states import logical_shape
+    from megavis.checkpoint.state.save import Progress, Snapshot
     from megavis.config.load import load_config
     from megavis.data.batch import Batch
     from megavis.papers import build_objective, objective_configs

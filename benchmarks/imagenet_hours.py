@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.palette_shards import run_verb, write_crops
 from benchmarks.timing import machine
-from megavis.checkpoint.whole import write_weights
+from megavis.checkpoint.state.import_weights import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.papers import objective_configs
 from megavis.tokenizers.base import NetworkTokenizer

@@ -16,8 +16,8 @@ from PIL import Image
 
 from data_tools import __version__
 from data_tools.resize import RESIZE
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import MANIFEST
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import MANIFEST
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
 from megavis.data.manifest import FORMAT_VERSION, PALETTE_NAME, Manifest, Preparation, Source

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.checkpoint.folder import chosen_checkpoint
-from megavis.checkpoint.load import load_weights
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.state.load import load_weights
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_config

@@ -2,7 +2,7 @@
 
 import torch
 
-from megavis.checkpoint.whole import write_weights
+from megavis.checkpoint.state.import_weights import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.papers import objective_configs
 from megavis.tokenizers.vqgan_network import VQGANNetwork

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_check.models import random_batch
-from megavis.checkpoint.folder import chosen_checkpoint
-from megavis.checkpoint.load import load_training_state
-from megavis.checkpoint.save import Progress, Snapshot
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.state.load import load_training_state
+from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.composition.trainable import Trainable
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig

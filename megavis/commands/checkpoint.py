@@ -64,7 +64,7 @@ def _add_verb(verbs: Any, name: str, text: str, run: Any) -> argparse.ArgumentPa
 
 
 def _steps(run_folder: Path) -> list[int]:
-    from megavis.checkpoint.folder import saved_steps
+    from megavis.checkpoint.format.folder import saved_steps
 
     steps = saved_steps(run_folder)
     if not steps:
@@ -89,8 +89,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _rows(run_folder: Path) -> Iterator[dict[str, Any]]:
-    from megavis.checkpoint.folder import latest_checkpoint, step_folder
-    from megavis.checkpoint.manifest import read_manifest
+    from megavis.checkpoint.format.folder import latest_checkpoint, step_folder
+    from megavis.checkpoint.format.manifest import read_manifest
 
     latest = latest_checkpoint(run_folder)
     for step in _steps(run_folder):
@@ -118,8 +118,8 @@ _AXES = ("tensor_model", "pipeline_model", "data")
 
 def _verify(args: argparse.Namespace) -> int:
     """Write what is damaged; returns 2 where anything is."""
-    from megavis.checkpoint.folder import step_folder
-    from megavis.checkpoint.verify import damages
+    from megavis.checkpoint.format.folder import step_folder
+    from megavis.checkpoint.state.verify import damages
 
     steps = _steps(args.run_folder)
     if args.step is not None:
@@ -147,7 +147,7 @@ def _one(run_folder: Path, step: int | None) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     """Delete, and say what stays."""
-    from megavis.checkpoint.folder import prune
+    from megavis.checkpoint.format.folder import prune
 
     before = _steps(args.run_folder)
     prune(args.run_folder, keep_last=args.keep_last, keep_every=args.keep_every)
@@ -161,12 +161,12 @@ def _convert(args: argparse.Namespace) -> int:
     """Write the checkpoint into another run folder, with the run's config."""
     import shutil
 
-    from megavis.checkpoint.folder import step_folder
+    from megavis.checkpoint.format.folder import step_folder
     from megavis.commands.quiet import quietly
 
     source = step_folder(args.run_folder, _one(args.run_folder, args.step))
     with quietly():
-        from megavis.checkpoint.convert import convert
+        from megavis.checkpoint.state.convert import convert
 
     written = convert(source, args.target, tensor_size=args.tensor, data_size=args.data)
     for file in args.run_folder.iterdir():

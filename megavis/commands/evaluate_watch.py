@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.checkpoint.folder import require_run_folder
+from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.arguments import add_run
 from megavis.commands.checkpoint_measures import MEASURES, CheckpointMeasures
 from megavis.commands.drawn_distance import MEASURE as DISTANCE
@@ -125,7 +125,7 @@ def _watch(args: argparse.Namespace) -> None:
 
 def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
     """Yield the steps of checkpoints to measure, looking anew after each."""
-    from megavis.checkpoint.folder import saved_steps
+    from megavis.checkpoint.format.folder import saved_steps
 
     while True:
         done = {record["step"] for record in _records(args.run_folder)} | pruned
@@ -148,7 +148,7 @@ def _records(run_folder: Path) -> list[dict[str, Any]]:
 
 def _newest_step(run_folder: Path) -> int:
     """Return the step that `latest` names; checkpoints after it are not published yet."""
-    from megavis.checkpoint.folder import latest_checkpoint
+    from megavis.checkpoint.format.folder import latest_checkpoint
 
     with contextlib.suppress(UserError):  # Between a publish and the pruning of what it named.
         if checkpoint := latest_checkpoint(run_folder):
@@ -187,7 +187,7 @@ def _measured(
     args: argparse.Namespace, step: int, distance: DrawnDistance | None
 ) -> dict[str, Any] | None:
     """Measure a checkpoint; None where it was pruned meanwhile."""
-    from megavis.checkpoint.folder import step_folder
+    from megavis.checkpoint.format.folder import step_folder
 
     began = time.perf_counter()
     try:

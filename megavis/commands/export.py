@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     with quietly():
         from safetensors.torch import save_file
 
-        from megavis.checkpoint.folder import step_folder
-        from megavis.checkpoint.reader import read_weights
+        from megavis.checkpoint.format.folder import step_folder
+        from megavis.checkpoint.format.reader import read_weights
         from megavis.notebook import Run
 
         opened = Run.open(args.run_folder, step=args.step, device="cpu")

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
-        from megavis.checkpoint.folder import require_run_folder
+        from megavis.checkpoint.format.folder import require_run_folder
         from megavis.evaluation.feature_cache import clear_features, kept_features
 
     require_run_folder(args.run_folder)

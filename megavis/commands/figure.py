@@ -155,7 +155,7 @@ def draw_likelihood(args: argparse.Namespace) -> int:
 
 def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]:
     """Yield the score of each checkpoint of a run, printed as it comes."""
-    from megavis.checkpoint.folder import saved_steps
+    from megavis.checkpoint.format.folder import saved_steps
     from megavis.evaluation.likelihood import score_checkpoint
     from megavis.evaluation.probe import ProbeSettings
 

@@ -52,7 +52,7 @@ def write_run(
     palette: Palette | None = None,
 ) -> None:
     """Write a new run folder with a checkpoint of step 0. Raises OSError."""
-    from megavis.checkpoint.whole import write_weights
+    from megavis.checkpoint.state.import_weights import write_weights
     from megavis.config.load import dump_config
     from megavis.data.manifest import PALETTE_NAME
 

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megavis.checkpoint.reader import CheckpointReader
+from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.config.schema import RunConfig
 from megavis.data.dataset import ShardDataset
 from megavis.data.files import write_atomically

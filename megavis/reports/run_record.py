@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import Manifest, read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import Manifest, read_manifest
 from megavis.config.errors import UserError
 from megavis.training.metrics import read_metrics
 from megavis.training.provenance import read_commands, read_faults, read_starts

@@ -22,9 +22,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import read_manifest
-from megavis.checkpoint.reader import complaint_about, read_weights
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
+from megavis.checkpoint.format.reader import complaint_about, read_weights
 from megavis.config.errors import UserError
 
 TOKENIZERS: dict[str, str] = {

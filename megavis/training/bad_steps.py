@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from megavis.checkpoint.manifest import LossHistory
+from megavis.checkpoint.format.manifest import LossHistory
 from megavis.config.schema import CheckpointConfig, TrainingConfig
 from megavis.parallel.agreement import DelayedMean
 from megavis.training.hooks import StepState

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megavis.checkpoint.manifest import Kind
-from megavis.checkpoint.state import AVERAGE, ParameterStates
+from megavis.checkpoint.format.manifest import Kind
+from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates
 from megavis.model.stack import LocalLayers
 
 

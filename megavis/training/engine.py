@@ -17,8 +17,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megavis.checkpoint.manifest import LossScale
-from megavis.checkpoint.state import ParameterStates
+from megavis.checkpoint.format.manifest import LossScale
+from megavis.checkpoint.state.parameter_states import ParameterStates
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.data.batch import Batch

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavis.checkpoint.folder import step_folder
-from megavis.checkpoint.load import load_weights, start_from_weights
+from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.state.load import load_weights, start_from_weights
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.checkpoint.folder import chosen_checkpoint
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megavis.checkpoint.state import logical_shape
+from megavis.checkpoint.state.parameter_states import logical_shape
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.model.declarations import GroupOptions, is_without_decay, options_of

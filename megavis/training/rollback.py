@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megavis.checkpoint.folder import checkpoints_by_age, set_aside
-from megavis.checkpoint.manifest import MANIFEST, Manifest, WentBack
-from megavis.checkpoint.recovery import Found, newest_whole_checkpoint
+from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
+from megavis.checkpoint.format.manifest import MANIFEST, Manifest, WentBack
+from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import TrainingConfig
 from megavis.data.files import write_atomically

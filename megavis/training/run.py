@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from megavis.checkpoint.folder import checkpoints_by_age, prune, remove_partial
-from megavis.checkpoint.load import load_training_state
-from megavis.checkpoint.manifest import LossHistory, Manifest
-from megavis.checkpoint.recovery import Found, newest_whole_checkpoint
-from megavis.checkpoint.save import Progress, Snapshot
+from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
+from megavis.checkpoint.format.manifest import LossHistory, Manifest
+from megavis.checkpoint.state.load import load_training_state
+from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
+from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config

@@ -9,7 +9,7 @@ from threading import Thread
 
 from tqdm import tqdm
 
-from megavis.checkpoint.save import Snapshot
+from megavis.checkpoint.state.save import Snapshot
 from megavis.parallel.agreement import AsyncFlag
 from megavis.training.hooks import StepState
 

@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row

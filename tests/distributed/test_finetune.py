@@ -9,8 +9,8 @@ import torch
 from run_jobs import deterministic_metrics, rewind, train_run
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps
-from megavis.checkpoint.reader import read_weights
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.format.reader import read_weights
 from megavis.training.parity import train_briefly
 
 STEPS = 6

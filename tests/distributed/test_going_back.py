@@ -10,8 +10,8 @@ import pytest
 import torch
 from run_jobs import deterministic_metrics, train_run
 
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.data.loader import BatchLoader
 from megavis.data.order import SampleOrder
 from megavis.parallel.launch import Launch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from run_jobs import deterministic_metrics, rewind, train_run
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import Manifest, read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import Manifest, read_manifest
 from megavis.config.load import load_config
 from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch

@@ -13,8 +13,8 @@ import pytest
 import torch
 from run_jobs import deterministic_metrics, train_run
 
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps
-from megavis.checkpoint.manifest import read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.format.manifest import read_manifest
 from megavis.data.files import sha256_of_file
 from megavis.parallel.launch import read_launch
 from megavis.training.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_jobs import deterministic_metrics, train_run
 
-from megavis.checkpoint.folder import saved_steps
+from megavis.checkpoint.format.folder import saved_steps
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
 from megavis.training import watchdog

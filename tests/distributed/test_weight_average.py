@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from run_jobs import deterministic_metrics, train_run
 
-from megavis.checkpoint.folder import step_folder
-from megavis.checkpoint.reader import CheckpointReader, read_weights
+from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.format.reader import CheckpointReader, read_weights
 
 pytestmark = pytest.mark.once
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.load import load_training_state
-from megavis.checkpoint.save import Progress, Snapshot
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.state.load import load_training_state
+from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.config.load import LoadedConfig, load_config
 from megavis.data.loader import BatchLoader
 from megavis.papers import objective_configs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from job import Job
 
-from megavis.checkpoint.folder import checkpoints_by_age
+from megavis.checkpoint.format.folder import checkpoints_by_age
 from megavis.training.watchdog import HUNG_EXIT_CODE
 
 PATIENCE = 6.0

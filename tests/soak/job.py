@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megavis.checkpoint.folder import saved_steps
+from megavis.checkpoint.format.folder import saved_steps
 from megavis.parallel.launch import Launch, free_port
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -23,9 +23,9 @@ from pathlib import Path
 from faults import AT_ANY_TIME, FAULTS, PATIENCE, BrokenPromiseError, expect, leftovers
 from job import LAYOUTS, Job, newest_step
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.manifest import read_manifest
-from megavis.checkpoint.verify import damages
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.manifest import read_manifest
+from megavis.checkpoint.state.verify import damages
 from megavis.training.metrics import read_metrics
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))

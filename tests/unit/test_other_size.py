@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.reader import read_weights
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.reader import read_weights
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.model.positions import resize_table

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megavis.checkpoint.folder import saved_steps
-from megavis.checkpoint.manifest import LogicalTensor, Manifest, Slice, read_manifest
-from megavis.checkpoint.reader import CheckpointReader
-from megavis.checkpoint.save import write_tensors
-from megavis.checkpoint.verify import damages
+from megavis.checkpoint.format.folder import saved_steps
+from megavis.checkpoint.format.manifest import LogicalTensor, Manifest, Slice, read_manifest
+from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.state.save import write_tensors
+from megavis.checkpoint.state.verify import damages
 from megavis.cli import main
 
 pytestmark = pytest.mark.once

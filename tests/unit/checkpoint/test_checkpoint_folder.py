@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megavis.checkpoint.folder import (
+from megavis.checkpoint.format.folder import (
     latest_checkpoint,
     partial_folder,
     prune,
@@ -16,16 +16,16 @@ from megavis.checkpoint.folder import (
     saved_steps,
     step_folder,
 )
-from megavis.checkpoint.load import check_files
-from megavis.checkpoint.manifest import (
+from megavis.checkpoint.format.manifest import (
     LogicalTensor,
     Manifest,
     Slice,
     StoredFile,
     read_manifest,
 )
-from megavis.checkpoint.reader import CheckpointReader
-from megavis.checkpoint.recovery import newest_whole_checkpoint
+from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.state.load import check_files
+from megavis.checkpoint.state.recovery import newest_whole_checkpoint
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file, write_atomically
 

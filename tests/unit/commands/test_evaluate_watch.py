@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_network import Small
 
-from megavis.checkpoint.folder import step_folder
+from megavis.checkpoint.format.folder import step_folder
 from megavis.cli import main
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
@@ -90,7 +90,7 @@ def test_the_probe_is_that_of_the_likelihood_figure(copied):
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_told(copied, monkeypatch, capsys):
-    from megavis.checkpoint import reader
+    from megavis.checkpoint.format import reader
 
     opened = reader.CheckpointReader.__init__
 

@@ -16,9 +16,9 @@ from vae_config import write_config
 
 from data_tools.__main__ import main
 from data_tools.resize import resize_and_crop
-from megavis.checkpoint.folder import latest_checkpoint
-from megavis.checkpoint.reader import read_weights
-from megavis.checkpoint.whole import write_weights
+from megavis.checkpoint.format.folder import latest_checkpoint
+from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.state.import_weights import write_weights
 from megavis.cli import main as megavis
 from megavis.data.dataset import ShardDataset
 from megavis.data.manifest import Manifest

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import yaml
 
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps, step_folder
-from megavis.checkpoint.manifest import LossHistory, read_manifest
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
+from megavis.checkpoint.format.manifest import LossHistory, read_manifest
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config

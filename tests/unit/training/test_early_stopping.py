@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megavis.checkpoint.folder import prune, saved_steps
+from megavis.checkpoint.format.folder import prune, saved_steps
 from megavis.data.dataset import ShardDataset
 from megavis.data.subset import halves, shuffled
 from megavis.training.early_stopping import EarlyStopping

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from megavis.checkpoint import save
-from megavis.checkpoint.folder import latest_checkpoint, saved_steps
-from megavis.checkpoint.save import Progress, Snapshot
-from megavis.checkpoint.verify import damages
+from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.state.parameter_states import save
+from megavis.checkpoint.state.save import Progress, Snapshot
+from megavis.checkpoint.state.verify import damages
 from megavis.training.hooks import StepState
 from megavis.training.saving import SaveCheckpoint
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megavis.checkpoint.manifest import Kind, LogicalTensor, StoredFile, read_manifest
+from megavis.checkpoint.format.manifest import Kind, LogicalTensor, StoredFile, read_manifest
 from megavis.config.errors import UserError
 from megavis.data.files import sha256_of_file
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megavis.checkpoint.folder import partial_folder, publish
-from megavis.checkpoint.manifest import MANIFEST, LogicalTensor, Manifest, Slice
-from megavis.checkpoint.save import write_tensors
+from megavis.checkpoint.format.folder import partial_folder, publish
+from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, Manifest, Slice
+from megavis.checkpoint.state.save import write_tensors
 from megavis.data.files import write_atomically
 
 

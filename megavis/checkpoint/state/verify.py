@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.checkpoint.manifest import CHECKSUMS, StoredFile, read_manifest
-from megavis.checkpoint.reader import complaint_about
+from megavis.checkpoint.format.manifest import CHECKSUMS, StoredFile, read_manifest
+from megavis.checkpoint.format.reader import complaint_about
 from megavis.config.errors import UserError
 
 _PIECE = 1 << 24

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megavis.checkpoint.folder import partial_folder, publish
-from megavis.checkpoint.manifest import MANIFEST, LogicalTensor, Slice, read_manifest
-from megavis.checkpoint.reader import CheckpointReader
-from megavis.checkpoint.save import write_tensors
+from megavis.checkpoint.format.folder import partial_folder, publish
+from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, Slice, read_manifest
+from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
 from megavis.data.files import write_atomically
 

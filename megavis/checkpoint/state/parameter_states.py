@@ -21,7 +21,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from megavis.checkpoint.manifest import Kind
+from megavis.checkpoint.format.manifest import Kind
 
 AVERAGE: Kind = "average"
 """The moving average of the weights; its name among the optimizer's states too."""

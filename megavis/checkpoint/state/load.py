@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavis.checkpoint.manifest import Manifest, read_manifest
-from megavis.checkpoint.reader import CheckpointReader, complaint_about
-from megavis.checkpoint.state import AVERAGE, ParameterStates, logical_shape, set_gathered
+from megavis.checkpoint.format.manifest import Manifest, read_manifest
+from megavis.checkpoint.format.reader import CheckpointReader, complaint_about
+from megavis.checkpoint.state.parameter_states import (
+    AVERAGE,
+    ParameterStates,
+    logical_shape,
+    set_gathered,
+)
 from megavis.config.errors import UserError
 from megavis.model.declarations import starts_fresh
 from megavis.model.positions import LEARNED, is_grid, resize_table

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megavis.checkpoint.folder import checkpoints_by_age, set_aside
-from megavis.checkpoint.load import check_files
-from megavis.checkpoint.manifest import Manifest
+from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
+from megavis.checkpoint.format.manifest import Manifest
+from megavis.checkpoint.state.load import check_files
 from megavis.config.errors import UserError
 from megavis.parallel.context import ParallelContext
 

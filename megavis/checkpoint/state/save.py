@@ -16,8 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megavis.checkpoint.folder import partial_folder, publish
-from megavis.checkpoint.manifest import (
+from megavis.checkpoint.format.folder import partial_folder, publish
+from megavis.checkpoint.format.manifest import (
     CHECKSUMS,
     MANIFEST,
     LogicalTensor,
@@ -27,7 +27,7 @@ from megavis.checkpoint.manifest import (
     Slice,
     StoredFile,
 )
-from megavis.checkpoint.state import ParameterStates, logical_shape
+from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.data.files import flush_folder, sha256_of_file, write_atomically
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext

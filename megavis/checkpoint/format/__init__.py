@@ -1,0 +1,1 @@
+"""The files of a checkpoint: folder, manifest, tensors read back."""

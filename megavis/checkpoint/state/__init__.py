@@ -1,0 +1,1 @@
+"""Save and load a model in any layout, and convert what was saved."""
