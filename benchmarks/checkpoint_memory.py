@@ -32,7 +32,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     from megavis.checkpoint.state.parameter_states import logical_shape
     from megavis.checkpoint.state.save import Progress, Snapshot
     from megavis.config.load import load_config
-    from megavis.data.batch import Batch
+    from megavis.data.loading.batch import Batch
     from megavis.papers import build_objective, objective_configs
     from megavis.parallel.context import close_context, open_context
     from megavis.training.engine import Engine

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks.timing import report
 from benchmarks.twins import run_config, sized_parser, sizes
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 
 if TYPE_CHECKING:
     from megavis.training.engine import Engine
@@ -85,8 +85,8 @@ def main() -> None:
 
 def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, object]]:
     """Train on the shards, then on one batch of them; returns a row for each."""
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.loader import BatchLoader
+    from megavis.data.loading.dataset import ShardDataset
+    from megavis.data.loading.loader import BatchLoader
     from megavis.papers import OBJECTIVES
     from megavis.parallel.context import open_context
     from megavis.parallel.launch import read_launch

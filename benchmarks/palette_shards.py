@@ -25,7 +25,7 @@ from PIL import Image
 
 from benchmarks.timing import parser, ratio, report, summary, take_turns
 from data_tools.__main__ import main as data_tools
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90

@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.palette_shards import run_verb, write_crops
 from benchmarks.timing import parser, ratio, report, take_turns
-from megavis.data.crops import cut, random_window, resize
-from megavis.data.dataset import ShardDataset
-from megavis.data.jpeg import decode_rgb
-from megavis.data.loader import BatchLoader, read_batch
-from megavis.data.shards import ShardReader
-from megavis.data.transforms import Transform
+from megavis.data.codecs.crops import cut, random_window, resize
+from megavis.data.codecs.jpeg import decode_rgb
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.shards import ShardReader
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader, read_batch
 from megavis.tokenizers.palette import Palette
 
 PALETTE_SIZE, CROP = 32, Transform(image_size=224, crop="random_resized", flip=True, seed=1)

@@ -24,8 +24,8 @@ def measure(
     config: RunConfig, shards: Path, context: ParallelContext, *, rounds: int
 ) -> dict[str, list[Taken]]:
     """Return the times of a step, of a look and of the look's two halves, in turns."""
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.loader import BatchLoader
+    from megavis.data.loading.dataset import ShardDataset
+    from megavis.data.loading.loader import BatchLoader
     from megavis.papers import OBJECTIVES
     from megavis.training.corruption_check import CheckReplicas, weight_fingerprints
     from megavis.training.engine import Engine

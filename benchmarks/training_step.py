@@ -27,7 +27,7 @@ from benchmarks.twins import (
     sizes,
 )
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.product import product
 
 

@@ -11,9 +11,9 @@ from PIL import Image
 
 from data_tools.report import say
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import PALETTE_NAME, Manifest
-from megavis.data.transforms import Transform
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.manifest import PALETTE_NAME, Manifest
+from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 _GAP = 2

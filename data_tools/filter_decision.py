@@ -23,7 +23,7 @@ from data_tools.opt_outs import Excluded
 from data_tools.report import say
 from data_tools.selection import DECISION_NAME, dropped_name
 from data_tools.sources import Source
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 MEASURED, LIKE = "measurements", "like"
 _EXAMPLES = 5

@@ -15,7 +15,7 @@ from data_tools.source_formats import open_source
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.codec import IdsCodec
+from megavis.data.codecs.base import IdsCodec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,9 @@ from data_tools.report import Outcome, Progress, say, write_memory_figure, write
 from data_tools.sources import Source
 from data_tools.units import Recipe, Unit, UnitResult, plan_units
 from megavis.config.errors import UserError
-from megavis.data.manifest import FORMAT_VERSION, Manifest
-from megavis.data.manifest import Source as SourceRecord
-from megavis.data.shards import index_path
+from megavis.data.format.manifest import FORMAT_VERSION, Manifest
+from megavis.data.format.manifest import Source as SourceRecord
+from megavis.data.format.shards import index_path
 
 REPORT_NAME = "report.json"
 MEMORY_NAME = "memory.png"

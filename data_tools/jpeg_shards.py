@@ -22,7 +22,7 @@ from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.jpeg import DamagedImageError, JpegCodec, decode_rgb
+from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, decode_rgb
 
 _JPEG_START = b"\xff\xd8\xff"
 

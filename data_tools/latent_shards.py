@@ -19,7 +19,7 @@ from data_tools.source_formats import open_source
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.latents import LatentsCodec
+from megavis.data.codecs.latents import LatentsCodec
 
 _NOT_FINITE = "latents not finite in float16"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 
 def make_folder(

@@ -22,7 +22,7 @@ from data_tools.run_features import RunFeatures
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.shards import ShardIndex, map_file
+from megavis.data.format.shards import ShardIndex, map_file
 
 _SIDE = 64  # pictures are looked at in this size
 _COLORS = 4  # levels a channel

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.line_figure import line_figure
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.tokenizers.palette import MAX_COLORS, fit_palette
 
 Point = tuple[int, float]

@@ -20,8 +20,8 @@ from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import Picture
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.codec import PaletteCodec
-from megavis.data.manifest import PALETTE_NAME
+from megavis.data.codecs.base import PaletteCodec
+from megavis.data.format.manifest import PALETTE_NAME
 from megavis.tokenizers.palette import Palette
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data_tools.engines import Failure
 from data_tools.line_figure import line_figure
 from data_tools.units import UnitResult, peak_memory
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 _SECONDS_BETWEEN_LINES = 10.0
 _IMAGES_OF_A_FIGURE, _POINTS_OF_A_FIGURE = 10_000, 5

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from megavis.data.crops import Window
+from megavis.data.codecs.crops import Window
 
 # As in the kernels, which are not imported here: numba takes half a second.
 _PRECISION, _TAPS = 22, 8

@@ -21,10 +21,10 @@ from data_tools.sources import Part, Picture, Refuse, Source
 from data_tools.units import Encoded, Recipe, UnitResult
 from data_tools.verify import find_problems
 from megavis.config.errors import UserError
-from megavis.data.codecs import suffix_of
-from megavis.data.files import sha256_of_file, write_atomically
-from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.shards import ShardReader
+from megavis.data.codecs.registry import suffix_of
+from megavis.data.format.files import sha256_of_file, write_atomically
+from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.shards import ShardReader
 
 # What the samples of one folder have in common.
 _FIELDS = (

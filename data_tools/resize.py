@@ -14,7 +14,7 @@ from PIL import Image
 from data_tools.decode import RefusedImageError
 from data_tools.resample import resample, with_fourth_channel
 from megavis.config.errors import UserError
-from megavis.data.crops import NUM_WINDOW_DRAWS, Window, cut, random_window
+from megavis.data.codecs.crops import NUM_WINDOW_DRAWS, Window, cut, random_window
 
 RESIZE = "Pillow bicubic (antialiased)"
 CROP = "shorter side to image_size, then centre crop"

@@ -19,8 +19,8 @@ from data_tools.resize import RESIZE
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import MANIFEST
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file
-from megavis.data.manifest import FORMAT_VERSION, PALETTE_NAME, Manifest, Preparation, Source
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import FORMAT_VERSION, PALETTE_NAME, Manifest, Preparation, Source
 
 if TYPE_CHECKING:  # torch and Megatron take seconds, and only the processes that measure need them
     from megavis.notebook import Run

@@ -19,8 +19,8 @@ from data_tools.sources import FileSource, Source, SourceFile
 from data_tools.tars import first_member, is_tar
 from data_tools.web_tars import list_tars
 from megavis.config.errors import UserError
-from megavis.data.manifest import MANIFEST_NAME, Manifest
-from megavis.data.shards import ShardReader
+from megavis.data.format.manifest import MANIFEST_NAME, Manifest
+from megavis.data.format.shards import ShardReader
 
 KAGGLE_TREE = Path("ILSVRC/Data/CLS-LOC")
 LAYOUTS = (

@@ -32,7 +32,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.sources import FileSource, Picture, SourceFile
 from data_tools.units import Encoded
 from megavis.config.errors import UserError
-from megavis.data.frames import FramesCodec
+from megavis.data.codecs.frames import FramesCodec
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"

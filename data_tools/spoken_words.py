@@ -21,7 +21,7 @@ from data_tools.cepstra import SAMPLE_RATE
 from data_tools.report import Progress, say
 from data_tools.speech_shards import LISTS
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 RECORD_NAME = "words.json"
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from data_tools.decode import RefusedImageError
 from data_tools.sources import Part, Picture, Source
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file
-from megavis.data.manifest import FORMAT_VERSION, ShardEntry
-from megavis.data.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import FORMAT_VERSION, ShardEntry
+from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
 
 # What a recipe makes of one picture: for each of its folders the payloads of the samples that
 # this picture gives there (one, or several crops), or the reason why it gives none.

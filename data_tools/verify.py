@@ -11,11 +11,11 @@ import numpy as np
 from data_tools.contact_sheet import whole_images
 from data_tools.report import Progress, say
 from megavis.config.errors import UserError
-from megavis.data.codecs import suffix_of
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import sha256_of_file
-from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.shards import ShardReader, index_path
+from megavis.data.codecs.registry import suffix_of
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.shards import ShardReader, index_path
+from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 _BATCH = 256

@@ -26,8 +26,8 @@ from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
-from megavis.data.manifest import PALETTE_NAME
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.data.loading.batch import Batch
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.papers import build_objective, objective_configs

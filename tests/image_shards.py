@@ -9,7 +9,7 @@ import simplejpeg
 from PIL import Image
 from written_shards import write_payloads
 
-from megavis.data.manifest import Preparation
+from megavis.data.format.manifest import Preparation
 
 
 def write_image_shards(crops: Path, folder: Path) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from written_shards import write_payloads
 
-from megavis.data.latents import LatentsCodec
-from megavis.data.manifest import Source, TokenizerIdentity
+from megavis.data.codecs.latents import LatentsCodec
+from megavis.data.format.manifest import Source, TokenizerIdentity
 
 
 def write_latent_shards(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megavis.data.files import sha256_of_file
-from megavis.data.manifest import Manifest, Preparation, ShardEntry, Source
-from megavis.data.shards import index_path, open_shard, write_index
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import Manifest, Preparation, ShardEntry, Source
+from megavis.data.format.shards import index_path, open_shard, write_index
 
 
 def write_payloads(

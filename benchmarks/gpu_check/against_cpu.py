@@ -16,7 +16,7 @@ from benchmarks.gpu_check.models import DEMOS, job, plain_model, random_batch, r
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from megavis.composition.trainable import Trainable
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.stack import Stack
 from megavis.parallel.launch import Launch
 from megavis.parallel.random import normal, uniform

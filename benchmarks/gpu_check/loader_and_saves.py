@@ -18,9 +18,9 @@ from benchmarks.gpu_check.stages import Measure
 from benchmarks.gpu_check.training import Trainer
 from benchmarks.loader import Stopwatch, row
 from megavis.config.schema import RunConfig
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import BatchLoader
-from megavis.data.transforms import training_transform
+from megavis.data.codecs.transforms import training_transform
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.launch import Launch
 
 _WANTED: Mapping[str, float] = {"DARL ViT-H": 330.0, "GVP-B": 1830.0}

@@ -18,7 +18,7 @@ from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.stack import Stack
 from megavis.papers import build_objective, objective_configs
 from megavis.parallel.context import ParallelContext, close_context, open_context

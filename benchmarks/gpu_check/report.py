@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.results import Row, StageResult, Value
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 _MARKS = {True: "yes", False: "**NO**", None: ""}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 Value = float | int | bool | str | None
 

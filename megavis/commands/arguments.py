@@ -30,7 +30,7 @@ def read_config(args: argparse.Namespace) -> LoadedConfig:
 def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
     """Load a config file of a user's, whose epochs are those of its shards; see `load_config`."""
     from megavis.config.load import load_config
-    from megavis.data.manifest import num_images
+    from megavis.data.format.manifest import num_images
     from megavis.papers import objective_configs
 
     return load_config(path, overrides, objectives=objective_configs(), count_images=num_images)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from megavis.commands.drawn_distance import DrawnDistance
-    from megavis.data.dataset import ShardDataset
+    from megavis.data.loading.dataset import ShardDataset
     from megavis.evaluation.linear import Selection
     from megavis.evaluation.probe import Pair, ProbeData
     from megavis.notebook import Run

@@ -12,7 +12,7 @@ from megavis.commands.arguments import add_device, add_runs
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.data.subset import Subset
+    from megavis.data.loading.subset import Subset
     from megavis.evaluation.ensemble import Answers
     from megavis.notebook import Run
 
@@ -94,7 +94,7 @@ def _chosen_step(folder: Path) -> int:
 def _judges(opened: Run, images: str | None) -> Subset:
     """Return the labelled images that a run is asked about."""
     from megavis.commands.opening import open_shards
-    from megavis.data.subset import halves, shuffled
+    from megavis.data.loading.subset import halves, shuffled
 
     settings = opened.config.finetune
     assert settings is not None

@@ -63,7 +63,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     Raises:
         UserError: images or tokenizer cannot be used.
     """
-    from megavis.data.files import write_atomically
+    from megavis.data.format.files import write_atomically
     from megavis.evaluation.images.classifier import fit_classifier, shares_named
     from megavis.evaluation.images.image_files import NpzImages, ShardImages
 

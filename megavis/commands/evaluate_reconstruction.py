@@ -81,7 +81,7 @@ def _distances(opened: Run, args: argparse.Namespace, count: int) -> Distances |
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    from megavis.data.files import write_atomically
+    from megavis.data.format.files import write_atomically
 
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())

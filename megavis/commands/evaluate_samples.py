@@ -83,7 +83,7 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     Raises:
         UserError: images, reference or network cannot be used.
     """
-    from megavis.data.files import write_atomically
+    from megavis.data.format.files import write_atomically
     from megavis.evaluation.images.feature_networks import open_network
     from megavis.evaluation.images.generation import MANIFOLD_COUNT, compare
     from megavis.evaluation.images.image_files import open_images

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     import torch
 
-    from megavis.data.manifest import PALETTE_NAME
+    from megavis.data.format.manifest import PALETTE_NAME
     from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
     from megavis.papers.igpt.imagegpt_folder import (
         check_agreement,

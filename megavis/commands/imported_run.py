@@ -54,7 +54,7 @@ def write_run(
     """Write a new run folder with a checkpoint of step 0. Raises OSError."""
     from megavis.checkpoint.state.import_weights import write_weights
     from megavis.config.load import dump_config
-    from megavis.data.manifest import PALETTE_NAME
+    from megavis.data.format.manifest import PALETTE_NAME
 
     run_folder.mkdir(parents=True)
     (run_folder / "config.yaml").write_text(dump_config(config))

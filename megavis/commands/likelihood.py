@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         opened = open_run(
             args.run_folder, step=args.step, device=args.device, precision=args.precision
         )
-        from megavis.data.leakage import refuse_overlap
+        from megavis.data.loading.leakage import refuse_overlap
         from megavis.evaluation.likelihood import measure_likelihood
 
         images = held_out_images(opened, args)

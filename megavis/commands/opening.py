@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.data.batch import Batch
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.leakage import Shards
+    from megavis.data.loading.batch import Batch
+    from megavis.data.loading.dataset import ShardDataset
+    from megavis.data.loading.leakage import Shards
     from megavis.notebook import Run
 
 
@@ -49,8 +49,8 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
     Raises:
         UserError: they do not fit the run, or were made with another palette.
     """
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.transforms import evaluation_transform
+    from megavis.data.codecs.transforms import evaluation_transform
+    from megavis.data.loading.dataset import ShardDataset
 
     data = opened.config.data
     dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache)
@@ -75,7 +75,7 @@ def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDatas
 
 def read_in_turn(dataset: ShardDataset, count: int) -> Batch:
     """Read `count` images: the first of each class, then the second of each, and so on."""
-    from megavis.data.loader import read_batch
+    from megavis.data.loading.loader import read_batch
 
     indices = take_turns(dataset, count)
     return read_batch(dataset, indices, indices)

@@ -14,7 +14,7 @@ from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.data.dataset import ShardDataset
+    from megavis.data.loading.dataset import ShardDataset
     from megavis.notebook import Run
 
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a folder holds no metrics, or the page cannot be written.
     """
-    from megavis.data.files import write_atomically
+    from megavis.data.format.files import write_atomically
     from megavis.reports.page import render
     from megavis.reports.run_record import RunRecord
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megavis.data.batch import Batch
+    from megavis.data.loading.batch import Batch
     from megavis.notebook import Run
 
 

@@ -24,8 +24,8 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
     Raises:
         UserError: there are no held-out latents, or the run draws none.
     """
-    from megavis.data.files import write_atomically
-    from megavis.data.manifest import MANIFEST_NAME
+    from megavis.data.format.files import write_atomically
+    from megavis.data.format.manifest import MANIFEST_NAME
     from megavis.evaluation.moments import compare, largest_differences
 
     folder = args.images or opened.config.data.validation
@@ -55,7 +55,7 @@ def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tenso
     import numpy as np
 
     from megavis.commands.opening import open_shards
-    from megavis.data.loader import read_batch
+    from megavis.data.loading.loader import read_batch
 
     dataset = open_shards(opened, folder)
     places = np.linspace(0, len(dataset) - 1, min(len(dataset), count)).astype(np.int64)

@@ -152,7 +152,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
 def _score(point: Point, args: argparse.Namespace) -> float:
     """Return the point's score; a probe is kept in the run's folder."""
     from megavis.commands.opening import job_closed, open_run
-    from megavis.data.files import write_atomically
+    from megavis.data.format.files import write_atomically
     from megavis.training.metrics import read_metrics
 
     if args.measure != "probe":

@@ -88,7 +88,7 @@ def _neighbor_scores(
     opened: Run, args: argparse.Namespace
 ) -> tuple[list[NeighborAccuracy], dict[str, Any]]:
     """Return a score a layer, and what is needed to repeat them."""
-    from megavis.data.leakage import refuse_overlap
+    from megavis.data.loading.leakage import refuse_overlap
     from megavis.evaluation import neighbors as measured
 
     held_out = held_out_images(opened, args)

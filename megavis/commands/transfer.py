@@ -31,7 +31,7 @@ from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.data.leakage import Shards
+    from megavis.data.loading.leakage import Shards
     from megavis.evaluation.data_sets import LabelledFolders
     from megavis.evaluation.feature_cache import FeatureCache
     from megavis.evaluation.networks import Network

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.composition.autoencoder_config import AutoencoderConfig
 from megavis.composition.trainable import Backbone, Sequence, Trainable
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.batch import Batch
 from megavis.model.declarations import GroupOptions
 from megavis.model.discriminator import (
     Discriminator,

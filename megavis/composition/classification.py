@@ -28,8 +28,8 @@ from megavis.composition.class_heads import (
 from megavis.composition.composition import Composition
 from megavis.composition.mixing import Mixing
 from megavis.composition.trainable import Sequence, Trainable
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
 from megavis.model.norms import Norm

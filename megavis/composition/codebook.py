@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megavis.composition.tokens import Vocabulary, check_images
 from megavis.config.errors import UserError
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer

@@ -23,8 +23,8 @@ from megavis.composition.places import Places
 from megavis.composition.reader import Reader
 from megavis.composition.words import Words
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload
 from megavis.model.orders import take_places, to_raster
 from megavis.model.parts import stacks_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megavis.composition.reader import Role, Rows
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.init import filled, normal
 from megavis.parallel.random import uniform

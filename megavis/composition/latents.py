@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megavis.composition.tokens import Vectors
 from megavis.config.errors import UserError
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 

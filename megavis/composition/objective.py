@@ -20,7 +20,7 @@ from megavis.composition.trainable import Backbone, Sequence, Trainable
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.densities.base import Density
 from megavis.model.core import BLOCKS, Core, StackSpec
 from megavis.model.drop_path import SAMPLES, carries_samples

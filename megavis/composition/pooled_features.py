@@ -17,7 +17,7 @@ from megavis.composition.condition import Condition, Known
 from megavis.composition.reader import Role
 from megavis.composition.tokens import check_images
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.patches import WholeLinear
 

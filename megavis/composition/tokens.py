@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.manifest import PALETTE_NAME, Manifest
+from megavis.data.format.manifest import PALETTE_NAME, Manifest
+from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.embeddings import token_embedding
 from megavis.model.init import Fill, normal, xavier_uniform

@@ -16,8 +16,8 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.config.finetune_checks import NO_NULL_LABEL
 from megavis.config.schema import ObjectiveConfig, RunConfig
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.batch import Batch
 from megavis.model.stack import LayerPlan
 from megavis.parallel.context import ParallelContext
 

@@ -1,1 +1,1 @@
-"""Shards on disk, the sample order, and the batches made from them."""
+"""Shards, and the samples and batches made from them."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.core import Block
 from megavis.model.runner import Runner

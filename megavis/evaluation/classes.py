@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.composition.classification import Classification, is_among_likeliest
-from megavis.data.batch import Batch
-from megavis.data.files import write_atomically
-from megavis.data.loader import Readable, evaluation_batches
+from megavis.data.format.files import write_atomically
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.features import view_of
 from megavis.evaluation.linear import commonest
 from megavis.model.runner import Runner

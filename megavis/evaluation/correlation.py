@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.runner import Runner
 

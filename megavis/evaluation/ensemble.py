@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megavis.composition.classification import Classification, is_among_likeliest
-from megavis.data.loader import Readable, evaluation_batches
+from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.classes import class_logits
 from megavis.model.runner import Runner
 

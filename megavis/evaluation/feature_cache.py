@@ -27,8 +27,8 @@ from safetensors.numpy import save
 
 from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.config.schema import RunConfig
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.features import LabelledFeatures
 
 FOLDER = Path("evaluation") / "features"

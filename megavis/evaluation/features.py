@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import Readable, evaluation_batches
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.tokenizers.palette import Palette
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,9 +11,9 @@ import torch
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import write_atomically
-from megavis.data.loader import evaluation_batches
+from megavis.data.format.files import write_atomically
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.model.runner import Runner

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.composition.trainable import Trainable
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import batches_in_turn
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import batches_in_turn
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
 from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.model.runner import Runner

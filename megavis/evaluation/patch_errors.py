@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megavis.composition.objective import Objective
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.orders import to_raster
 from megavis.model.runner import Runner

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megavis.composition.places import Places
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import evaluation_batches
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import plain_axes
 from megavis.model.orders import take_places
 from megavis.model.runner import Runner

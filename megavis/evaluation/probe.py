@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
-from megavis.data.leakage import Shards, refuse_overlap
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.leakage import Shards, refuse_overlap
 from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
 from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.linear import LayerScore, Selection, best_layer, divide, score_layers

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.evaluation.concatenation import ConcatenatedScore
 from megavis.evaluation.linear import LayerScore, best_layer
 from megavis.evaluation.low_data import LowDataScore

@@ -9,7 +9,7 @@ from pathlib import Path
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.data.leakage import Shards, find_shards
+from megavis.data.loading.leakage import Shards, find_shards
 from megavis.papers import objective_configs
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, write_table
 from megavis.evaluation.transfer import OPTION, TransferResult, TransferScore
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 _VISIBLE_SIDE = 128
 _LINE = 2

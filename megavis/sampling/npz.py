@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 
 Draw = Callable[[Tensor], Tensor]

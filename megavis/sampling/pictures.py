@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.runner import Runner
 from megavis.sampling.grids import (
     completion_grid,

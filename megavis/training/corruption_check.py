@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from megavis.config.errors import CORRUPTION_EXIT_CODE, CorruptionError
 from megavis.config.schema import CheckpointConfig
-from megavis.data.batch import Batch
-from megavis.data.blended_dataset import Samples
-from megavis.data.loader import read_batch
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.loader import read_batch
 from megavis.model.runner import Runner
 from megavis.parallel.tensors import partition_dimension
 from megavis.training.engine import Engine

@@ -21,7 +21,7 @@ from megavis.checkpoint.format.manifest import LossScale
 from megavis.checkpoint.state.parameter_states import ParameterStates
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.stack import LayerPlan, LocalLayers, Stack
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.mpu import DeepSpeedView

@@ -16,10 +16,10 @@ from megavis.checkpoint.state.load import load_weights, start_from_weights
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.data.blended_dataset import Samples
-from megavis.data.dataset import ShardDataset
-from megavis.data.leakage import refuse_overlap
-from megavis.data.subset import Subset, halves, shuffled
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.leakage import refuse_overlap
+from megavis.data.loading.subset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassResult, name_classes
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS

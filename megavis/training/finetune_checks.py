@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
-from megavis.data.blended_dataset import Samples
+from megavis.data.loading.blended_dataset import Samples
 from megavis.papers import objective_configs
 
 _MAY_DIFFER = re.compile("positions|position_scale|drop_path|.*dropout")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megavis.data.loader import Readable, evaluation_batches
+from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.model.flops import peak_flops
 from megavis.model.runner import Runner
 from megavis.training.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.training.engine import Engine
 from megavis.training.hooks import Hook, StepState
 from megavis.training.metrics import MetricsWriter

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 
 class MetricsWriter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
-from megavis.data.blended_dataset import MixedDataset, Samples
-from megavis.data.dataset import ShardDataset
-from megavis.data.transforms import Transform, evaluation_transform
+from megavis.data.codecs.transforms import Transform, evaluation_transform
+from megavis.data.loading.blended_dataset import MixedDataset, Samples
+from megavis.data.loading.dataset import ShardDataset
 
 
 def open_data(

@@ -16,7 +16,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.config.yaml_tree import Source
-from megavis.data.loader import BatchLoader
+from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError, WorkerPool
 from megavis.planning.layouts import layout_name

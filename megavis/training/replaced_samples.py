@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megavis.data.blended_dataset import Samples
+from megavis.data.loading.blended_dataset import Samples
 from megavis.parallel.context import ParallelContext
 from megavis.training.hooks import StepState
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 
 RECORD_NAME = "restarts.json"

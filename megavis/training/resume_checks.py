@@ -10,7 +10,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section
-from megavis.data.blended_dataset import Samples
+from megavis.data.loading.blended_dataset import Samples
 from megavis.papers import objective_configs
 
 

@@ -15,7 +15,7 @@ from megavis.checkpoint.format.manifest import MANIFEST, Manifest, WentBack
 from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import TrainingConfig
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 from megavis.training.bad_steps import BadStepStreak
 from megavis.training.metrics import MetricsWriter, read_metrics

@@ -19,11 +19,11 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
-from megavis.data.blended_dataset import Samples
-from megavis.data.files import write_atomically
-from megavis.data.loader import BatchLoader, Readable
-from megavis.data.manifest import PALETTE_NAME
-from megavis.data.transforms import training_transform
+from megavis.data.codecs.transforms import training_transform
+from megavis.data.format.files import write_atomically
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.loader import BatchLoader, Readable
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch

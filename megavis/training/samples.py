@@ -8,7 +8,7 @@ import numpy as np
 
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.data.loader import Readable, read_batch
+from megavis.data.loading.loader import Readable, read_batch
 from megavis.model.runner import Runner
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery

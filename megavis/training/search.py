@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 from megavis.training.early_stopping import EarlyStopping, looks_of
 from megavis.training.hooks import StepState

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.training.search import Outcome, best_of
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.papers import build_objective, objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch

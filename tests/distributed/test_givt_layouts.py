@@ -21,7 +21,7 @@ from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 from data_tools.__main__ import main as data_tools
 from megavis.config.load import LoadedConfig, Source, load_config
 from megavis.config.schema import RunConfig
-from megavis.data.loader import BatchLoader
+from megavis.data.loading.loader import BatchLoader
 from megavis.model.core import Block
 from megavis.notebook import Run
 from megavis.papers import objective_configs

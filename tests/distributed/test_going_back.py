@@ -12,8 +12,8 @@ from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.data.loader import BatchLoader
-from megavis.data.order import SampleOrder
+from megavis.data.loading.loader import BatchLoader
+from megavis.data.loading.order import SampleOrder
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
 from megavis.training import watchdog

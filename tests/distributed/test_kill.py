@@ -15,7 +15,7 @@ from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.data.files import sha256_of_file
+from megavis.data.format.files import sha256_of_file
 from megavis.parallel.launch import read_launch
 from megavis.training.engine import Engine
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megavis.config.load import load_config
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import BatchLoader
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader
 from megavis.model.runner import Runner
 from megavis.notebook import Run
 from megavis.papers import OBJECTIVES, objective_configs

@@ -7,7 +7,7 @@ from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.state.load import load_training_state
 from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.config.load import LoadedConfig, load_config
-from megavis.data.loader import BatchLoader
+from megavis.data.loading.loader import BatchLoader
 from megavis.papers import objective_configs
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch

@@ -11,7 +11,7 @@ from PIL import Image
 import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.notebook import Run
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavis.config.errors import UserError
-from megavis.data.files import flush_folder, write_atomically
+from megavis.data.format.files import flush_folder, write_atomically
 
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = ".set-aside"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.manifest import Kind, LogicalTensor, StoredFile, read_manifest
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file
+from megavis.data.format.files import sha256_of_file
 
 
 class CheckpointReader:

@@ -17,7 +17,7 @@ from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, Slice, r
 from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 
 def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int) -> Path:

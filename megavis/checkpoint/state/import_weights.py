@@ -11,7 +11,7 @@ from torch import Tensor
 from megavis.checkpoint.format.folder import partial_folder, publish
 from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, Manifest, Slice
 from megavis.checkpoint.state.save import write_tensors
-from megavis.data.files import write_atomically
+from megavis.data.format.files import write_atomically
 
 
 def write_weights(

@@ -28,7 +28,7 @@ from megavis.checkpoint.format.manifest import (
     StoredFile,
 )
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
-from megavis.data.files import flush_folder, sha256_of_file, write_atomically
+from megavis.data.format.files import flush_folder, sha256_of_file, write_atomically
 from megavis.model.stack import LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.tensors import is_first_copy, partition_dimension

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file
+from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images.inception import IMAGE_SIZE, Inception
 from megavis.tokenizers.weight_files import read_weights_file
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.data.crops import cut_center
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import sha256_of_file
-from megavis.data.jpeg import DamagedImageError, decode_rgb
-from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME
-from megavis.data.transforms import Transform
+from megavis.data.codecs.crops import cut_center
+from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME
+from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megavis.composition.trainable import Trainable
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import sha256_of_file
-from megavis.data.loader import evaluation_batches
-from megavis.data.manifest import MANIFEST_NAME
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import MANIFEST_NAME
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.images.completions import signal_to_noise
 from megavis.evaluation.images.feature_networks import FeatureNetwork
 from megavis.evaluation.images.generation import Comparison, FeatureCollector, compare

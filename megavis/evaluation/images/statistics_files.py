@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file, write_atomically
+from megavis.data.format.files import sha256_of_file, write_atomically
 from megavis.evaluation.images.feature_networks import NetworkName
 from megavis.evaluation.images.gaussian import Gaussian
 from megavis.evaluation.images.generation import FeatureSummary

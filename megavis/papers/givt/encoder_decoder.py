@@ -24,8 +24,8 @@ from megavis.composition.reader import Reader, Role
 from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Likelihood
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.encoder import Encoder, core_of_encoder
 from megavis.model.flops import Workload

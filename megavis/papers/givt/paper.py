@@ -22,7 +22,7 @@ from megavis.composition.condition import Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform

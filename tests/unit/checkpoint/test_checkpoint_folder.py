@@ -27,7 +27,7 @@ from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.checkpoint.state.load import check_files
 from megavis.checkpoint.state.recovery import newest_whole_checkpoint
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file, write_atomically
+from megavis.data.format.files import sha256_of_file, write_atomically
 
 
 def write_checkpoint(run: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ from small_network import Small
 from small_vqgan import write_untrained_run
 
 from megavis.cli import main
-from megavis.data.files import sha256_of_file
+from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images import feature_networks
 from megavis.evaluation.images.feature_networks import (
     EfficientNetFeatures,

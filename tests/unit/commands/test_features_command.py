@@ -7,7 +7,7 @@ import pytest
 
 import megavis
 from megavis.cli import main
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.parallel.context import close_context
 
 pytestmark = pytest.mark.once

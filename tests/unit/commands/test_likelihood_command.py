@@ -10,7 +10,7 @@ from latent_shards import write_latent_shards
 import megavis
 from megavis.cli import main
 from megavis.commands.opening import job_closed
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.training.provenance import read_commands
 
 pytestmark = pytest.mark.once

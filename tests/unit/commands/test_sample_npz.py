@@ -10,7 +10,7 @@ import pytest
 from megavis.commands.sample_npz import write_samples
 from megavis.commands.sampling_options import spelled
 from megavis.config.errors import UserError
-from megavis.data.manifest import PALETTE_NAME
+from megavis.data.format.manifest import PALETTE_NAME
 from megavis.sampling.sampler import Sampler
 from megavis.tokenizers.palette import Palette
 

@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 from written_shards import write_payloads
 
-from megavis.data.codec import PaletteCodec
-from megavis.data.manifest import TokenizerIdentity
+from megavis.data.codecs.base import PaletteCodec
+from megavis.data.format.manifest import TokenizerIdentity
 
 
 def write_folder(folder, *, tokens, labels, samples_per_shard=10, vocabulary=512, class_names):

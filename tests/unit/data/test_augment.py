@@ -8,9 +8,9 @@ from PIL import Image
 from timm_alone import timm_module
 
 from megavis.config.errors import UserError
-from megavis.data.augment import NUM_DRAWS, OPERATIONS, RandAugment
-from megavis.data.dataset import ShardDataset
-from megavis.data.transforms import Transform
+from megavis.data.codecs.augment import NUM_DRAWS, OPERATIONS, RandAugment
+from megavis.data.codecs.transforms import Transform
+from megavis.data.loading.dataset import ShardDataset
 
 NAMES = [
     *("AutoContrast", "Equalize", "Invert", "Rotate", "PosterizeIncreasing", "SolarizeIncreasing"),

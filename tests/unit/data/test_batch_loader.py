@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import BatchLoader, evaluation_batches
-from megavis.data.order import SampleOrder
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader, evaluation_batches
+from megavis.data.loading.order import SampleOrder
 
 
 def take(dataset, steps, *, micro, ranks, accumulation, rank=0, start_step=0, seed=7, threads=4):
@@ -194,7 +194,7 @@ def test_a_dropped_loader_leaves_no_thread(folder):
 def test_a_process_ends_that_reads_ahead():
     script = """
 import itertools, sys, time
-from megavis.data.prefetch import ReadAhead
+from megavis.data.loading.prefetch import ReadAhead
 items = ReadAhead(lambda number: time.sleep(0.01) or number, threads=4)
 print(list(itertools.islice(items, 5)))
 sys.exit(3)

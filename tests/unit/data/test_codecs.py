@@ -13,15 +13,15 @@ from shard_folder import identity, write_folder
 from written_shards import write_payloads
 
 from megavis.config.errors import UserError
-from megavis.data.augment import RandAugment
-from megavis.data.codec import IdsCodec
-from megavis.data.dataset import ShardDataset
-from megavis.data.frames import FramesCodec
-from megavis.data.jpeg import DamagedImageError, decode_rgb
-from megavis.data.latents import LatentsCodec
-from megavis.data.loader import BatchLoader, evaluation_batches
-from megavis.data.pairs import join
-from megavis.data.transforms import Transform
+from megavis.data.codecs.augment import RandAugment
+from megavis.data.codecs.base import IdsCodec
+from megavis.data.codecs.frames import FramesCodec
+from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
+from megavis.data.codecs.latents import LatentsCodec
+from megavis.data.codecs.pairs import join
+from megavis.data.codecs.transforms import Transform
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader, evaluation_batches
 from megavis.evaluation.features import pixel_features
 
 RANDOM = np.random.default_rng(0)

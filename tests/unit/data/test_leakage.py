@@ -7,8 +7,8 @@ import pytest
 
 from data_tools.__main__ import main as data_tools
 from megavis.config.errors import UserError
-from megavis.data import leakage
-from megavis.data.leakage import find_shards, refuse_overlap
+from megavis.data.loading import leakage
+from megavis.data.loading.leakage import find_shards, refuse_overlap
 
 pytestmark = pytest.mark.once
 

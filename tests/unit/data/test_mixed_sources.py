@@ -10,10 +10,10 @@ import torch
 from shard_folder import write_folder
 
 from megavis.config.errors import UserError
-from megavis.data.blended_dataset import MixedDataset
-from megavis.data.dataset import ShardDataset
-from megavis.data.loader import BatchLoader
-from megavis.data.order import MixedOrder, SampleOrder, block_counts
+from megavis.data.loading.blended_dataset import MixedDataset
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader
+from megavis.data.loading.order import MixedOrder, SampleOrder, block_counts
 
 GOLDEN = [5, 13, 16, 3, 2, 12, 7, 9, 8, 11, 0, 1, 14, 6, 10]
 MIXTURES = [

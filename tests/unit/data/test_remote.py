@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.data import remote
-from megavis.data.dataset import ShardDataset
-from megavis.data.remote import address, is_remote
+from megavis.data.loading import remote
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.remote import address, is_remote
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from shard_folder import write_folder
 
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.training.hooks import StepState
 from megavis.training.replaced_samples import ReportReplacedSamples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megavis.data.order import SampleOrder
+from megavis.data.loading.order import SampleOrder
 
 GOLDEN = [987196, 136988, 660611, 1006879, 1168981, 406577]
 GOLDEN_TEN = [9, 7, 0, 6, 1, 2, 4, 8, 5, 3, 0, 4, 5, 8, 9, 2, 1, 3, 7, 6]

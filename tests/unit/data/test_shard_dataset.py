@@ -12,10 +12,10 @@ import pytest
 from shard_folder import write_folder
 
 from megavis.config.errors import UserError
-from megavis.data import dataset as dataset_module
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import sha256_of_file
-from megavis.data.shards import index_path
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.shards import index_path
+from megavis.data.loading import dataset as dataset_module
+from megavis.data.loading.dataset import ShardDataset
 
 
 def test_reads_what_was_written(folder):

@@ -10,11 +10,11 @@ import pytest
 import webdataset
 
 from megavis.config.errors import UserError
-from megavis.data.codec import PaletteCodec
-from megavis.data.files import atomic_writer
-from megavis.data.manifest import Manifest
-from megavis.data.shards import ShardReader, index_path, open_shard, write_index
-from megavis.data.token_packing import pack_tokens, payload_bytes, unpack_tokens
+from megavis.data.codecs.base import PaletteCodec
+from megavis.data.format.files import atomic_writer
+from megavis.data.format.manifest import Manifest
+from megavis.data.format.shards import ShardReader, index_path, open_shard, write_index
+from megavis.data.format.token_packing import pack_tokens, payload_bytes, unpack_tokens
 
 
 def unpack_slowly(payload, num_tokens):

@@ -11,9 +11,9 @@ from PIL import Image
 from torch.nn import functional as F
 
 from megavis.config.schema import DataConfig
-from megavis.data.codec import PaletteCodec
-from megavis.data.crops import WrongSizeError, mirror, random_window, resize
-from megavis.data.transforms import Transform, evaluation_transform
+from megavis.data.codecs.base import PaletteCodec
+from megavis.data.codecs.crops import WrongSizeError, mirror, random_window, resize
+from megavis.data.codecs.transforms import Transform, evaluation_transform
 
 RANDOM = np.random.default_rng(0)
 SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)

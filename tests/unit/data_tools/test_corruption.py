@@ -29,10 +29,10 @@ from small_codebook import SmallCodebook, write_run
 
 from data_tools.__main__ import main
 from data_tools.tars import CUT, DAMAGED, EMPTY
-from megavis.data.dataset import ShardDataset
-from megavis.data.files import sha256_of_file
-from megavis.data.manifest import Manifest
-from megavis.data.shards import open_shard, write_index
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import Manifest
+from megavis.data.format.shards import open_shard, write_index
+from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers import base
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.shapes import VAEShape

@@ -23,8 +23,8 @@ from data_tools.run_features import RunFeatures
 from data_tools.source_formats import open_unlabelled
 from data_tools.sources import Picture
 from megavis.cli import main as train
-from megavis.data.manifest import Manifest
-from megavis.data.shards import ShardReader
+from megavis.data.format.manifest import Manifest
+from megavis.data.format.shards import ShardReader
 from megavis.parallel.context import close_context
 
 pytestmark = pytest.mark.once

@@ -9,9 +9,9 @@ from image_files import bad_files, encoded, real_jpegs, real_picture
 from PIL import Image
 
 from data_tools.__main__ import main
-from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import Manifest
-from megavis.data.transforms import Transform
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.dataset import ShardDataset
 
 
 @pytest.fixture

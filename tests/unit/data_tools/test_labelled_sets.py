@@ -16,8 +16,8 @@ from data_tools.__main__ import build_parser, main
 from data_tools.decode import decode_image
 from data_tools.source_formats import find_layout, open_source, open_unlabelled
 from megavis.config.errors import UserError
-from megavis.data.manifest import Manifest
-from megavis.data.shards import ShardReader
+from megavis.data.format.manifest import Manifest
+from megavis.data.format.shards import ShardReader
 
 pytestmark = pytest.mark.once
 

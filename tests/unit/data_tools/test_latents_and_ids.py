@@ -20,9 +20,9 @@ from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.reader import read_weights
 from megavis.checkpoint.state.import_weights import write_weights
 from megavis.cli import main as megavis
-from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import Manifest
-from megavis.data.transforms import Transform
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.dataset import ShardDataset
 from megavis.notebook import Run
 from megavis.tokenizers import base
 from megavis.tokenizers.base import open_tokenizer

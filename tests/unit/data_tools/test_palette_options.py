@@ -11,8 +11,8 @@ from PIL import Image
 
 from data_tools import palette_shards
 from data_tools.__main__ import main
-from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 

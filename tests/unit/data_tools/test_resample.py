@@ -11,7 +11,7 @@ from PIL import Image
 import data_tools
 from data_tools import resample as module
 from data_tools.resample import resample, trusted_kernels
-from megavis.data.crops import Window
+from megavis.data.codecs.crops import Window
 
 BICUBIC = Image.Resampling.BICUBIC
 

@@ -12,8 +12,8 @@ from image_sources import small_jpeg, training_files, write_folder
 
 from data_tools import units
 from data_tools.__main__ import main
-from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.dataset import ShardDataset
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from data_tools.palette_fit import sample_pixels
 from data_tools.source_formats import find_layout, open_source
 from data_tools.sources import FileSource
 from megavis.config.errors import UserError
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
 
 
 def opened(source, *options):

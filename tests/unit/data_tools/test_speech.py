@@ -11,7 +11,7 @@ from scipy.io import wavfile
 from data_tools.__main__ import main
 from data_tools.cepstra import cepstra, one_second, read_wav
 from data_tools.decode import RefusedImageError
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 
 RANDOM = np.random.default_rng(0)
 

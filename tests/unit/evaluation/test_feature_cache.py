@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
 from megavis.evaluation.networks import Network
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megavis.cli import main
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.figures import depth_rows, draw_depth, draw_likelihood
 from megavis.evaluation.likelihood import CheckpointScore, mean_loss
 from megavis.evaluation.linear import LayerScore

@@ -107,8 +107,8 @@ def test_errors_by_patch(run_folder, capsys):
 
 
 def held_out(opened, count):
-    from megavis.data.dataset import ShardDataset
-    from megavis.data.loader import read_batch
+    from megavis.data.loading.dataset import ShardDataset
+    from megavis.data.loading.loader import read_batch
 
     places = np.arange(count)
     return read_batch(ShardDataset(opened.config.data.validation), places, places).inputs

@@ -65,7 +65,7 @@ class Runs:
 
 
 def test_accuracy_is_told_of_context_and_masked_patches(monkeypatch):
-    from megavis.data.batch import Batch
+    from megavis.data.loading.batch import Batch
 
     batch = Batch(torch.zeros(3, 2, 2, 3), torch.zeros(3), torch.arange(3))
     monkeypatch.setattr(positions, "evaluation_batches", lambda *_, **__: [batch])

@@ -9,7 +9,7 @@ import torch
 from megavis.commands.probe import table
 from megavis.commands.probing import read_layers
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.features import pixel_features
 from megavis.evaluation.linear import fit_classifier
 from megavis.evaluation.networks import Network, extract

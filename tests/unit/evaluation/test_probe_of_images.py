@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.features import pixel_features
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, probe

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megavis.composition.classification import Classification
-from megavis.data.batch import Batch
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.dataset import ShardDataset
 from megavis.model.declarations import options_of
 from megavis.papers import OBJECTIVES
 from megavis.parallel.random import uniform

@@ -10,7 +10,7 @@ from small_batches import run_layers
 
 from megavis.composition import composition, latents
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
 CONFIG = """\

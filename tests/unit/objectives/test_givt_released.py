@@ -20,8 +20,8 @@ import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, Source, load_config
-from megavis.data.dataset import ShardDataset
-from megavis.data.manifest import Manifest
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.dataset import ShardDataset
 from megavis.papers import OBJECTIVES, objective_configs
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch

@@ -10,7 +10,7 @@ from test_classification import PATCHES, WORDS, class_logits
 
 from megavis.composition.mixing import Mixing
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.parallel.random import uniform
 
 SIDE, CLASSES = 12, 4
@@ -95,7 +95,7 @@ def test_shares_of_classes_are_scored(build, tmp_path):
 
 def test_what_cannot_be_mixed_is_refused(build, tmp_path, shard_folders):
     from megavis.config.checks import check_world
-    from megavis.data.manifest import Manifest
+    from megavis.data.format.manifest import Manifest
 
     objective, _ = build(tmp_path / "c.yaml", *WORDS, *MIXING)
     complaints = objective.check_data(Manifest.read(shard_folders / "train"))

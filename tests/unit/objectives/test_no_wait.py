@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.core import Block
 
 pytestmark = pytest.mark.once

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_batches import photographs
 
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 
 GIVT = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
 PATCHES = "patch_size: 4"

@@ -7,7 +7,7 @@ from sklearn.linear_model import LogisticRegression
 
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.papers import OBJECTIVES as PAPERS
 
 NUM_CLASSES = 10

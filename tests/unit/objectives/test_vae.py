@@ -9,7 +9,7 @@ from vae_config import write_config
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.discriminator import Discriminator, squared_slope
 from megavis.model.stack import Stack
 from megavis.papers import OBJECTIVES, objective_configs

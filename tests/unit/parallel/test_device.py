@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.loader import BatchLoader
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import BatchLoader
 from megavis.parallel import context as context_module
 from megavis.parallel import device as device_module
 from megavis.parallel.context import close_context, open_context
@@ -98,7 +98,7 @@ def test_the_cpu_of_a_machine_with_gpus_computes_without_them(gpus, shards):
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
     from deepspeed.runtime.utils import PartitionedTensor
 
-    from megavis.data.dataset import ShardDataset
+    from megavis.data.loading.dataset import ShardDataset
 
     chosen = gpus(8)
     # As DeepSpeed chose when it was imported.

@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megavis.data.batch import Batch
-from megavis.data.manifest import PALETTE_NAME
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.data.loading.batch import Batch
 from megavis.sampling.grids import completion_grid, hide, image_grid, sample_grid, save_png
 from megavis.sampling.pictures import picture
 from megavis.sampling.sampler import Sampler

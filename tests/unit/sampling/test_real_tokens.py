@@ -8,7 +8,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.data.batch import Batch
+from megavis.data.loading.batch import Batch
 from megavis.model.encoder import Encoder
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megavis.checkpoint.format.folder import prune, saved_steps
-from megavis.data.dataset import ShardDataset
-from megavis.data.subset import halves, shuffled
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.subset import halves, shuffled
 from megavis.training.early_stopping import EarlyStopping
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.hooks import StepState, Validate

@@ -6,7 +6,7 @@ from inception_weights import random_images
 from PIL import Image
 
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.images.image_files import image_batches, open_images
 from megavis.tokenizers.palette import Palette
 

@@ -8,7 +8,7 @@ import torch
 from inception_weights import random_images, random_weights
 
 from megavis.config.errors import UserError
-from megavis.data.files import sha256_of_file
+from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images import feature_networks
 from megavis.evaluation.images.feature_networks import InceptionFeatures
 from megavis.evaluation.images.inception import Inception

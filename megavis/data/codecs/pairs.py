@@ -15,10 +15,10 @@ import struct
 import numpy as np
 from PIL import Image
 
-from megavis.data.codec import Codec, Payloads, Refusals
-from megavis.data.crops import WrongSizeError
-from megavis.data.jpeg import DAMAGED, DamagedImageError, decode_rgb
-from megavis.data.transforms import Transform
+from megavis.data.codecs.base import Codec, Payloads, Refusals
+from megavis.data.codecs.crops import WrongSizeError
+from megavis.data.codecs.jpeg import DAMAGED, DamagedImageError, decode_rgb
+from megavis.data.codecs.transforms import Transform
 
 _LENGTH = struct.Struct("<I")
 

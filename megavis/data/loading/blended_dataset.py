@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.dataset import ShardDataset, checked_indices
-from megavis.data.manifest import MANIFEST_NAME, Manifest
-from megavis.data.order import MixedOrder, Order, block_counts
+from megavis.data.format.manifest import MANIFEST_NAME, Manifest
+from megavis.data.loading.dataset import ShardDataset, checked_indices
+from megavis.data.loading.order import MixedOrder, Order, block_counts
 
 
 class Samples(Protocol):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megavis.data.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset
 
 
 class Subset:

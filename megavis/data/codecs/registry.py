@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megavis.config.errors import UserError
-from megavis.data.codec import Codec, IdsCodec, PaletteCodec
-from megavis.data.frames import FramesCodec
-from megavis.data.jpeg import JpegCodec
-from megavis.data.latents import LatentsCodec
-from megavis.data.manifest import Kind, Manifest
-from megavis.data.pairs import PairsCodec
-from megavis.data.transforms import Transform
+from megavis.data.codecs.base import Codec, IdsCodec, PaletteCodec
+from megavis.data.codecs.frames import FramesCodec
+from megavis.data.codecs.jpeg import JpegCodec
+from megavis.data.codecs.latents import LatentsCodec
+from megavis.data.codecs.pairs import PairsCodec
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.manifest import Kind, Manifest
 
 
 def codec_of(manifest: Manifest, transform: Transform | None = None) -> Codec:

@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from megavis.config.schema import DataConfig
-from megavis.data.augment import NUM_DRAWS, RandAugment
-from megavis.data.crops import (
+from megavis.data.codecs.augment import NUM_DRAWS, RandAugment
+from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,
     WrongSizeError,
     cut,

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megavis.config.errors import UserError
-from megavis.data.files import atomic_writer, write_atomically
-from megavis.data.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.shards import index_path
+from megavis.data.format.files import atomic_writer, write_atomically
+from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.shards import index_path
 
 ATTEMPTS = 3
 PAUSE_SECONDS = 1.0

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from megavis.data.token_packing import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
-from megavis.data.transforms import Transform
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.token_packing import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
 
 Payloads = Sequence[np.ndarray]
 """One uint8 `[length]` a sample: a view of a mapped tar."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megavis.config.errors import UserError
-from megavis.data.manifest import Manifest
-from megavis.data.remote import RemoteFolder, is_remote
-from megavis.data.shards import ShardReader
+from megavis.data.format.manifest import Manifest
+from megavis.data.format.shards import ShardReader
+from megavis.data.loading.remote import RemoteFolder, is_remote
 
 READ_AT_MOST = 1 << 28
 """Bytes of a folder whose samples are compared; of larger ones the manifests alone are."""

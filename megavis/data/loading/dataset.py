@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.codec import Refusals
-from megavis.data.codecs import codec_of
-from megavis.data.files import sha256_of_file
-from megavis.data.manifest import PALETTE_NAME, Manifest, ShardEntry
-from megavis.data.order import SampleOrder
-from megavis.data.remote import RemoteFolder, is_remote
-from megavis.data.shards import ShardIndex, index_path, map_file
-from megavis.data.transforms import Transform
+from megavis.data.codecs.base import Refusals
+from megavis.data.codecs.registry import codec_of
+from megavis.data.codecs.transforms import Transform
+from megavis.data.format.files import sha256_of_file
+from megavis.data.format.manifest import PALETTE_NAME, Manifest, ShardEntry
+from megavis.data.format.shards import ShardIndex, index_path, map_file
+from megavis.data.loading.order import SampleOrder
+from megavis.data.loading.remote import RemoteFolder, is_remote
 
 # Each map holds a file descriptor, and a process may have as few as 1,024 of them.
 _MAX_OPEN_MAPS = 256

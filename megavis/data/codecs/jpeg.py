@@ -12,9 +12,9 @@ import warnings
 import numpy as np
 from PIL import Image
 
-from megavis.data.codec import Codec, Payloads, Refusals
-from megavis.data.crops import WrongSizeError
-from megavis.data.transforms import Transform
+from megavis.data.codecs.base import Codec, Payloads, Refusals
+from megavis.data.codecs.crops import WrongSizeError
+from megavis.data.codecs.transforms import Transform
 
 DAMAGED = "damaged"
 _FORMATS = ("JPEG", "PNG", "MPO")

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from megavis.config.errors import UserError
-from megavis.data.batch import Batch
-from megavis.data.blended_dataset import Samples
-from megavis.data.prefetch import ReadAhead
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.prefetch import ReadAhead
 
 DEFAULT_THREADS = 4
 

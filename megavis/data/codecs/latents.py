@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megavis.data.codec import Codec, Payloads, Refusals
-from megavis.data.transforms import Transform
+from megavis.data.codecs.base import Codec, Payloads, Refusals
+from megavis.data.codecs.transforms import Transform
 
 NOT_FINITE = "not finite"
 

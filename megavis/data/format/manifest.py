@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megavis.config.errors import UserError
-from megavis.data.files import write_atomically
-from megavis.data.token_packing import MAX_TOKENS
+from megavis.data.format.files import write_atomically
+from megavis.data.format.token_packing import MAX_TOKENS
 
 MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megavis.data.codec import Codec, Payloads, Refusals
-from megavis.data.latents import NOT_FINITE
+from megavis.data.codecs.base import Codec, Payloads, Refusals
+from megavis.data.codecs.latents import NOT_FINITE
 
 
 class FramesCodec(Codec):

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.files import atomic_writer, write_atomically
+from megavis.data.format.files import atomic_writer, write_atomically
 
 INDEX_VERSION = 1
 _BLOCK = tarfile.BLOCKSIZE

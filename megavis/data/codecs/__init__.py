@@ -1,0 +1,1 @@
+"""What the samples of each kind of shard hold, and the transforms of images."""

@@ -1,0 +1,1 @@
+"""The sample order, and the batches made from shards."""
