@@ -23,8 +23,8 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
 
 if TYPE_CHECKING:
+    from megavis.training.callbacks.base import StepState
     from megavis.training.engine import Engine
-    from megavis.training.hooks import StepState
 
 
 class Stopwatch:
@@ -110,8 +110,8 @@ def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, o
 
 def row(name: str, engine: Engine, watch: Stopwatch, num_steps: int) -> dict[str, object]:
     """Run the loop and return the medians of its laps."""
+    from megavis.training.faults.watchdog import Watchdog
     from megavis.training.loop import train
-    from megavis.training.watchdog import Watchdog
 
     laps = Laps(watch)
     train(

@@ -27,9 +27,9 @@ def measure(
     from megavis.data.loading.dataset import ShardDataset
     from megavis.data.loading.loader import BatchLoader
     from megavis.papers import OBJECTIVES
-    from megavis.training.corruption_check import CheckReplicas, weight_fingerprints
+    from megavis.training.callbacks.base import StepState
     from megavis.training.engine import Engine
-    from megavis.training.hooks import StepState
+    from megavis.training.faults.corruption_check import CheckReplicas, weight_fingerprints
 
     engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
     dataset, last_step = ShardDataset(shards), config.training.steps

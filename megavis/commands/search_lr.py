@@ -12,7 +12,7 @@ from megavis.commands.arguments import add_config, add_device, read_config
 from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
-    from megavis.training.search import Outcome
+    from megavis.training.search.learning_rate import Outcome
 
 
 def add_parser(subparsers: Any) -> None:
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     with quietly():
         from megavis.parallel.launch import read_launch
         from megavis.training.job import open_job
-        from megavis.training.search import PAPER_RATES, best_of, search_rates
-        from megavis.training.search_table import markdown_of, write_search
+        from megavis.training.search.learning_rate import PAPER_RATES, best_of, search_rates
+        from megavis.training.search.table import markdown_of, write_search
 
     with open_job(loaded, read_launch(os.environ), device=args.device) as context:
         is_main = context.is_main

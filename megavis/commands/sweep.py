@@ -17,11 +17,11 @@ from megavis.commands.kept_figure import keep_figure
 from megavis.commands.options import refuse_options
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
-from megavis.training.axis import Axis
+from megavis.training.search.axis import Axis
 
 if TYPE_CHECKING:
     from megavis.notebook import Run
-    from megavis.training.sweep import Point
+    from megavis.training.search.sweep import Point
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from megavis.parallel.launch import read_launch
 
     with quietly():
-        from megavis.training.sweep import points_of
+        from megavis.training.search.sweep import points_of
 
     points = points_of(
         args.grid,
@@ -120,7 +120,7 @@ def _chosen(points: list[Point], index: int | None) -> list[Point]:
 
 def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
     from megavis.training.job import open_job
-    from megavis.training.sweep import train_point
+    from megavis.training.search.sweep import train_point
 
     if launch.rank == 0:
         sys.stdout.write(f"{point.folder}\n")
@@ -132,7 +132,7 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
 
 
 def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
-    from megavis.training.sweep import draw_sweep, rows_of
+    from megavis.training.search.sweep import draw_sweep, rows_of
 
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):

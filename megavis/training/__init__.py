@@ -1,1 +1,1 @@
-"""Engines, schedule, loop and hooks."""
+"""Train a run: engine, loop, callbacks."""

@@ -26,7 +26,7 @@ from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.trained_on import training_shards
 from megavis.model.runner import Runner
 from megavis.parallel.context import ParallelContext
-from megavis.training.early_stopping import EarlyStopping
+from megavis.training.callbacks.early_stopping import EarlyStopping
 from megavis.training.engine import Engine
 from megavis.training.finetune_checks import check_source, label_complaints, source_checkpoint
 from megavis.training.open_data import open_held_out

@@ -14,9 +14,9 @@ from megavis.config.load import LoadedConfig
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
-from megavis.training.restarts import is_automatic
-from megavis.training.run_lock import SILENCE_SECONDS, RunLock
-from megavis.training.watchdog import collective_timeout
+from megavis.training.faults.restarts import is_automatic
+from megavis.training.faults.run_lock import SILENCE_SECONDS, RunLock
+from megavis.training.faults.watchdog import collective_timeout
 
 
 def _require_precision(loaded: LoadedConfig) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavis.data.loading.batch import Batch
+from megavis.training.callbacks.base import Hook, StepState
 from megavis.training.engine import Engine
-from megavis.training.hooks import Hook, StepState
+from megavis.training.faults.watchdog import LONGEST_WINDOW, Watchdog
 from megavis.training.metrics import MetricsWriter
-from megavis.training.watchdog import LONGEST_WINDOW, Watchdog
 
 
 def train(

@@ -13,10 +13,10 @@ from megavis.config.schema import RunConfig
 from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
+from megavis.training.faults.watchdog import Watchdog, collective_timeout
 from megavis.training.job import open_job
 from megavis.training.parity import Curve, train_briefly
 from megavis.training.run import TrainingRun
-from megavis.training.watchdog import Watchdog, collective_timeout
 
 pytestmark = pytest.mark.once
 

@@ -21,10 +21,10 @@ from megavis.checkpoint.state.parameter_states import save
 from megavis.cli import main
 from megavis.parallel.launch import Launch, free_port
 from megavis.parallel.workers import WorkerError
-from megavis.training import watchdog
 from megavis.training.engine import Engine
+from megavis.training.faults import watchdog
+from megavis.training.faults.watchdog import HUNG_EXIT_CODE
 from megavis.training.metrics import read_metrics
-from megavis.training.watchdog import HUNG_EXIT_CODE
 
 pytestmark = pytest.mark.once
 

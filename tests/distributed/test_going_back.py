@@ -16,8 +16,8 @@ from megavis.data.loading.loader import BatchLoader
 from megavis.data.loading.order import SampleOrder
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
-from megavis.training import watchdog
 from megavis.training.engine import Engine
+from megavis.training.faults import watchdog
 
 pytestmark = pytest.mark.once
 

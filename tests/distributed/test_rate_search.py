@@ -9,7 +9,7 @@ from megavis.config.load import load_config
 from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training.job import open_job
-from megavis.training.search import Outcome, search_rates
+from megavis.training.search.learning_rate import Outcome, search_rates
 
 pytestmark = pytest.mark.once
 

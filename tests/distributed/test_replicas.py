@@ -12,8 +12,8 @@ from run_jobs import deterministic_metrics, train_run
 from megavis.checkpoint.format.folder import saved_steps
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError
-from megavis.training import watchdog
 from megavis.training.engine import Engine
+from megavis.training.faults import watchdog
 from megavis.training.provenance import read_faults
 
 pytestmark = pytest.mark.once

@@ -12,7 +12,7 @@ from pathlib import Path
 from job import Job
 
 from megavis.checkpoint.format.folder import checkpoints_by_age
-from megavis.training.watchdog import HUNG_EXIT_CODE
+from megavis.training.faults.watchdog import HUNG_EXIT_CODE
 
 PATIENCE = 6.0
 """Seconds of `training.hang_timeout`."""

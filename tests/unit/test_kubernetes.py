@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from megavis.training.watchdog import HUNG_EXIT_CODE
+from megavis.training.faults.watchdog import HUNG_EXIT_CODE
 
 pytestmark = pytest.mark.once
 

@@ -16,7 +16,7 @@ from megavis.config.load import load_config
 from megavis.evaluation.feature_cache import kept_features
 from megavis.evaluation.images import feature_networks
 from megavis.papers import objective_configs
-from megavis.training import eval_worker
+from megavis.training.callbacks import eval_worker
 from megavis.training.metrics import read_json_lines
 
 pytestmark = pytest.mark.once

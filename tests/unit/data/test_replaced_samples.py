@@ -5,8 +5,8 @@ import pytest
 from shard_folder import write_folder
 
 from megavis.data.loading.dataset import ShardDataset
-from megavis.training.hooks import StepState
-from megavis.training.replaced_samples import ReportReplacedSamples
+from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.replaced_samples import ReportReplacedSamples
 
 pytestmark = pytest.mark.once
 

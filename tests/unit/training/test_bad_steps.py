@@ -14,8 +14,8 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
 from megavis.papers import objective_configs
-from megavis.training.bad_steps import BadStepStreak, SpikeDetector
-from megavis.training.rollback import go_back
+from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector
+from megavis.training.faults.rollback import go_back
 
 pytestmark = pytest.mark.once
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megavis.training import corruption_check
-from megavis.training.corruption_check import (
+from megavis.training.faults import corruption_check
+from megavis.training.faults.corruption_check import (
     Losses,
     allowed_difference,
     checksum,

@@ -8,7 +8,7 @@ import pytest
 from megavis.checkpoint.format.folder import prune, saved_steps
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.subset import halves, shuffled
-from megavis.training.early_stopping import EarlyStopping
+from megavis.training.callbacks.early_stopping import EarlyStopping
 
 
 @pytest.mark.parametrize(

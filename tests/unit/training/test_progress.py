@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from megavis.training.hooks import ShowProgress, StepState
+from megavis.training.callbacks.base import ShowProgress, StepState
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,8 @@ from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.training.hooks import StepState, Validate
-from megavis.training.restarts import count_restart, is_automatic
+from megavis.training.callbacks.base import StepState, Validate
+from megavis.training.faults.restarts import count_restart, is_automatic
 
 
 @pytest.fixture

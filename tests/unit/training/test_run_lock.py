@@ -10,8 +10,8 @@ import time
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.training import run_lock
-from megavis.training.run_lock import Holder, RunLock
+from megavis.training.faults import run_lock
+from megavis.training.faults.run_lock import Holder, RunLock
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -9,8 +9,8 @@ from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.state.parameter_states import save
 from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.checkpoint.state.verify import damages
-from megavis.training.hooks import StepState
-from megavis.training.saving import SaveCheckpoint
+from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.saving import SaveCheckpoint
 
 # The dead thread is what is looked at.
 ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from megavis.cli import main
-from megavis.training.search import is_lost
+from megavis.training.search.learning_rate import is_lost
 
 pytestmark = pytest.mark.once
 

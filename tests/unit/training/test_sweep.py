@@ -6,8 +6,8 @@ import pytest
 
 from megavis.cli import main
 from megavis.evaluation.feature_cache import kept_features
-from megavis.training.axis import Axis
-from megavis.training.sweep import points_of
+from megavis.training.search.axis import Axis
+from megavis.training.search.sweep import points_of
 
 pytestmark = pytest.mark.once
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megavis.checkpoint.format.manifest import LossHistory
 from megavis.config.schema import CheckpointConfig, TrainingConfig
 from megavis.parallel.agreement import DelayedMean
-from megavis.training.hooks import StepState
+from megavis.training.callbacks.base import StepState
 
 # Of a normal distribution, the standard deviation over the median distance from the median.
 _DEVIATION = 1.4826

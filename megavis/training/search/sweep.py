@@ -19,10 +19,10 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
-from megavis.training.axis import Axis
-from megavis.training.interruption import Signals
+from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.run import TrainingRun
+from megavis.training.search.axis import Axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

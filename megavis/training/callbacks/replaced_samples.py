@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megavis.data.loading.blended_dataset import Samples
 from megavis.parallel.context import ParallelContext
-from megavis.training.hooks import StepState
+from megavis.training.callbacks.base import StepState
 
 _MAX_NAMED = 20
 """Names that a process prints; further ones are only counted."""

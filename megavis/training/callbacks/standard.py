@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megavis.training.finetune import Finetuning
-from megavis.training.hooks import (
+from megavis.training.callbacks.base import (
     CollectGarbage,
     Hook,
     LogMetrics,
@@ -15,11 +14,12 @@ from megavis.training.hooks import (
     StepState,
     Validate,
 )
-from megavis.training.interruption import StopOnSignal
+from megavis.training.callbacks.replaced_samples import ReportReplacedSamples
+from megavis.training.callbacks.samples import SampleImages
+from megavis.training.callbacks.saving import SaveCheckpoint
+from megavis.training.faults.interruption import StopOnSignal
+from megavis.training.finetune import Finetuning
 from megavis.training.metrics import MetricsWriter, read_metrics
-from megavis.training.replaced_samples import ReportReplacedSamples
-from megavis.training.samples import SampleImages
-from megavis.training.saving import SaveCheckpoint
 
 if TYPE_CHECKING:
     from megavis.training.run import TrainingRun

@@ -12,7 +12,7 @@ from megavis.data.loading.loader import Readable, read_batch
 from megavis.model.runner import Runner
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
-from megavis.training.hooks import StepState
+from megavis.training.callbacks.base import StepState
 
 
 class SampleImages:

@@ -28,8 +28,8 @@ from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import read_batch
 from megavis.model.runner import Runner
 from megavis.parallel.tensors import partition_dimension
+from megavis.training.callbacks.base import StepState
 from megavis.training.engine import Engine
-from megavis.training.hooks import StepState
 from megavis.training.provenance import record_fault
 
 Fingerprints = dict[str, int]

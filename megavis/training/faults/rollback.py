@@ -17,7 +17,7 @@ from megavis.config.errors import UserError
 from megavis.config.schema import TrainingConfig
 from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
-from megavis.training.bad_steps import BadStepStreak
+from megavis.training.faults.bad_steps import BadStepStreak
 from megavis.training.metrics import MetricsWriter, read_metrics
 
 

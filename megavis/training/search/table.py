@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, plain_axes, write_figure
-from megavis.training.search import Outcome, best_of
+from megavis.training.search.learning_rate import Outcome, best_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

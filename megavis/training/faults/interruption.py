@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megavis.parallel.agreement import AsyncFlag
-from megavis.training.hooks import StepState
+from megavis.training.callbacks.base import StepState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SLURM sends either of them before it takes the nodes away."""

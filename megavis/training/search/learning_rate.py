@@ -25,9 +25,9 @@ from megavis.config.load import LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
-from megavis.training.early_stopping import EarlyStopping, looks_of
-from megavis.training.hooks import StepState
-from megavis.training.interruption import Signals
+from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.early_stopping import EarlyStopping, looks_of
+from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
 from megavis.training.run import TrainingRun

@@ -1,0 +1,1 @@
+"""Callbacks of the training loop, called with the state after each step."""

@@ -1,0 +1,1 @@
+"""What keeps a run going: signals, hangs, bad steps, damaged weights, restarts."""

@@ -1,0 +1,1 @@
+"""Many short runs: sweeps over keys, and the search for a learning rate."""
