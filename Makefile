@@ -54,7 +54,7 @@ lint: $(STAMP)
 SELECT ?=
 SHARED := --numprocesses 2 --dist loadfile
 test: lint
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m "$(SELECT)" $(SHARED)
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit tests/cli -m "$(SELECT)" $(SHARED)
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m "$(SELECT)" $(SHARED)
 
 # They skip, and say why, where Debian's packages or the rights are missing.

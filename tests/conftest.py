@@ -1,9 +1,14 @@
-"""What all tests share: one small folder of real palette shards, and a machine without GPUs."""
+"""What all tests share: small shards, small models, and a machine without GPUs."""
 
 import os
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+
+NUM_COLORS = 32
 
 # The references are those of a CPU, so the tests compute on it, wherever they run: set before
 # anything imports torch, and inherited by every process that a test starts.
@@ -57,3 +62,143 @@ checkpoint: {{every: 4, keep_last: 10}}
 """
     )
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_job_is_left_open():
+    """A job that a test leaves open would fail all tests after it, and the blame fall on these."""
+    yield
+    job = sys.modules.get("torch.distributed")
+    if job is not None and job.is_initialized():
+        from megavis.parallel.context import close_context
+
+        close_context()
+        pytest.fail("a test of this file leaves its job open")
+
+
+@pytest.fixture(scope="module")
+def context():
+    """A job of this process alone, left when the module's tests are done."""
+    from megavis.parallel.context import close_context, open_context
+    from megavis.parallel.launch import read_launch
+
+    yield open_context(read_launch({}), device="cpu")
+    close_context()
+
+
+@pytest.fixture
+def build_paper(context, tmp_path):
+    """Build a model of any paper from the text of a config; every weight random.
+
+    `std` is the deviation of the weights: larger than at the start of training, so that what came
+    before matters. `visibility` takes the place of the paper's own.
+    """
+    import torch
+
+    from megavis.config.load import load_config
+    from megavis.model.runner import Runner
+    from megavis.model.stack import LocalLayers, Stack
+    from megavis.papers import build_objective, objective_configs
+
+    def build_paper(text, *words, std=0.5, visibility=None):
+        path = tmp_path / "small.yaml"
+        path.write_text(text)
+        config = load_config(path, words, objectives=objective_configs()).config
+        objective = build_objective(config, context)
+        if visibility is not None:
+            objective.core = objective.core.with_stack(visibility_kind=visibility)
+        plans = objective.layer_plans()
+        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        torch.manual_seed(0)
+        for _, parameter in layers.named_parameters():
+            torch.nn.init.normal_(parameter, std=std)
+        return objective, Runner(layers, context)
+
+    return build_paper
+
+
+@pytest.fixture
+def build(build_paper):
+    """Build an iGPT of any size; `path` is not used."""
+    return lambda path, *words: build_paper(SMALL_CONFIG, *words)
+
+
+@pytest.fixture
+def build_gvp(build_paper):
+    """Build a GVP of nine patches."""
+    return lambda *words: build_paper(GVP_CONFIG, *words)
+
+
+@pytest.fixture(scope="session")
+def shard_folders(tmp_path_factory):
+    """Three shard folders of 4² pixels: three classes, each of its own colours."""
+    from data_tools.__main__ import main as data_tools
+    from megavis.tokenizers.palette import Palette
+
+    root = tmp_path_factory.mktemp("shards")
+    random = np.random.default_rng(0)
+    Palette(random.uniform(-1, 1, (NUM_COLORS, 3)).astype(np.float32)).save(root / "palette.npy")
+    for split, count in (("train", 40), ("validation", 12), ("selection", 12)):
+        for label, tint in enumerate(([230, 30, 30], [30, 230, 30], [30, 30, 230])):
+            folder = root / "images" / split / f"class-{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(-90, 91, (4, 4, 3)) + tint
+                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{number}.png")
+        palette = ["--palette", str(root / "palette.npy"), "--size", "4"]
+        data_tools(
+            [
+                "palette",
+                "shards",
+                str(root / "images" / split),
+                "--out",
+                str(root / split),
+                *palette,
+            ]
+        )
+    return root
+
+
+@pytest.fixture(scope="session")
+def small_config(shard_folders):
+    """A config file of an iGPT that learns in a second, for others to be based on."""
+    path = shard_folders / "small.yaml"
+    path.write_text(
+        f"""\
+name: small
+objective: {{name: igpt, vocabulary_size: {NUM_COLORS}}}
+model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shard_folders}/train, validation: {shard_folders}/validation, image_size: 4}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 2, batch_size: 8}}
+"""
+    )
+    return path
+
+
+SMALL_CONFIG = f"""\
+name: small
+objective: {{name: igpt, vocabulary_size: {NUM_COLORS}}}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: shards/train, image_size: 4}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""
+
+GVP_CONFIG = """\
+name: small
+objective: {name: gvp, patch_size: 4, num_groups: 3}
+model:
+  num_layers: 3
+  hidden_size: 16
+  num_attention_heads: 2
+  normalization: layer_norm
+  norm_epsilon: 1e-6
+  activation: gelu
+  add_bias: true
+data: {train: shards/train, image_size: 12}
+parallel: {zero_stage: 0}
+optimizer: {learning_rate: 1e-2}
+training: {steps: 3, batch_size: 8}
+"""

@@ -17,7 +17,7 @@ from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.state.parameter_states import save
+from megavis.checkpoint.state import save
 from megavis.cli import main
 from megavis.parallel.launch import Launch, free_port
 from megavis.parallel.workers import WorkerError

@@ -28,7 +28,7 @@ from megavis.checkpoint.format.manifest import read_manifest
 from megavis.checkpoint.state.verify import damages
 from megavis.training.metrics import read_metrics
 
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from run_jobs import deterministic_metrics  # noqa: E402 - it lies there
 

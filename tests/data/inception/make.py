@@ -1,7 +1,7 @@
 """Write golden.npz: what torch-fidelity 0.4.0 makes of random weights, images and features.
 
 It wants torchvision, which does not load beside every torch, so the tests have what it said:
-PYTHONPATH=tests:. python tests/data/inception/make.py
+PYTHONPATH=tests/support:. python tests/data/inception/make.py
 """
 
 import tempfile

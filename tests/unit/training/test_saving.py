@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
-from megavis.checkpoint.state.parameter_states import save
+from megavis.checkpoint.state import save
 from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.checkpoint.state.verify import damages
 from megavis.training.callbacks.base import StepState

@@ -9,7 +9,7 @@ import torch
 
 from megavis.cli import main
 
-GOLDEN = Path(__file__).parent / "data" / "givt"
+GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 MODELS = ["givt_causal", "givt_maskgit", "givt_full_covariance", "givt_encoder_decoder"]
 
 

@@ -40,7 +40,7 @@ COMMANDS = [["params", "CONFIG"], ["plan", "CONFIG", "--gpus", "8"], ["schema"]]
 @pytest.mark.once
 def test_commands_write_nothing_but_their_own_to_standard_error(tmp_path):
     """A toolkit without a GPU, of which torch logs, is what CUDA_HOME says."""
-    config = Path(__file__).parents[3] / "yaml_configs" / "igpt" / "s_32.yaml"
+    config = Path(__file__).parents[2] / "yaml_configs" / "igpt" / "s_32.yaml"
     code = (
         "import sys; from megavis.cli import main;"
         f" sys.exit(max(main([w if w != 'CONFIG' else {str(config)!r} for w in words])"

@@ -9,7 +9,7 @@ from megavis.commands import schema
 from megavis.config.schema import RunConfig
 from megavis.papers import OBJECTIVES
 
-CONFIGS = Path(__file__).parents[3] / "yaml_configs"
+CONFIGS = Path(__file__).parents[2] / "yaml_configs"
 
 
 def test_the_committed_schema_is_up_to_date():

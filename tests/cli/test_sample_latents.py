@@ -11,7 +11,7 @@ from PIL import Image
 from megavis.cli import main
 from megavis.tokenizers.base import open_tokenizer
 
-GOLDEN = Path(__file__).parents[2] / "data" / "givt"
+GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 
 
 @pytest.fixture(scope="module")

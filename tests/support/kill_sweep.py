@@ -2,7 +2,7 @@
 
 As a script, a long sweep with worker processes (the test kills a few times, without them):
 
-    PYTHONPATH=.:tests/unit/data_tools python tests/unit/data_tools/kill_sweep.py --kills 200
+    PYTHONPATH=.:tests/support python tests/support/kill_sweep.py --kills 200
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from megavis.planning.parameters import by_part, count_parameters
 
 pytestmark = pytest.mark.once
 
-PRESETS = Path(__file__).parents[3] / "yaml_configs/igpt"
+PRESETS = Path(__file__).parents[2] / "yaml_configs/igpt"
 # Generative Pretraining from Pixels, section 3.3 and Table 2.
 PUBLISHED = {"s": 76e6, "m": 455e6, "l": 1362e6, "xl": 6801e6}
 # Table 5: learning rates of what the paper trains.
