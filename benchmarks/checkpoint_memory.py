@@ -33,11 +33,11 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     from megavis.checkpoint.state.save import Progress, Snapshot
     from megavis.config.load import load_config
     from megavis.data.loading.batch import Batch
-    from megavis.papers import build_objective, objective_configs
+    from megavis.papers import build_objective
     from megavis.parallel.context import close_context, open_context
     from megavis.training.engine import Engine
 
-    config = load_config(XL, [*WORDS, *words], objectives=objective_configs()).config
+    config = load_config(XL, [*WORDS, *words]).config
     context = open_context(launch, device="cpu")
     objective = build_objective(config, context)
     engine = Engine(config, objective, context)
@@ -95,12 +95,12 @@ def growth(action: Callable[[], Any]) -> tuple[Any, int]:
 def sizes_of_xl() -> list[int]:
     """Return the bytes of each of XL's weights and moments, in the order of saving."""
     from megavis.config.load import load_config
-    from megavis.papers import build_objective, objective_configs
+    from megavis.papers import build_objective
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
     from megavis.planning.parameters import count_parameters
 
-    config = load_config(XL, [], objectives=objective_configs()).config
+    config = load_config(XL, []).config
     context = open_context(read_launch({}), device="cpu")
     matrices = count_parameters(build_objective(config, context))
     close_context()

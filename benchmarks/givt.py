@@ -20,7 +20,7 @@ from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 from megavis.papers.givt.paper import GIVT
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
@@ -33,7 +33,7 @@ Contestants = dict[str, Callable[[], object]]
 def build(preset: str, layers: int, device: str) -> tuple[GIVT, Runner]:
     """Return a model with random weights."""
     words = [f"model.num_layers={layers}"] if layers else []
-    config = load_config(CONFIGS / f"{preset}.yaml", words, objectives=objective_configs()).config
+    config = load_config(CONFIGS / f"{preset}.yaml", words).config
     context = open_context(read_launch({}), device=device)
     objective = OBJECTIVES["givt"](config, context)
     assert isinstance(objective, GIVT)

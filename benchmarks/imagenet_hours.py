@@ -28,7 +28,6 @@ from benchmarks.palette_shards import run_verb, write_crops
 from benchmarks.timing import machine
 from megavis.checkpoint.state.import_weights import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.papers import objective_configs
 from megavis.tokenizers.base import NetworkTokenizer
 from megavis.tokenizers.vae import VAE
 from megavis.tokenizers.vqgan import VQGAN
@@ -79,7 +78,7 @@ def write_tokenizer(folder: Path, kind: type[NetworkTokenizer], preset: str) -> 
     """Write a run folder of a network with random weights, of a preset's sizes."""
     folder.mkdir()
     path = Path(__file__).parents[1] / "yaml_configs" / preset
-    text = dump_config(load_config(path, objectives=objective_configs()).config)
+    text = dump_config(load_config(path).config)
     (folder / "config.yaml").write_text(text)
     weights = kind.from_objective(yaml.safe_load(text)["objective"]).state_dict()
     named = {f"{kind.prefix}{name}": value for name, value in weights.items()}

@@ -24,7 +24,7 @@ RATIOS = (0.3, 0.5, 0.75, 0.9)
 def open_objective(options: Any, mask_ratio: float) -> Any:
     """Return MP3 of the size that the options ask for."""
     from megavis.config.load import load_config
-    from megavis.papers import OBJECTIVES, objective_configs
+    from megavis.papers import OBJECTIVES
     from megavis.parallel.context import current_context, open_context
     from megavis.parallel.launch import read_launch
 
@@ -38,7 +38,7 @@ def open_objective(options: Any, mask_ratio: float) -> Any:
         "training.precision=float32",
     ]
     path = "yaml_configs/mp3/vit_b_imagenet.yaml"
-    config = load_config(path, words, objectives=objective_configs()).config
+    config = load_config(path, words).config
     context = current_context() or open_context(read_launch({}), device="cpu")
     return OBJECTIVES["mp3"](config, context)
 

@@ -22,7 +22,7 @@ from megavis.model.attention import Attention
 from megavis.model.core import Block
 from megavis.model.stream import Stream
 from megavis.model.visibility import Relations
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 from megavis.papers.gvp.paper import GVP
 from megavis.parallel.context import open_context
 from megavis.parallel.launch import read_launch
@@ -78,7 +78,7 @@ def main() -> None:
     options = arguments.parse_args()
     words = [f"model.num_layers={options.layers}", "parallel.zero_stage=0"]
     words += ["training.precision=float32", "data.train=none", "data.validation=null"]
-    config = load_config(CONFIG, words, objectives=objective_configs()).config
+    config = load_config(CONFIG, words).config
     context = open_context(read_launch({}), device="cpu")
     objective = OBJECTIVES["gvp"](config, context)
     assert isinstance(objective, GVP)

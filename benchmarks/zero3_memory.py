@@ -51,11 +51,11 @@ def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
         trains: also what comes after the layers; 0 is returned for it otherwise.
     """
     from megavis.config.load import load_config
-    from megavis.papers import OBJECTIVES, objective_configs
+    from megavis.papers import OBJECTIVES
     from megavis.parallel.context import close_context, open_context
     from megavis.training.engine import build_stack
 
-    config = load_config(XL, [*WORDS, *words], objectives=objective_configs()).config
+    config = load_config(XL, [*WORDS, *words]).config
     context = open_context(launch, device="cpu")
     objective = OBJECTIVES[config.objective.name](config, context)
     first, block, last = (bytes_of(plan) for plan in layers_of(objective))

@@ -30,7 +30,7 @@ from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.batch import Batch
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.sampling.sampler import Sampler
@@ -101,7 +101,7 @@ class Run:
         """
         folder = Path(run_folder)
         checkpoint = chosen_checkpoint(folder, step)
-        config = load_config(folder / "config.yaml", objectives=objective_configs()).config
+        config = load_config(folder / "config.yaml").config
         if image_size is not None:
             config = at_image_size(config, image_size)
         return cls(

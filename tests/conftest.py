@@ -98,12 +98,12 @@ def build_paper(context, tmp_path):
     from megavis.config.load import load_config
     from megavis.model.runner import Runner
     from megavis.model.stack import LocalLayers, Stack
-    from megavis.papers import build_objective, objective_configs
+    from megavis.papers import build_objective
 
     def build_paper(text, *words, std=0.5, visibility=None):
         path = tmp_path / "small.yaml"
         path.write_text(text)
-        config = load_config(path, words, objectives=objective_configs()).config
+        config = load_config(path, words).config
         objective = build_objective(config, context)
         if visibility is not None:
             objective.core = objective.core.with_stack(visibility_kind=visibility)

@@ -93,11 +93,11 @@ def _plain(value: Any) -> Any:
 def resolved_config(path: str) -> str:
     """Return a config file with all its defaults, as YAML."""
     module: Any = importlib.import_module("megavis.config.load")
-    folder = "papers" if importlib.util.find_spec("megavis.papers") else "objectives"
-    papers: Any = importlib.import_module(f"megavis.{folder}")
-    return str(
-        module.dump_config(module.load_config(path, objectives=papers.objective_configs()).config)
-    )
+    options: dict[str, Any] = {}
+    if importlib.util.find_spec("megavis.objectives") is not None:
+        papers: Any = importlib.import_module("megavis.objectives")
+        options["objectives"] = papers.objective_configs()
+    return str(module.dump_config(module.load_config(path, **options).config))
 
 
 def weights(run: Any) -> dict[str, np.ndarray]:

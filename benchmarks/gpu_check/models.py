@@ -20,7 +20,7 @@ from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
 from megavis.model.stack import Stack
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.tokenizers.vae import VAE
@@ -54,7 +54,7 @@ def job(
 def read_config(path: str, words: Sequence[str] = ()) -> RunConfig:
     """Return a shipped config, changed by `key=value` words, that needs no data."""
     without_data = ("data.train=none", "data.validation=null", *words)
-    return load_config(CONFIGS / path, without_data, objectives=objective_configs()).config
+    return load_config(CONFIGS / path, without_data).config
 
 
 def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:

@@ -31,9 +31,8 @@ def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
     """Load a config file of a user's, whose epochs are those of its shards; see `load_config`."""
     from megavis.config.load import load_config
     from megavis.data.format.manifest import num_images
-    from megavis.papers import objective_configs
 
-    return load_config(path, overrides, objectives=objective_configs(), count_images=num_images)
+    return load_config(path, overrides, count_images=num_images)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

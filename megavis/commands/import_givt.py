@@ -47,11 +47,10 @@ def import_transformer(args: argparse.Namespace) -> None:
 
 def _pixels_of_a_latent(run_folder: Path) -> int:
     from megavis.config.load import load_config
-    from megavis.papers import objective_configs
     from megavis.papers.vae.config import VAEConfig
 
     path = run_folder / "config.yaml"
-    paper = load_config(path, objectives=objective_configs()).config.objective
+    paper = load_config(path).config.objective
     if not isinstance(paper, VAEConfig):
         raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a vae")
     return paper.shape.downsampling

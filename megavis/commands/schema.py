@@ -44,6 +44,5 @@ def run(args: argparse.Namespace) -> int:
 def schema_text() -> str:
     """Return the schema as the file `yaml_configs/schema.json` has it."""
     from megavis.config.json_schema import json_schema
-    from megavis.papers import objective_configs
 
-    return json.dumps(json_schema(objective_configs()), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from megavis.config.names import ObjectiveTypes
+from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ObjectiveConfig, RunConfig
 from megavis.config.shorthand import PRESETS, RIVALS, Shorthand
 from megavis.config.yaml_tree import BASED_ON
 
 
-def json_schema(objectives: ObjectiveTypes) -> dict[str, Any]:
+def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file, for editors."""
     schema = RunConfig.model_json_schema()
     # Each paper's own section takes the place of what all of them share.
     del schema["$defs"][ObjectiveConfig.__name__]
     papers = []
-    for name, paper in sorted(objectives.items()):
+    for name, paper in sorted(PAPER_CONFIGS.items()):
         section = paper.model_json_schema(ref_template="#/$defs/{model}")
         schema["$defs"].update(section.pop("$defs", {}))
         section["properties"]["name"] = {"const": name, "type": "string"}

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.names import ObjectiveTypes, SchemaNames, did_you_mean
+from megavis.config.names import SchemaNames, did_you_mean
+from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.shorthand import CountImages, Shorthand, take_shorthand, write_out_epochs
 from megavis.config.yaml_tree import Source, apply_override, dump_tree, read_tree
@@ -39,7 +40,6 @@ def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    objectives: ObjectiveTypes,
     count_images: CountImages | None = None,
 ) -> LoadedConfig:
     """Read a YAML file, apply `key=value` words, check everything.
@@ -47,7 +47,6 @@ def load_config(
     Args:
         path: the YAML file.
         overrides: words such as `training.steps=100`; the value is read as YAML.
-        objectives: config class of each paper by name.
         count_images: looks into shards, for lengths in epochs; without it the config must say
             `data.num_images`.
 
@@ -58,7 +57,7 @@ def load_config(
     tree = read_tree(Path(path), source)
     for word in overrides:
         apply_override(tree, word, source)
-    config = _validate(tree, source, objectives, count_images)
+    config = _validate(tree, source, count_images)
     complaints = list(check_config(config))
     if complaints:
         raise source.error(complaints)
@@ -68,14 +67,15 @@ def load_config(
 def _validate(
     tree: dict[str, Any],
     source: Source,
-    objectives: ObjectiveTypes,
     count_images: CountImages | None,
 ) -> RunConfig:
-    names = SchemaNames(objectives, tree)
+    names = SchemaNames(tree)
     if names.objective is None:
         given = f", not {reprlib.repr(names.paper)}" if names.paper is not None else ""
-        known = ", ".join(sorted(objectives))
-        text = f"must say which paper: one of {known}{given}{did_you_mean(names.paper, objectives)}"
+        known = ", ".join(sorted(PAPER_CONFIGS))
+        text = (
+            f"must say which paper: one of {known}{given}{did_you_mean(names.paper, PAPER_CONFIGS)}"
+        )
         raise source.error([("objective.name", text)])
     complaints: list[ConfigIssue] = []
     try:

@@ -11,19 +11,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megavis.config.schema import UNION_LABELS, ConfigIssue, ObjectiveConfig, RunConfig
+from megavis.config.papers import PAPER_CONFIGS
+from megavis.config.schema import UNION_LABELS, ConfigIssue, RunConfig
 from megavis.config.shorthand import shorthand_keys
-
-ObjectiveTypes = Mapping[str, type[ObjectiveConfig]]
 
 
 class SchemaNames:
     """Knows which keys each section has, to name the nearest one for a typo."""
 
-    def __init__(self, objectives: ObjectiveTypes, tree: Mapping[str, Any]) -> None:
+    def __init__(self, tree: Mapping[str, Any]) -> None:
         self.tree, section = tree, tree.get("objective")
         self.paper = section.get("name") if isinstance(section, dict) else None
-        self.objective = objectives.get(str(self.paper))
+        self.objective = PAPER_CONFIGS.get(str(self.paper))
 
     def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[ConfigIssue]:
         """Turn pydantic's errors into keys and sentences.

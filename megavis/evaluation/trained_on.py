@@ -10,7 +10,6 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.leakage import Shards, find_shards
-from megavis.papers import objective_configs
 
 
 def training_shards(config: RunConfig) -> Iterator[Shards]:
@@ -27,4 +26,4 @@ def training_shards(config: RunConfig) -> Iterator[Shards]:
     source_run = config.finetune and config.finetune.from_run
     path = Path(source_run or "") / "config.yaml"
     if source_run and path.exists():
-        yield from training_shards(load_config(path, objectives=objective_configs()).config)
+        yield from training_shards(load_config(path).config)

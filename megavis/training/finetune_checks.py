@@ -15,7 +15,6 @@ from megavis.config.load import LoadedConfig, load_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
 from megavis.data.loading.blended_dataset import Samples
-from megavis.papers import objective_configs
 
 _MAY_DIFFER = re.compile("positions|position_scale|drop_path|.*dropout")
 """Keys of the model that change no weight's meaning."""
@@ -46,7 +45,7 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
     try:
         checkpoint = source_checkpoint(settings)
         path = Path(settings.from_run or "") / "config.yaml"
-        source = load_config(path, objectives=objective_configs()).config
+        source = load_config(path).config
         complaint = next(_differences(source, loaded.config, objective), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
         if complaint is None and read_manifest(checkpoint).tokenizer != tokenizer:

@@ -11,7 +11,6 @@ from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.config.section import Section
 from megavis.data.loading.blended_dataset import Samples
-from megavis.papers import objective_configs
 
 
 def check_same_tokenizer(manifest: Manifest, data: Samples, tokenizer: str | None) -> None:
@@ -35,7 +34,7 @@ def check_same_run(path: Path, config: RunConfig) -> None:
     Raises:
         UserError: they differ in what decides weights, samples or draws.
     """
-    before = load_config(path, objectives=objective_configs()).config
+    before = load_config(path).config
     if before.drop_path == config.drop_path:
         # Written out, or taken from the model's: the same rate.
         before, config = _without_own_drop_path(before), _without_own_drop_path(config)

@@ -15,7 +15,6 @@ from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
 from megavis.evaluation.feature_cache import kept_features
 from megavis.evaluation.images import feature_networks
-from megavis.papers import objective_configs
 from megavis.training.callbacks import eval_worker
 from megavis.training.metrics import read_json_lines
 
@@ -148,7 +147,7 @@ def test_what_training_starts_ends_when_its_input_does(copied, monkeypatch):
 def watched_config(tiny_config, tmp_path):
     path = tmp_path / "watched.yaml"
     path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [loss]}}\n")
-    return load_config(path, [f"output={tmp_path}"], objectives=objective_configs()).config
+    return load_config(path, [f"output={tmp_path}"]).config
 
 
 CHILDREN = {

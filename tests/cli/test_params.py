@@ -8,7 +8,7 @@ import pytest
 
 from megavis.cli import main
 from megavis.config.load import load_config
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.workers import WorkerPool
 from megavis.planning.parameters import by_part, count_parameters
@@ -43,7 +43,7 @@ NAMES = [*RATES, *UNPUBLISHED]
 
 
 def read(name):
-    return load_config(PRESETS / f"{name}.yaml", objectives=objective_configs()).config
+    return load_config(PRESETS / f"{name}.yaml").config
 
 
 def count_presets(launch, names):

@@ -24,7 +24,6 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.core import Block
 from megavis.notebook import Run
-from megavis.papers import objective_configs
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
@@ -131,7 +130,7 @@ def test_dropout_agrees_on_what_is_shared_and_differs_on_what_is_split(
 ) -> None:
     path = latent_config("causal", dropout=0.5)
     config = with_layout(
-        load_config(path, objectives=objective_configs()).config,
+        load_config(path).config,
         tensor_model_parallel_size=2,
         activation_checkpointing=recompute,
     )

@@ -12,7 +12,6 @@ from run_jobs import deterministic_metrics, rewind, train_run
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import Manifest, read_manifest
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training import engine
 from megavis.training.parity import Curve, parity_config, train_briefly
@@ -45,7 +44,7 @@ def allow_half() -> None:
 def short_curve(launch: Launch, path: str, overrides: list[str]) -> Curve:
     """Train a few steps with float32's dropout-free config of parity."""
     allow_half()
-    loaded = load_config(path, overrides, objectives=objective_configs())
+    loaded = load_config(path, overrides)
     return train_briefly(launch, parity_config(loaded.config), STEPS)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig, RunConfig
-from megavis.papers import objective_configs
 from megavis.planning.layouts import legal_layouts
 from megavis.training.parity import parity_config, train_briefly
 
@@ -42,7 +41,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 def make_config(path: Path, *overrides: str) -> RunConfig:
-    return parity_config(load_config(path, overrides, objectives=objective_configs()).config)
+    return parity_config(load_config(path, overrides).config)
 
 
 def with_layout(config: RunConfig, **layout: Any) -> RunConfig:

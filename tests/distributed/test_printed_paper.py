@@ -29,10 +29,9 @@ def test_the_model_takes_no_more_than_200_lines():
 def train_printed(launch, path, words):
     """Train the printed paper on this process's part; runs in a worker."""
     from megavis.config.load import load_config
-    from megavis.papers import objective_configs
     from megavis.training.parity import train_briefly
 
-    config = load_config(path, words, objectives=objective_configs()).config
+    config = load_config(path, words).config
     return train_briefly(launch, config, STEPS)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training.job import open_job
 from megavis.training.search.learning_rate import Outcome, search_rates
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.once
 
 
 def search(launch: Launch, path: str, overrides: list[str]) -> list[Outcome]:
-    loaded = load_config(path, overrides, objectives=objective_configs())
+    loaded = load_config(path, overrides)
     with open_job(loaded, launch, device="cpu") as context:
         return search_rates(loaded, [1e5, 1e-2], context, patience=3, report=lambda _: None)
 

@@ -10,7 +10,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.runner import Runner
 from megavis.notebook import Run
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, open_context
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 def sample_after_training(launch, path, overrides):
     """Train for a few steps, draw 5 images and complete 5; go on, to see that nothing broke."""
-    config = load_config(path, overrides, objectives=objective_configs()).config
+    config = load_config(path, overrides).config
     context = open_context(
         launch,
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,

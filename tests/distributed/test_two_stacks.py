@@ -32,7 +32,7 @@ def train_two_stacks(launch, path, words):
     if str(FOLDER) not in papers.__path__:
         papers.__path__.append(str(FOLDER))
     words = ["objective.name=two_stacks", "parallel.zero_stage=0", *words]
-    config = load_config(path, words, objectives=papers.objective_configs()).config
+    config = load_config(path, words).config
     return train_briefly(launch, config, STEPS)
 
 

@@ -8,7 +8,6 @@ from megavis.checkpoint.state.load import load_training_state
 from megavis.checkpoint.state.save import Progress, Snapshot
 from megavis.config.load import LoadedConfig, load_config
 from megavis.data.loading.loader import BatchLoader
-from megavis.papers import objective_configs
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
@@ -50,7 +49,7 @@ def go_on_from_each(
 
 
 def read(path: str, words: list[str]) -> LoadedConfig:
-    return load_config(path, words, objectives=objective_configs())
+    return load_config(path, words)
 
 
 def take_steps(run: TrainingRun, engine: Engine, steps: range) -> list[float]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.ends import ends_of_layouts, num_bytes, saved_tensors
@@ -35,7 +35,7 @@ def measure_shape(launch: Launch, path: str, overrides: list[str]):
 
 def read(path: str, overrides: list[str]):
     """Return a config without dropout, for which a CPU has no kernel that keeps no scores."""
-    config = load_config(path, overrides, objectives=objective_configs()).config
+    config = load_config(path, overrides).config
     return config.model_copy(update={"model": config.model.without_dropout()})
 
 

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 from megavis.parallel.launch import Launch
 from megavis.training.run import run_training
 
@@ -14,7 +13,7 @@ from megavis.training.run import run_training
 def train_run(launch: Launch, path: str, overrides: list[str]) -> None:
     """Train as `megavis train PATH OVERRIDES` does."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    loaded = load_config(path, overrides, objectives=objective_configs())
+    loaded = load_config(path, overrides)
     run_training(loaded, launch, device="cpu")
 
 

@@ -4,7 +4,6 @@ import torch
 
 from megavis.checkpoint.state.import_weights import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.papers import objective_configs
 from megavis.tokenizers.vqgan_network import VQGANNetwork
 
 SMALL = """\
@@ -30,7 +29,7 @@ def write_config(folder, shards="nowhere"):
 
 def write_untrained_run(folder, seed=0):
     """Write what `megavis train` would leave after no step; returns the run folder."""
-    config = load_config(write_config(folder), objectives=objective_configs()).config
+    config = load_config(write_config(folder)).config
     (folder / "config.yaml").write_text(dump_config(config))
     torch.manual_seed(seed)
     network = VQGANNetwork(config.objective.shape)

@@ -73,9 +73,9 @@ open("modules.txt", "w").write(" ".join(sys.modules))
 
 def test_a_mistake_in_a_config_is_told_without_torch(tmp_path):
     """In the YAML's keys, in what joins them, and in the layout, of every paper."""
-    from megavis.papers import objective_configs
+    from megavis.config.papers import PAPER_CONFIGS
 
-    papers = list(objective_configs())
+    papers = list(PAPER_CONFIGS)
     assert len(papers) >= 9
     for paper in papers:
         (tmp_path / f"{paper}.yaml").write_text(

@@ -7,7 +7,6 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config
-from megavis.papers import objective_configs
 
 SMALL = """\
 name: small
@@ -42,7 +41,7 @@ def read(tmp_path: Path) -> Read:
     def read_text(text: str = SMALL, *words: str) -> LoadedConfig:
         path = tmp_path / "config.yaml"
         path.write_text(text, encoding="utf-8")
-        return load_config(path, words, objectives=objective_configs())
+        return load_config(path, words)
 
     return read_text
 

@@ -176,7 +176,8 @@ def test_a_world_that_does_not_fit_says_which_would(read, small, tmp_path, words
     assert str(caught.value).replace(f"{tmp_path}/", "") == message
 
 
-def test_a_paper_may_check_its_own_keys(tmp_path, small):
+def test_a_paper_may_check_its_own_keys(tmp_path, small, monkeypatch):
+    from megavis.config import names
     from megavis.config.load import load_config
     from megavis.config.schema import ObjectiveConfig
 
@@ -187,9 +188,10 @@ def test_a_paper_may_check_its_own_keys(tmp_path, small):
             if self.colours % config.parallel.tensor_model_parallel_size:
                 yield "objective.colours", "do not divide by the tensor size"
 
+    monkeypatch.setattr(names, "PAPER_CONFIGS", {"paper": Paper})
     path = tmp_path / "paper.yaml"
     path.write_text(small.replace("name: igpt", "name: paper\n  colours: 5"))
     word = "parallel.tensor_model_parallel_size=2"
     with pytest.raises(UserError, match=r"paper\.yaml:4: objective\.colours: do not divide"):
-        load_config(path, [word], objectives={"paper": Paper})
-    load_config(path, objectives={"paper": Paper})
+        load_config(path, [word])
+    load_config(path)

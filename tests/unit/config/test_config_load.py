@@ -6,9 +6,9 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config
-from megavis.papers import objective_configs
+from megavis.config.papers import PAPER_CONFIGS
 
-PAPERS = ", ".join(sorted(objective_configs()))
+PAPERS = ", ".join(sorted(PAPER_CONFIGS))
 
 
 def test_a_legal_file_is_read_with_its_defaults(read):
@@ -198,12 +198,12 @@ def test_all_complaints_come_at_once(complain, small):
 
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path):
     with pytest.raises(UserError, match=r"absent\.yaml: no such config file"):
-        load_config(tmp_path / "absent.yaml", objectives=objective_configs())
+        load_config(tmp_path / "absent.yaml")
     with pytest.raises(UserError, match="cannot be read as text"):
-        load_config(tmp_path, objectives=objective_configs())
+        load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(UserError, match="cannot be read as text"):
-        load_config(tmp_path / "latin.yaml", objectives=objective_configs())
+        load_config(tmp_path / "latin.yaml")
 
 
 def test_words_override_the_file(read, small):

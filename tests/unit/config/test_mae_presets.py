@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 
 FOLDER = Path(__file__).parents[3] / "yaml_configs/mae"
 IMAGES = 1_281_167
@@ -32,8 +31,7 @@ PUBLISHED = [
 
 @pytest.fixture(scope="module")
 def load():
-    configs = objective_configs()
-    return lambda name: load_config(FOLDER / f"{name}.yaml", objectives=configs).config
+    return lambda name: load_config(FOLDER / f"{name}.yaml").config
 
 
 def steps(epochs, batch_size):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 
 PRESETS = Path(__file__).parents[3] / "yaml_configs/mp3"
 
@@ -21,7 +20,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_preset_trains_as_the_paper_says(name):
     width, layers, side, patch, positions, ratio, batch, epochs, images = PUBLISHED[name]
-    config = load_config(PRESETS / f"{name}.yaml", objectives=objective_configs()).config
+    config = load_config(PRESETS / f"{name}.yaml").config
     model, paper, training = config.model, config.objective, config.training
     assert (model.hidden_size, model.num_layers, model.head_size) == (width, layers, 64)
     assert (config.data.image_size, paper.patch_size, paper.mask_ratio) == (side, patch, ratio)
@@ -46,7 +45,5 @@ def test_speech_is_trained_as_the_paper_says(build_paper):
     # "Around 70K parameters", of which a head of 100 places goes and one of 12 classes comes.
     count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
-    tuning = load_config(
-        PRESETS / "speech_commands_finetune.yaml", objectives=objective_configs()
-    ).config
+    tuning = load_config(PRESETS / "speech_commands_finetune.yaml").config
     assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 
 CONFIGS = sorted((Path(__file__).parents[3] / "yaml_configs").glob("*/*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def presets():
-    return {path: load_config(path, objectives=objective_configs()).config for path in CONFIGS}
+    return {path: load_config(path).config for path in CONFIGS}
 
 
 def test_runs_of_two_presets_do_not_share_a_folder(presets):

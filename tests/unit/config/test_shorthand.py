@@ -9,7 +9,6 @@ import yaml
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, dump_config, load_config
 from megavis.config.shorthand import PRESETS, PresetName
-from megavis.papers import objective_configs
 
 Load = Callable[..., LoadedConfig]
 
@@ -32,7 +31,7 @@ def load(tmp_path: Path) -> Load:
     def loaded(*words: str, text: str = TEXT, **options: object) -> LoadedConfig:
         path = tmp_path / "c.yaml"
         path.write_text(text)
-        return load_config(path, words, objectives=objective_configs(), **options)  # type: ignore[arg-type]
+        return load_config(path, words, **options)  # type: ignore[arg-type]
 
     return loaded
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
 
 FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
 )
 def test_presets_have_the_published_parameters(context, name, words, millions):
     path = FOLDER / f"{name}.yaml"
-    config = load_config(path, words, objectives=objective_configs()).config
+    config = load_config(path, words).config
     total = sum(by_part(count_parameters(build_objective(config, context))).values())
     assert f"{total / 1e6:.3f}" == millions
 
@@ -42,7 +42,7 @@ VAES = [
 
 
 def read(name):
-    return load_config(FOLDER / f"{name}.yaml", objectives=objective_configs()).config
+    return load_config(FOLDER / f"{name}.yaml").config
 
 
 @pytest.mark.parametrize(("name", "beta", "vae", "size"), VAES)

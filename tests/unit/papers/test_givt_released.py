@@ -22,7 +22,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, Source, load_config
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.tokenizers.base import objective_section, open_tokenizer
@@ -197,7 +197,7 @@ optimizer: {{learning_rate: 1e-3}}
 training: {{steps: 1, batch_size: 2}}
 """
     )
-    config = load_config(path, objectives=objective_configs()).config
+    config = load_config(path).config
     context = current_context() or open_context(read_launch({}), device="cpu")
     return OBJECTIVES["givt"](config, context), open_tokenizer(vae)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 
 FOLDER = Path(__file__).parents[3] / "yaml_configs/gvp"
 DEFAULT = {"variant": "p2p", "order": "random", "segmentation": "mixed", "num_groups": 20}
@@ -46,8 +45,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def load():
-    configs = objective_configs()
-    return lambda name: load_config(FOLDER / f"{name}.yaml", objectives=configs).config
+    return lambda name: load_config(FOLDER / f"{name}.yaml").config
 
 
 @pytest.mark.parametrize("table", TABLES)

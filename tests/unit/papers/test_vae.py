@@ -12,13 +12,13 @@ from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.discriminator import Discriminator, squared_slope
 from megavis.model.stack import Stack
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 
 
 @pytest.fixture
 def small(tmp_path, context):
     """The objective, its layers and a batch of random images."""
-    config = load_config(write_config(tmp_path), objectives=objective_configs()).config
+    config = load_config(write_config(tmp_path)).config
     objective = OBJECTIVES["vae"](config, context)
     stack = Stack(objective.layer_plans(), objective.loss)
     return objective, stack, batch_of(photographs(3, 16))
@@ -86,7 +86,7 @@ def test_squared_slope_is_that_of_finite_differences():
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, words, key):
     with pytest.raises(UserError, match=key):
-        load_config(write_config(tmp_path), words, objectives=objective_configs())
+        load_config(write_config(tmp_path), words)
 
 
 def test_an_objective_with_blocks_wants_a_model_section(tmp_path):
@@ -96,7 +96,7 @@ def test_an_objective_with_blocks_wants_a_model_section(tmp_path):
         "optimizer: {learning_rate: 1e-3}\ntraining: {steps: 1, batch_size: 1}\n"
     )
     with pytest.raises(UserError, match="model"):
-        load_config(path, objectives=objective_configs())
+        load_config(path)
 
 
 def test_the_discriminator_has_its_own_rates(small):

@@ -7,13 +7,13 @@ from small_vqgan import write_config
 
 from megavis.config.load import load_config
 from megavis.model.stack import Stack
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 
 
 @pytest.fixture
 def small(tmp_path, context):
     """The objective, its layers and a batch of random images."""
-    config = load_config(write_config(tmp_path), objectives=objective_configs()).config
+    config = load_config(write_config(tmp_path)).config
     objective = OBJECTIVES["vqgan"](config, context)
     stack = Stack(objective.layer_plans(), objective.loss)
     return objective, stack, batch_of(photographs(3, 16))

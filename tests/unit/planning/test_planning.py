@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.planning.activations import activation_memory, block_activations
 from megavis.planning.ends import ends_of, num_bytes, saved_tensors
 from megavis.planning.hardware import Cluster, open_device
@@ -40,7 +40,7 @@ ENCODER = [
 
 def build(context, name, *words):
     """Return the objective of a preset without dropout: a CPU then keeps matrices of scores."""
-    config = load_config(PRESETS / f"{name}.yaml", words, objectives=objective_configs()).config
+    config = load_config(PRESETS / f"{name}.yaml", words).config
     config = config.model_copy(update={"model": config.model.without_dropout()})
     objective = build_objective(config, context)
     if "memory" in objective.condition.roles:

@@ -13,7 +13,7 @@ from megavis.model.encoder import Encoder
 from megavis.model.runner import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.model.visibility import KeyValueCache
-from megavis.papers import OBJECTIVES, objective_configs
+from megavis.papers import OBJECTIVES
 from megavis.sampling.pictures import picture
 from megavis.sampling.sampler import Sampler
 
@@ -41,7 +41,7 @@ def make(context, tmp_path):
     def make(*words, seed=0, **options):
         path = tmp_path / "tiny.yaml"
         path.write_text(CONFIG)
-        config = load_config(path, words, objectives=objective_configs()).config
+        config = load_config(path, words).config
         objective = OBJECTIVES[config.objective.name](config, context)
         plans = objective.layer_plans()
         layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))

@@ -13,7 +13,6 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
-from megavis.papers import objective_configs
 from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector
 from megavis.training.faults.rollback import go_back
 
@@ -102,4 +101,4 @@ def test_checkpoints_must_be_kept_for_as_long_as_it_goes_back(trained, tmp_path)
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="goes back by 110 steps .* is 4"):
-        load_config(path, [], objectives=objective_configs())
+        load_config(path, [])

@@ -8,7 +8,6 @@ import yaml
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
-from megavis.papers import objective_configs
 from megavis.training.resume_checks import check_same_run
 
 
@@ -193,10 +192,7 @@ def test_a_drop_path_that_is_written_out_is_the_models(small_config, tmp_path):
         paths[name].write_text(
             f"based_on: {small_config}\ntraining: {{validate_every: 1}}\nfinetune: {section}\n"
         )
-    configs = {
-        name: load_config(path, objectives=objective_configs()).config
-        for name, path in paths.items()
-    }
+    configs = {name: load_config(path).config for name, path in paths.items()}
     check_same_run(paths["old"], configs["absent"])
     with pytest.raises(UserError, match=r"begun with finetune.drop_path 0.0, not 0.1"):
         check_same_run(paths["old"], configs["other"])

@@ -8,7 +8,7 @@ from small_vqgan import write_untrained_run
 
 from megavis.config.load import load_config
 from megavis.model.stack import LocalLayers
-from megavis.papers import build_objective, objective_configs
+from megavis.papers import build_objective
 from megavis.training.engine import build_stack
 from megavis.training.optimizer import decays
 
@@ -234,9 +234,7 @@ def trained_parameters(context, path, objective, words, zero_stage):
     """Build a paper's model and return what learns, by name; `words` is None for a tokenizer."""
     path.write_text(CONFIG.format(objective=objective, model="" if words is None else MODEL))
     words = [*(words or ()), f"parallel.zero_stage={zero_stage}"]
-    built = build_objective(
-        load_config(path, words, objectives=objective_configs()).config, context
-    )
+    built = build_objective(load_config(path, words).config, context)
     layers = LocalLayers(built.layer_plans(), list(build_stack(built, context).layers))
     return {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
