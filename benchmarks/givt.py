@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.timing import parser, report, summary, take_turns
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.papers import OBJECTIVES
 from megavis.papers.givt.paper import GIVT

@@ -29,8 +29,8 @@ from benchmarks.twins import (
     sizes,
 )
 from megavis.config.schema import RunConfig
-from megavis.model.product import PackedLinear
-from megavis.model.runner import Runner
+from megavis.model.cpu_linear import PackedLinear
+from megavis.model.inference import Runner
 from megavis.papers.igpt.paper import IGPT
 
 

@@ -28,7 +28,7 @@ from benchmarks.twins import (
 )
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.model.product import product
+from megavis.model.cpu_linear import product
 
 
 def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:

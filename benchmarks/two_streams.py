@@ -20,7 +20,7 @@ from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.attention import Attention
 from megavis.model.core import Block
-from megavis.model.stream import Stream
+from megavis.model.layer_state import Stream
 from megavis.model.visibility import Relations
 from megavis.papers import OBJECTIVES
 from megavis.papers.gvp.paper import GVP

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from data_tools.units import Unit, UnitResult, do_unit
+from data_tools.shard_tasks import Unit, UnitResult, do_unit
 from megavis.config.errors import UserError
 
 ENGINES = ("local", "ray")

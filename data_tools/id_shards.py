@@ -11,9 +11,9 @@ import numpy as np
 
 from data_tools.encoding import Encoding, add_encoding_arguments, encoding_from, mirrored
 from data_tools.jobs import run_job
+from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import open_source
 from data_tools.sources import Picture
-from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.codecs.base import IdsCodec
 

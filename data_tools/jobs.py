@@ -16,8 +16,8 @@ from pathlib import Path
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
 from data_tools.report import Outcome, Progress, say, write_memory_figure, write_report
+from data_tools.shard_tasks import Recipe, Unit, UnitResult, plan_units
 from data_tools.sources import Source
-from data_tools.units import Recipe, Unit, UnitResult, plan_units
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import FORMAT_VERSION, Manifest
 from megavis.data.format.manifest import Source as SourceRecord

@@ -18,9 +18,9 @@ from PIL import Image
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import CROP, RESIZE, resize_and_crop
+from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import Picture
-from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, decode_rgb
 

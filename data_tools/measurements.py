@@ -19,8 +19,8 @@ from PIL import Image
 
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.run_features import RunFeatures
+from data_tools.shard_tasks import Encoded
 from data_tools.sources import Picture
-from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.format.shards import ShardIndex, map_file
 

@@ -23,9 +23,9 @@ from data_tools.image_folder import list_images
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_jpeg
 from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
+from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_classes_argument, read_class_names
 from data_tools.sources import FileSource, Picture, SourceFile
-from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.codecs.pairs import PairsCodec, join, split
 

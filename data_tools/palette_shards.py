@@ -16,9 +16,9 @@ import numpy as np
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
+from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import Picture
-from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.codecs.base import PaletteCodec
 from megavis.data.format.manifest import PALETTE_NAME

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data_tools.engines import Failure
 from data_tools.line_figure import line_figure
-from data_tools.units import UnitResult, peak_memory
+from data_tools.shard_tasks import UnitResult, peak_memory
 from megavis.data.format.files import write_atomically
 
 _SECONDS_BETWEEN_LINES = 10.0

@@ -17,8 +17,8 @@ from typing import Any
 
 from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manifest
 from data_tools.report import say
+from data_tools.shard_tasks import Encoded, Recipe, UnitResult
 from data_tools.sources import Part, Picture, Refuse, Source
-from data_tools.units import Encoded, Recipe, UnitResult
 from data_tools.verify import find_problems
 from megavis.config.errors import UserError
 from megavis.data.codecs.registry import suffix_of

@@ -29,8 +29,8 @@ from data_tools.cepstra import (
 )
 from data_tools.decode import RefusedImageError
 from data_tools.jobs import add_job_arguments, run_job
+from data_tools.shard_tasks import Encoded
 from data_tools.sources import FileSource, Picture, SourceFile
-from data_tools.units import Encoded
 from megavis.config.errors import UserError
 from megavis.data.codecs.frames import FramesCodec
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import gallery
 
-from megavis.reports.measures import Measure, measures, spelled
+from megavis.reports.eval_metrics import Measure, measures, spelled
 from megavis.reports.run_record import RunRecord
 
 Key = tuple[str, str]

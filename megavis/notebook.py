@@ -28,7 +28,7 @@ from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.batch import Batch
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, current_context, open_context

@@ -96,7 +96,7 @@ def build_paper(context, tmp_path):
     import torch
 
     from megavis.config.load import load_config
-    from megavis.model.runner import Runner
+    from megavis.model.inference import Runner
     from megavis.model.stack import LocalLayers, Stack
     from megavis.papers import build_objective
 

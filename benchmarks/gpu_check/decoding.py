@@ -17,7 +17,7 @@ from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
 from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.model.stack import LocalLayers
 from megavis.papers.igpt.paper import IGPT
 from megavis.parallel.launch import Launch

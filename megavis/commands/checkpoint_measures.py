@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from megavis.commands import drawn_distance
+from megavis.commands import sample_fid as drawn_distance
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from megavis.commands.drawn_distance import DrawnDistance
+    from megavis.commands.sample_fid import DrawnDistance
     from megavis.data.loading.dataset import ShardDataset
     from megavis.evaluation.linear import Selection
     from megavis.evaluation.probe import Pair, ProbeData

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.arguments import add_run
 from megavis.commands.checkpoint_measures import MEASURES, CheckpointMeasures
-from megavis.commands.drawn_distance import MEASURE as DISTANCE
-from megavis.commands.drawn_distance import DrawnDistance, add_distance_arguments
 from megavis.commands.opening import job_closed, open_run
 from megavis.commands.options import refuse_options
 from megavis.commands.probing import add_data_arguments
 from megavis.commands.quiet import quietly
+from megavis.commands.sample_fid import MEASURE as DISTANCE
+from megavis.commands.sample_fid import DrawnDistance, add_distance_arguments
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_run, add_runs
 from megavis.commands.group_figure import add_group_figure
-from megavis.commands.kept_figure import keep_figure
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
@@ -28,6 +27,7 @@ from megavis.commands.probing import (
     add_probe_arguments,
     probe_data,
 )
+from megavis.commands.save_figure import keep_figure
 from megavis.commands.token_figures import add_token_figures
 from megavis.config.errors import UserError
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megavis.evaluation.networks import Network
     from megavis.evaluation.probe import Pair, ProbeSettings
     from megavis.evaluation.probe_result import ProbeResult
-    from megavis.model.runner import Runner
+    from megavis.model.inference import Runner
     from megavis.notebook import Run
 
 

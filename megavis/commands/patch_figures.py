@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_device, add_run, add_step
-from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
 from megavis.commands.sampling_options import spelled
+from megavis.commands.save_figure import keep_figure
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 

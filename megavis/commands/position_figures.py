@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.kept_figure import keep_figure
 from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
+from megavis.commands.save_figure import keep_figure
 
 if TYPE_CHECKING:
     from torch import Tensor

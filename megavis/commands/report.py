@@ -96,7 +96,7 @@ def _losses(run: RunRecord) -> Iterator[str]:
 
 def _measures(folder: Path) -> Iterator[str]:
     """What evaluation has found: a row a number, named once by what was measured."""
-    from megavis.reports.measures import measures
+    from megavis.reports.eval_metrics import measures
 
     before = ""
     for measure in measures(folder):

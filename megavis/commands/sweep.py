@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_config, add_device, load_user_config
-from megavis.commands.kept_figure import keep_figure
 from megavis.commands.options import refuse_options
+from megavis.commands.save_figure import keep_figure
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.training.search.axis import Axis

@@ -6,7 +6,6 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megavis.commands.kept_figure import keep_figure
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
@@ -17,6 +16,7 @@ from megavis.commands.networks import (
 from megavis.commands.opening import job_closed, open_run, open_shards, training_shards
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.commands.probing import add_feature_arguments
+from megavis.commands.save_figure import keep_figure
 from megavis.config.arguments import positive
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megavis.config.schema import FinetuneConfig
+from megavis.model.batch_norm import BatchStandardization
 from megavis.model.core import Core
 from megavis.model.declarations import set_start
 from megavis.model.heads import Head
 from megavis.model.init import Fill, normal, zeros
+from megavis.model.layer_state import State, Stream
 from megavis.model.norms import Norm
 from megavis.model.patches import WholeLinear
-from megavis.model.standardize import BatchStandardization
-from megavis.model.stream import State, Stream
-from megavis.model.tokens import all_tokens
+from megavis.model.sequence_parallel import all_tokens
 
 
 class Classifier(nn.Module):

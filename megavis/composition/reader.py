@@ -20,8 +20,8 @@ from megavis.composition.asking import Asking
 from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import Fill, filled
+from megavis.model.layer_state import State, Stream, as_bits
 from megavis.model.positions import cell_coordinates
-from megavis.model.stream import State, Stream, as_bits
 from megavis.tokenizers.latents import to_grid, to_tokens
 
 Role = Literal[

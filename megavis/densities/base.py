@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 from megavis.parallel.random import normal, uniform
 from megavis.schedules.base import NoOptions
 

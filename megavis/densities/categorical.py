@@ -15,7 +15,7 @@ from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.core import Core
 from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Fill
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from megavis.config.choices import DecoderKind
 from megavis.model.core import Block, Core, FeedForward
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
+from megavis.model.layer_state import State, Stream, from_bits
 from megavis.model.norms import Norm
 from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stack import PlannedStack
-from megavis.model.stream import State, Stream, from_bits
 from megavis.model.visibility import Relations, Visibility
 
 

@@ -21,7 +21,7 @@ from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.diffusion import BetaNoise, clean_from_noise, corrupt, reverse_process
 from megavis.model.heads import Head
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 from megavis.parallel.random import normal, uniform
 
 _SMALLEST_GAMMA = 1e-4

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.guidance import Guided, draw_guided
+from megavis.model.gaussian_mixture import Distribution, FullGaussian, Mixture, ScaleForm
 from megavis.model.heads import Head
-from megavis.model.mixture import Distribution, FullGaussian, Mixture, ScaleForm
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 
 Predictions = Tensor | tuple[Tensor, Tensor]
 """Parameters `[b, q, num_outputs]`; with a learned transform in front of the model also the tokens

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megavis.model.mixture import gaussian_log_prob
+from megavis.model.gaussian_mixture import gaussian_log_prob
 from megavis.parallel.random import normal, uniform
 
 _REACH, _NUM_POINTS = 10.0, 1001

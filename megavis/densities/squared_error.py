@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 from megavis.tokenizers.patches import normalize_patches, with_statistics_of
 
 

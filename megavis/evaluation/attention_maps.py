@@ -22,7 +22,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.core import Block
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

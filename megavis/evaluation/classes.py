@@ -23,7 +23,7 @@ from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.features import view_of
 from megavis.evaluation.linear import commonest
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

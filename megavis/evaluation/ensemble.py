@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.composition.classification import Classification, is_among_likeliest
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.classes import class_logits
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 
 _BATCH_SIZE = 64
 

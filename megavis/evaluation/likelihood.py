@@ -16,7 +16,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 
 
 @dataclass(frozen=True)

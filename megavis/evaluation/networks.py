@@ -21,7 +21,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import batches_in_turn
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
 from megavis.evaluation.features import LabelledFeatures, view_of
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.parallel.context import ParallelContext
 
 NOTHING = LabelledFeatures(np.empty((0, 0, 0), np.float32), np.empty(0, np.int64))

@@ -13,8 +13,8 @@ from megavis.composition.objective import Objective
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
+from megavis.model.inference import Runner
 from megavis.model.orders import to_raster
-from megavis.model.runner import Runner
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,8 @@ from megavis.composition.places import Places
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import plain_axes
+from megavis.model.inference import Runner
 from megavis.model.orders import take_places
-from megavis.model.runner import Runner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

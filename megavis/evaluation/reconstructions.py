@@ -16,7 +16,7 @@ from torch import Tensor
 from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 
 
 @dataclass(frozen=True)

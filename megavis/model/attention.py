@@ -23,7 +23,7 @@ from megavis.model.init import Initialization
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.positions import rotate
 from megavis.model.relative import RelativeBias
-from megavis.model.tokens import all_tokens
+from megavis.model.sequence_parallel import all_tokens
 from megavis.model.visibility import Kind, Relations, Visibility
 from megavis.parallel.random import rank_local_rng
 

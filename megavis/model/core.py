@@ -20,11 +20,11 @@ from megavis.model.attention import Attention, CrossAttention
 from megavis.model.drop_path import SAMPLES, draw_kept, drop_path_of
 from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
+from megavis.model.layer_state import State, Stream
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.residual import add_to_residual
-from megavis.model.stream import State, Stream
-from megavis.model.tokens import all_tokens, own_tokens
+from megavis.model.sequence_parallel import all_tokens, own_tokens
 from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
 
 BLOCKS = "blocks"

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
 from megavis.model.core import Block
+from megavis.model.cpu_linear import PackedLinear
+from megavis.model.layer_state import State, Stream
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
-from megavis.model.product import PackedLinear
-from megavis.model.stream import State, Stream
 from megavis.model.visibility import KeyValueCache
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 from megavis.parallel.random import uniform
 
 SAMPLES = "samples"

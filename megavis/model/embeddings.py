@@ -10,7 +10,7 @@ from megavis.model.core import Core
 from megavis.model.declarations import without_decay
 from megavis.model.init import Fill
 from megavis.model.positions import Positions
-from megavis.model.tokens import own_tokens
+from megavis.model.sequence_parallel import own_tokens
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:

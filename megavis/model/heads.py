@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megavis.model.core import Core
 from megavis.model.init import Fill
+from megavis.model.layer_state import State, Stream
 from megavis.model.linear import ColumnParallelLinear
 from megavis.model.norms import Norm
-from megavis.model.stream import State, Stream
 
 
 class Head(nn.Module):

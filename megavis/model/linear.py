@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megavis.model.product import product
-from megavis.model.tokens import splits_tokens
+from megavis.model.cpu_linear import product
+from megavis.model.sequence_parallel import splits_tokens
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):

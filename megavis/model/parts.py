@@ -20,9 +20,9 @@ from megavis.model.core import Block, Core
 from megavis.model.embeddings import to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Fill, xavier_uniform
+from megavis.model.layer_state import State, Stream
 from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stack import LayerPlan, Phase, PlannedStack
-from megavis.model.stream import State, Stream
 
 
 class Bridge(nn.Module):

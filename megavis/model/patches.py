@@ -14,12 +14,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megavis.model.core import Core
+from megavis.model.cpu_linear import product
 from megavis.model.heads import Head
 from megavis.model.init import Fill, xavier_uniform
+from megavis.model.layer_state import State, Stream
 from megavis.model.norms import Norm
-from megavis.model.product import product
-from megavis.model.stream import State, Stream
-from megavis.model.tokens import all_tokens
+from megavis.model.sequence_parallel import all_tokens
 
 
 class WholeLinear(nn.Linear):

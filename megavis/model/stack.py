@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megavis.model.core import Core
 from megavis.model.declarations import GroupOptions, add_options
 from megavis.model.flops import Workload, forward_flops
-from megavis.model.stream import State
+from megavis.model.layer_state import State
 from megavis.parallel.random import seeded
 
 Predictions = Tensor | tuple[Tensor, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megavis.planning.ends import Ends
+from megavis.planning.boundary_activations import Ends
 from megavis.planning.layouts import Layout, way_of
 from megavis.planning.parameters import Stage
 from megavis.planning.shape import ModelShape, StackShape

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megavis.config.schema import RunConfig
+from megavis.planning.communication import Transfer, transfers
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout, all_layouts, with_offload
 from megavis.planning.memory import RankMemory, rank_memory
 from megavis.planning.shape import ModelShape
 from megavis.planning.time import StepTime, step_time
-from megavis.planning.traffic import Transfer, transfers
 
 _DAY = 86_400.0
 # Estimates closer than this are taken as equal, and the simpler layout wins.

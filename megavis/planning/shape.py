@@ -16,7 +16,7 @@ from megavis.model.flops import Workload
 from megavis.model.parts import stacks_of
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import Kind
-from megavis.planning.ends import DTYPES, Ends
+from megavis.planning.boundary_activations import DTYPES, Ends
 from megavis.planning.layouts import Layout, Way
 from megavis.planning.parameters import Layers, Part, Stage, count_parameters, parts_of
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megavis.planning.activations import block_activations
+from megavis.planning.communication import Transfer
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout
 from megavis.planning.shape import ModelShape, StackShape
 from megavis.planning.states import parameters_held
-from megavis.planning.traffic import Transfer
 
 # Share of its peak that a large matrix product reaches, and the sizes at which it reaches a half of
 # that: rows (tokens of a micro-batch) and columns (of this process's part of a matrix).

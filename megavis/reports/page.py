@@ -11,9 +11,9 @@ from importlib import resources
 from markupsafe import Markup
 
 from megavis.evaluation.published import published_papers
-from megavis.reports.beside_papers import compare
 from megavis.reports.blocks import Block, Picture, Section, picture, text, words
 from megavis.reports.charts import NUM_COLORS
+from megavis.reports.published_comparison import compare
 from megavis.reports.results import first_sections, numbers_found, result_sections
 from megavis.reports.run_record import RunRecord
 from megavis.reports.training_sections import (

@@ -24,8 +24,8 @@ from megavis.reports.blocks import (
     words,
 )
 from megavis.reports.charts import Chart
+from megavis.reports.eval_metrics import measures
 from megavis.reports.known_results import KNOWN_RESULTS
-from megavis.reports.measures import measures
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
 from megavis.densities.base import Drawing, Drawn, Draws
-from megavis.model.runner import Runner
-from megavis.model.stream import State
+from megavis.model.inference import Runner
+from megavis.model.layer_state import State
 from megavis.schedules.base import Progress, Step
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.sampling.grids import (
     completion_grid,
     image_grid,

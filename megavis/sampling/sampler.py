@@ -16,8 +16,8 @@ from torch import Tensor
 from megavis.composition.condition import Known
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
+from megavis.model.inference import Runner
 from megavis.model.orders import take_places, to_raster
-from megavis.model.runner import Runner
 from megavis.parallel.context import Axis
 from megavis.sampling.generate import generate_in_steps
 from megavis.sampling.options import settings_of

@@ -26,7 +26,7 @@ from megavis.model.stack import LayerPlan, LocalLayers, Stack
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.mpu import DeepSpeedView
 from megavis.parallel.random import derive_seed
-from megavis.planning.ends import DTYPES
+from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.stages import stage_bounds
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.ema import WeightAverage

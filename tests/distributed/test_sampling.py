@@ -8,7 +8,7 @@ import torch
 from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.notebook import Run
 from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, open_context

@@ -22,8 +22,8 @@ from megavis.evaluation.images.completions import signal_to_noise
 from megavis.evaluation.images.feature_networks import FeatureNetwork
 from megavis.evaluation.images.generation import Comparison, FeatureCollector, compare
 from megavis.evaluation.images.similarity import structural_similarity
+from megavis.model.inference import Runner
 from megavis.model.perceptual import PerceptualDistance
-from megavis.model.runner import Runner
 
 _BATCH_SIZE = 64
 

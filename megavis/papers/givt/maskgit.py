@@ -19,7 +19,7 @@ from torch import Tensor
 from megavis.composition.asking import TRANSFORMED, Mask
 from megavis.composition.reader import Reader, Role
 from megavis.model.embeddings import to_stream
-from megavis.model.stream import State, Stream
+from megavis.model.layer_state import State, Stream
 from megavis.papers.givt.maskgit_config import MaskGITConfig
 from megavis.papers.givt.paper import GIVT
 from megavis.schedules.masked import Rounds

@@ -25,8 +25,8 @@ from megavis.composition.trainable import Likelihood
 from megavis.data.format.manifest import Manifest
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
+from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
-from megavis.model.mixture import ScaleForm
 from megavis.model.patches import TokenHead
 from megavis.papers.givt.config import GIVTConfig, LatentTokensConfig
 from megavis.schedules.base import Schedule

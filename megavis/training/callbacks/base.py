@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.model.flops import peak_flops
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.training.engine import Engine
 
 _VALIDATED = ("validation_loss", "validation_accuracy")

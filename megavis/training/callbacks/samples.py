@@ -9,7 +9,7 @@ import numpy as np
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Readable, read_batch
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
 from megavis.training.callbacks.base import StepState

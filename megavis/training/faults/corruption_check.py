@@ -26,7 +26,7 @@ from megavis.config.schema import CheckpointConfig
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import read_batch
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.parallel.tensors import partition_dimension
 from megavis.training.callbacks.base import StepState
 from megavis.training.engine import Engine

@@ -87,7 +87,7 @@ def test_a_report_that_cannot_be_written_either(command, tmp_path, monkeypatch, 
     def full(*arguments, **options):
         raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr("data_tools.units.open_shard", full)
+    monkeypatch.setattr("data_tools.shard_tasks.open_shard", full)
     monkeypatch.setattr("data_tools.report.write_atomically", full)
     assert main([*words, "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from data_tools.report import Outcome, write_memory_figure
-from data_tools.units import UnitResult
+from data_tools.shard_tasks import UnitResult
 
 pytestmark = pytest.mark.once
 MEBIBYTE = 2**20

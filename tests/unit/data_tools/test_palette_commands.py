@@ -14,7 +14,8 @@ import webdataset
 from image_files import bad_files, encoded, real_jpegs, real_picture, tree
 from PIL import Image
 
-from data_tools import palette_shards, units
+from data_tools import palette_shards
+from data_tools import shard_tasks as units
 from data_tools.__main__ import main
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset

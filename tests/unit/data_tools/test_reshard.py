@@ -10,7 +10,7 @@ import pytest
 from image_files import tree
 from image_sources import small_jpeg, training_files, write_folder
 
-from data_tools import units
+from data_tools import shard_tasks as units
 from data_tools.__main__ import main
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megavis.model import product
+from megavis.model import cpu_linear as product
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
 from megavis.schedules.base import Question

@@ -7,7 +7,7 @@ from small_batches import batch_of, photographs, run_layers
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.model.drop_path import drop_path_of
-from megavis.model.stream import Stream
+from megavis.model.layer_state import Stream
 
 COUNT = 2000
 GIVT = "latent_channels: 4, downsampling: 4, num_components: 2"

@@ -106,7 +106,7 @@ def test_features_are_those_of_the_lower_stack(two_stacks):
 def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
     """Of both stacks, the bridge and both ends, whole and cut into two stages."""
     from megavis.planning.activations import activation_memory
-    from megavis.planning.ends import ends_of, num_bytes, saved_tensors
+    from megavis.planning.boundary_activations import ends_of, num_bytes, saved_tensors
     from megavis.planning.layouts import Layout, way_of
     from megavis.planning.shape import shape_of
 

@@ -8,7 +8,7 @@ from small_batches import batch_of, photographs, run_layers
 from megavis.composition.asking import START
 from megavis.config.errors import UserError
 from megavis.densities.diffusion import with_gamma
-from megavis.model.stream import from_bits
+from megavis.model.layer_state import from_bits
 
 CONFIG = """\
 name: small

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megavis.model.stream import Stream
+from megavis.model.layer_state import Stream
 from megavis.model.visibility import Visibility
 from megavis.schedules.base import Arrangement, Question
 from megavis.schedules.segmentation import groups_of

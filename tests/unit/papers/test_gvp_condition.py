@@ -6,7 +6,7 @@ from small_batches import batch_of, photographs
 from small_vqgan import write_untrained_run
 
 from megavis.config.errors import UserError
-from megavis.model.stream import Stream
+from megavis.model.layer_state import Stream
 from megavis.tokenizers.base import open_tokenizer
 
 ONE_STREAM = ["objective.streams=one", "objective.segmentation=fixed", "objective.num_groups=9"]

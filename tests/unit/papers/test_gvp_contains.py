@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from megavis.model.core import Block
-from megavis.model.stream import Stream
+from megavis.model.layer_state import Stream
 from megavis.schedules.base import Arrangement, Question
 from megavis.schedules.segmentation import groups_of
 

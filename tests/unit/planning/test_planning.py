@@ -13,13 +13,13 @@ from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig
 from megavis.papers import build_objective
 from megavis.planning.activations import activation_memory, block_activations
-from megavis.planning.ends import ends_of, num_bytes, saved_tensors
+from megavis.planning.boundary_activations import ends_of, num_bytes, saved_tensors
+from megavis.planning.communication import Group, data_group, transfers
 from megavis.planning.hardware import Cluster, open_device
 from megavis.planning.layouts import Layout, way_of
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 from megavis.planning.time import bubble_fraction
-from megavis.planning.traffic import Group, data_group, transfers
 
 pytestmark = pytest.mark.once
 

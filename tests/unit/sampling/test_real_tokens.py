@@ -10,7 +10,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.encoder import Encoder
-from megavis.model.runner import Runner
+from megavis.model.inference import Runner
 from megavis.model.stack import LocalLayers, Stack
 from megavis.model.visibility import KeyValueCache
 from megavis.papers import OBJECTIVES

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megavis.model import product as module
-from megavis.model.product import SMALLEST, SMALLEST_PACKED, PackedLinear, product
+from megavis.model import cpu_linear as module
+from megavis.model.cpu_linear import SMALLEST, SMALLEST_PACKED, PackedLinear, product
 
 pytestmark = pytest.mark.once
 available = pytest.mark.skipif(

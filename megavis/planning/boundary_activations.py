@@ -19,9 +19,9 @@ from megavis.composition.objective import Objective
 from megavis.composition.trainable import Sequence as Batched
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
+from megavis.model.layer_state import State, Stream
 from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
-from megavis.model.stream import State, Stream
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
 from megavis.planning.layouts import Way, way_of

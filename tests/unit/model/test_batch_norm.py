@@ -2,7 +2,7 @@
 
 import torch
 
-from megavis.model.standardize import BatchStandardization
+from megavis.model.batch_norm import BatchStandardization
 
 
 def test_like_batch_norm_without_affine(context):

@@ -5,7 +5,7 @@ import torch
 from golden_givt import golden
 from torch import distributions
 
-from megavis.model.mixture import FullGaussian, Mixture, ScaleForm
+from megavis.model.gaussian_mixture import FullGaussian, Mixture, ScaleForm
 
 LARGEST = torch.finfo(torch.float32).max
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
 from megavis.model.heads import Head
+from megavis.model.layer_state import State
+from megavis.model.sequence_parallel import splits_tokens, whole_tokens
 from megavis.model.stack import LocalLayers, Predictions
-from megavis.model.stream import State
-from megavis.model.tokens import splits_tokens, whole_tokens
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
