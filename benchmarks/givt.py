@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from benchmarks.timing import parser, report, summary, take_turns
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
-from megavis.model.inference import Runner
-from megavis.model.stack import LocalLayers, Stack
+from megavis.model.inference import Inference
+from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import OBJECTIVES
 from megavis.papers.givt.paper import GIVT
 from megavis.parallel.context import open_context
@@ -30,7 +30,7 @@ CONFIGS = Path(__file__).parents[1] / "yaml_configs/givt"
 Contestants = dict[str, Callable[[], object]]
 
 
-def build(preset: str, layers: int, device: str) -> tuple[GIVT, Runner]:
+def build(preset: str, layers: int, device: str) -> tuple[GIVT, Inference]:
     """Return a model with random weights."""
     words = [f"model.num_layers={layers}"] if layers else []
     config = load_config(CONFIGS / f"{preset}.yaml", words).config
@@ -38,16 +38,18 @@ def build(preset: str, layers: int, device: str) -> tuple[GIVT, Runner]:
     objective = OBJECTIVES["givt"](config, context)
     assert isinstance(objective, GIVT)
     plans = objective.layer_plans()
-    built = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+    built = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
     head = dict(built.named_parameters())["head.linear.weight"]
     torch.manual_seed(0)
     nn.init.normal_(head, std=0.02)
     for layer in built.modules:
         layer.to(context.device)
-    return objective, Runner(built, context)
+    return objective, Inference(built, context)
 
 
-def sampler(objective: GIVT, runner: Runner, count: int, **options: object) -> Callable[[], Tensor]:
+def sampler(
+    objective: GIVT, runner: Inference, count: int, **options: object
+) -> Callable[[], Tensor]:
     """Return a function that draws images."""
     guidance = float(str(options.get("guidance", 0.0)))
     chosen = {"temperature": 0.95, "guidance": guidance}
@@ -56,7 +58,7 @@ def sampler(objective: GIVT, runner: Runner, count: int, **options: object) -> C
     return lambda: drawing.tokens(images, conditions={"labels": images}, cached=cached).cpu()
 
 
-def training(objective: GIVT, runner: Runner, count: int) -> Contestants:
+def training(objective: GIVT, runner: Inference, count: int) -> Contestants:
     """Return a whole step's forward and backward pass, and that of the loss alone."""
     layers, device = runner.layers.modules, runner.context.device
     moments = torch.rand(count, 2, *objective.reads.shape)

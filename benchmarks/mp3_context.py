@@ -93,12 +93,12 @@ class MAE(nn.Module):
 
 def mp3_loss(options: Any, mask_ratio: float, *, full: bool = False) -> tuple[nn.Module, Any]:
     """Return MP3's network and a function that gives its loss."""
-    from megavis.model.stack import Stack
+    from megavis.model.stack import LayerStack
 
     objective = open_objective(options, mask_ratio)
     if full:
         objective.core = objective.core.with_stack(visibility_kind="full")
-    network = Stack(objective.layer_plans(), objective.loss)
+    network = LayerStack(objective.layer_plans(), objective.loss)
     size = objective.config.data.image_size
     images = torch.randint(256, (options.batch_size, size, size, 3), dtype=torch.uint8)
     inputs = objective.inputs_from(images, sample_index=torch.arange(options.batch_size))

@@ -20,8 +20,8 @@ from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.attention import Attention
 from megavis.model.core import Block
-from megavis.model.layer_state import Stream
-from megavis.model.visibility import Relations
+from megavis.model.layer_state import LayerState
+from megavis.model.visibility import AttentionContext
 from megavis.papers import OBJECTIVES
 from megavis.papers.gvp.paper import GVP
 from megavis.parallel.context import open_context
@@ -37,7 +37,7 @@ def plainly(block: Block) -> None:
     assert isinstance(attention, Attention)
 
     def forward(
-        hidden_states: Tensor, attention_mask: Relations, **_: object
+        hidden_states: Tensor, attention_mask: AttentionContext, **_: object
     ) -> tuple[Tensor, Tensor | None]:
         query = attention._heads(attention.linear_q(hidden_states)[0], 1)[0]
         key, value = attention._heads(attention.linear_kv(hidden_states)[0], 2)
@@ -61,7 +61,7 @@ def step_of(objective: GVP, layers: list[nn.Module], batch: Batch) -> Callable[[
         state = sequence.inputs
         for layer in layers[:-1]:
             state = layer(state)
-        stream = Stream.unpack(state, objective.carries)
+        stream = LayerState.unpack(state, objective.carries)
         queries = objective.num_tokens
         predictions = layers[-1](stream.with_hidden(stream.hidden[-queries:]).pack())
         loss = objective.loss(predictions, sequence.targets)

@@ -28,8 +28,8 @@ from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.data.loading.batch import Batch
-from megavis.model.inference import Runner
-from megavis.model.stack import LocalLayers, Stack
+from megavis.model.inference import Inference
+from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, current_context, open_context
 from megavis.parallel.launch import read_launch
@@ -64,7 +64,7 @@ class Run:
         self.config, self.folder, self.context = config, folder, context
         self.objective = build_objective(config, context)
         plans = self.objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, self.objective.loss).layers))
+        layers = LocalLayers(plans, list(LayerStack(plans, self.objective.loss).layers))
         self.checkpoint, self.step = checkpoint, 0
         if checkpoint is not None:
             manifest = load_weights(checkpoint, layers, context)
@@ -73,7 +73,7 @@ class Run:
         for layer in layers.modules:
             layer.to(device=context.device, dtype=dtype)
         self.dtype = dtype
-        self.runner = Runner(layers, context)
+        self.runner = Inference(layers, context)
 
     @classmethod
     def open(

@@ -96,8 +96,8 @@ def build_paper(context, tmp_path):
     import torch
 
     from megavis.config.load import load_config
-    from megavis.model.inference import Runner
-    from megavis.model.stack import LocalLayers, Stack
+    from megavis.model.inference import Inference
+    from megavis.model.stack import LayerStack, LocalLayers
     from megavis.papers import build_objective
 
     def build_paper(text, *words, std=0.5, visibility=None):
@@ -108,11 +108,11 @@ def build_paper(context, tmp_path):
         if visibility is not None:
             objective.core = objective.core.with_stack(visibility_kind=visibility)
         plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
         torch.manual_seed(0)
         for _, parameter in layers.named_parameters():
             torch.nn.init.normal_(parameter, std=std)
-        return objective, Runner(layers, context)
+        return objective, Inference(layers, context)
 
     return build_paper
 

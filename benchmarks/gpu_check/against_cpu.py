@@ -17,7 +17,7 @@ from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.batch import Batch
-from megavis.model.stack import Stack
+from megavis.model.stack import LayerStack
 from megavis.parallel.launch import Launch
 from megavis.parallel.random import normal, uniform
 
@@ -93,7 +93,7 @@ def recomputation(launch: Launch, settings: Settings) -> list[Row]:
     return rows
 
 
-def one_pass(objective: Trainable, stack: Stack, batch: Batch) -> Pass:
+def one_pass(objective: Trainable, stack: LayerStack, batch: Batch) -> Pass:
     """Return loss and gradients of a batch on the stack's device."""
     stack.zero_grad(set_to_none=True)
     sequence = objective.training_sequence(batch)

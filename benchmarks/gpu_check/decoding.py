@@ -17,7 +17,7 @@ from benchmarks.gpu_check.machine import SMALL_IMAGES, speed
 from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.model.stack import LocalLayers
 from megavis.papers.igpt.paper import IGPT
 from megavis.parallel.launch import Launch
@@ -26,7 +26,7 @@ from megavis.schedules.base import Question
 from megavis.schedules.one_by_one import OneByOne
 
 PRESET = "igpt/l_32.yaml"
-Way = Callable[[Runner, IGPT, int, Settings], float]
+Way = Callable[[Inference, IGPT, int, Settings], float]
 """Returns the seconds of an id of so many images."""
 
 _BATCHES = (1, 16, 64)
@@ -54,7 +54,7 @@ def _decode(
         assert isinstance(objective, IGPT)
         stack.to(device=context.device, dtype=dtype)
         num_bytes = sum(p.numel() * p.element_size() for p in stack.parameters())
-        runner = Runner(LocalLayers(objective.layer_plans(), list(stack.layers)), context)
+        runner = Inference(LocalLayers(objective.layer_plans(), list(stack.layers)), context)
         rows = []
         for batch in (1, 2) if settings.small else _BATCHES:
             seconds = measure(runner, objective, batch, settings)
@@ -84,7 +84,7 @@ def _rows(title: str, seconds: float, batch: int, share: float, note: str) -> li
     ]
 
 
-def seconds_a_place(runner: Runner, objective: IGPT, batch: int, settings: Settings) -> float:
+def seconds_a_place(runner: Inference, objective: IGPT, batch: int, settings: Settings) -> float:
     """Return the seconds of an id of all images, without the pass over those that are given."""
     places = 4 if settings.small else 64
     device = runner.context.device
@@ -99,7 +99,7 @@ def seconds_a_place(runner: Runner, objective: IGPT, batch: int, settings: Setti
     return statistics.median(taken[1:])
 
 
-class AfterFirstPass(Runner):
+class AfterFirstPass(Inference):
     """A runner that notes when its first pass was done: of the ids that are given.
 
     Attributes:
@@ -118,7 +118,7 @@ class AfterFirstPass(Runner):
 
 
 @torch.no_grad()
-def graphed_place(runner: Runner, objective: IGPT, batch: int, settings: Settings) -> float:
+def graphed_place(runner: Inference, objective: IGPT, batch: int, settings: Settings) -> float:
     """Return the seconds of one place as a CUDA graph, which leaves out the host's work."""
     device, given = runner.context.device, objective.num_tokens // 2
     ids = torch.zeros(batch, objective.num_tokens, dtype=torch.int64, device=device)

@@ -19,7 +19,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.model.stack import Stack
+from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.launch import Launch
@@ -96,10 +96,10 @@ def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator
     return numbers.to(dtype)
 
 
-def plain_model(config: RunConfig, context: ParallelContext) -> tuple[Trainable, Stack]:
+def plain_model(config: RunConfig, context: ParallelContext) -> tuple[Trainable, LayerStack]:
     """Return the objective and its layers on the CPU, in float32, without an engine."""
     objective = build_objective(config, context)
-    return objective, Stack(objective.layer_plans(), objective.loss).train()
+    return objective, LayerStack(objective.layer_plans(), objective.loss).train()
 
 
 def write_jpeg_shards(folder: Path, *, count: int) -> Path:

@@ -22,7 +22,7 @@ from benchmarks.gpu_check.training import Trainer, stacks_changed
 from megavis.config.schema import RunConfig
 from megavis.model.core import Block
 from megavis.model.flops import peak_flops
-from megavis.model.stack import Stack
+from megavis.model.stack import LayerStack
 from megavis.parallel.launch import Launch
 
 
@@ -56,18 +56,18 @@ class Variant:
     """
 
     words: tuple[str, ...]
-    change: Callable[[Stack], None] | None = None
+    change: Callable[[LayerStack], None] | None = None
     only: tuple[str, ...] | None = None
 
 
-def gather_whole_blocks(stack: Stack) -> None:
+def gather_whole_blocks(stack: LayerStack) -> None:
     """Let ZeRO-3 gather a block at once instead of each of its matrices."""
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(stack, [Block])
 
 
-def compile_blocks(stack: Stack) -> None:
+def compile_blocks(stack: LayerStack) -> None:
     """Let torch compile each block; without a GPU it is traced and runs as it is."""
     backend = "inductor" if torch.cuda.is_available() else "eager"
     for layer in stack.layers:

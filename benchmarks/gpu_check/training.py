@@ -17,7 +17,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.model.stack import Stack
+from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.training import engine as engine_module
@@ -96,11 +96,11 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def stacks_changed(change: Callable[[Stack], None]) -> Iterator[None]:
+def stacks_changed(change: Callable[[LayerStack], None]) -> Iterator[None]:
     """Let engines that are made inside the block change their layers before DeepSpeed sees them."""
     build = engine_module.build_stack
 
-    def changed(objective: Trainable, context: ParallelContext) -> Stack:
+    def changed(objective: Trainable, context: ParallelContext) -> LayerStack:
         stack = build(objective, context)
         change(stack)
         return stack

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megavis.evaluation.networks import Network
     from megavis.evaluation.probe import Pair, ProbeSettings
     from megavis.evaluation.probe_result import ProbeResult
-    from megavis.model.inference import Runner
+    from megavis.model.inference import Inference
     from megavis.notebook import Run
 
 
@@ -124,7 +124,7 @@ def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> 
     from megavis.evaluation.feature_cache import identity_of_network
     from megavis.evaluation.networks import Network
 
-    def build() -> Runner:
+    def build() -> Inference:
         with quietly():
             return opened.untrained(seed).runner
 

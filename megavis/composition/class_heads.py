@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megavis.config.schema import FinetuneConfig
-from megavis.model.batch_norm import BatchStandardization
+from megavis.model.batch_norm import BatchNorm
 from megavis.model.core import Core
 from megavis.model.declarations import set_start
 from megavis.model.heads import Head
 from megavis.model.init import Fill, normal, zeros
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.patches import WholeLinear
 from megavis.model.sequence_parallel import all_tokens
@@ -43,7 +43,7 @@ class Classifier(nn.Module):
         self.standardize: nn.Module | None = None
         fill: Fill = zeros
         if settings.linear_evaluation:
-            self.standardize, fill = BatchStandardization(width, processes), normal(0.01)
+            self.standardize, fill = BatchNorm(width, processes), normal(0.01)
         self.linear = WholeLinear(width, settings.num_classes, fill)
         # No run that fine-tuning starts from has them for these classes.
         set_start(self.parameters(), "fresh")
@@ -67,9 +67,9 @@ class ClassHead(Head):
         super().__init__(core, norm)
         self.classifier = classifier
 
-    def forward(self, state: State) -> Tensor:
-        """Map the `State` of `[s, b, h]` to logits `[b, c]`."""
-        hidden = Stream.unpack(state, self.core.carries).hidden
+    def forward(self, state: PackedState) -> Tensor:
+        """Map the `PackedState` of `[s, b, h]` to logits `[b, c]`."""
+        hidden = LayerState.unpack(state, self.core.carries).hidden
         return self.classifier(self.norm(hidden))
 
 

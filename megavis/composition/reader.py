@@ -20,7 +20,7 @@ from megavis.composition.asking import Asking
 from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import Fill, filled
-from megavis.model.layer_state import State, Stream, as_bits
+from megavis.model.layer_state import LayerState, PackedState, as_bits
 from megavis.model.positions import cell_coordinates
 from megavis.tokenizers.latents import to_grid, to_tokens
 
@@ -151,7 +151,7 @@ class Reader(nn.Module):
         encoded: Tensor = self.part("memory")(condition)
         return encoded.transpose(0, 1)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> State:
+    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
         """Embed.
 
         Args:
@@ -159,7 +159,7 @@ class Reader(nn.Module):
                 of three dimensions is one that `encoded` gave.
 
         Returns:
-            The `State` of `[m, b, h]`, and the tensors of `core.carries`.
+            The `PackedState` of `[m, b, h]`, and the tensors of `core.carries`.
         """
         rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
@@ -175,4 +175,4 @@ class Reader(nn.Module):
             memory = self.encoded(seen) if seen.ndim == 4 else seen
             carried[MEMORY] = memory.transpose(0, 1).contiguous()
         ordered = {name: carried[name] for name in self.core.carries if name in carried}
-        return Stream(to_stream(embedded.hidden, self.core), ordered).pack()
+        return LayerState(to_stream(embedded.hidden, self.core), ordered).pack()

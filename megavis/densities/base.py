@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megavis.config.errors import UserError
 from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 from megavis.schedules.base import NoOptions
 
@@ -112,7 +112,7 @@ class Drawing(ABC):
     """Rows that the model runs for each token: 2 with guidance, the second without condition."""
 
     @abstractmethod
-    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         """Draw the tokens at the last positions of `state`.
 
         Args:

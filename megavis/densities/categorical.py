@@ -15,7 +15,7 @@ from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.core import Core
 from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Fill
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _DrawsIds(Drawing):
     choice: Choice
     scored: bool
 
-    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         shape = draws.keys.shape
         logits = self.density.outputs(head(state))[:, -shape[1] :]
         logits = for_each_key(logits, draws).flatten(0, 1)

@@ -23,11 +23,11 @@ from megavis.config.choices import DecoderKind
 from megavis.model.core import Block, Core, FeedForward
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
-from megavis.model.layer_state import State, Stream, from_bits
+from megavis.model.layer_state import LayerState, PackedState, from_bits
 from megavis.model.norms import Norm
 from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stack import PlannedStack
-from megavis.model.visibility import Relations, Visibility
+from megavis.model.visibility import AttentionContext, Visibility
 
 
 class NoisyEmbedding(WholeLinear):
@@ -97,8 +97,8 @@ class PairDecoder(nn.Module):
         pair = torch.stack([output.to(noisy.dtype), noisy]).flatten(1, 2)  # [2, b · s, h]
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            reads_from = 1 if i == len(self.layers) - 1 else 0
-            pair = layer.run(pair, Relations(Visibility("full"), reads_from=reads_from))
+            query_start = 1 if i == len(self.layers) - 1 else 0
+            pair = layer.run(pair, AttentionContext(Visibility("full"), query_start=query_start))
         return self.linear(self.norm(pair[-1])).unflatten(0, noisy.shape[:2])
 
 
@@ -185,15 +185,15 @@ class PatchHead(Head):
         network = PairDecoder if decoder.kind == "transformer" else SumDecoder
         self.decoder = network(inner, decoder.num_layers, decoder.width)
 
-    def forward(self, state: State) -> Tensor:
+    def forward(self, state: PackedState) -> Tensor:
         """Map `[s, b, h]`, and noisy patches where they are carried, to `[b, s, d]`."""
-        carried = Stream.unpack(state, self.core.carries).carried
+        carried = LayerState.unpack(state, self.core.carries).carried
         noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
         return self.decode(self.outputs(state), noisy)
 
-    def outputs(self, state: State) -> Tensor:
+    def outputs(self, state: PackedState) -> Tensor:
         """Return the backbone's output `[b, s, h]`, whole on every process of a tensor group."""
-        return self.norm.whole(Stream.unpack(state, self.core.carries).hidden)
+        return self.norm.whole(LayerState.unpack(state, self.core.carries).hidden)
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode `[b, s, h]`.

@@ -21,7 +21,7 @@ from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.diffusion import BetaNoise, clean_from_noise, corrupt, reverse_process
 from megavis.model.heads import Head
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 
 _SMALLEST_GAMMA = 1e-4
@@ -31,7 +31,7 @@ _SMALLEST_GAMMA = 1e-4
 class DenoisingHead(Protocol):
     """A last layer that decodes as often as it is asked."""
 
-    def outputs(self, state: State) -> Tensor:
+    def outputs(self, state: PackedState) -> Tensor:
         """Return the backbone's output `[b, s, h]`."""
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
@@ -179,7 +179,7 @@ class _TakesNoiseAway(Drawing):
     num_steps: int
     temperature: float
 
-    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         decoder = cast(DenoisingHead, head)
         shape, width = draws.keys.shape, self.density.num_outputs
         output = for_each_key(decoder.outputs(state)[:, -shape[1] :], draws)

@@ -20,7 +20,7 @@ from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.guidance import Guided, draw_guided
 from megavis.model.gaussian_mixture import Distribution, FullGaussian, Mixture, ScaleForm
 from megavis.model.heads import Head
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 
 Predictions = Tensor | tuple[Tensor, Tensor]
 """Parameters `[b, q, num_outputs]`; with a learned transform in front of the model also the tokens
@@ -152,7 +152,7 @@ class _DrawsTokens(Drawing):
     probability: float
     scored: bool
 
-    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         shape = draws.keys.shape
         parameters = parameters_of(head(state))[:, -shape[1] :]
         density = self.density.distribution(for_each_key(parameters, draws).flatten(0, 1))
@@ -173,7 +173,7 @@ class _DrawsGuided(Drawing):
 
     num_lanes = 2
 
-    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         shape = draws.keys.shape
         parameters = parameters_of(head(state))[:, -shape[1] :]
         halves = [for_each_key(half, draws).flatten(0, 1) for half in parameters.chunk(2)]

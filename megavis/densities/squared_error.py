@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 from megavis.tokenizers.patches import normalize_patches, with_statistics_of
 
 
@@ -83,6 +83,6 @@ class SquaredError(Density):
 
 @dataclass(frozen=True)
 class _TakesMean(Drawing):
-    def __call__(self, head: nn.Module, state: State, draws: Draws) -> Drawn:
+    def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
         predictions = head(state)[:, -draws.keys.shape[1] :].float()
         return Drawn(for_each_key(predictions, draws))

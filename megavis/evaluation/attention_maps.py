@@ -22,7 +22,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
 from megavis.model.core import Block
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ class AttentionMaps:
 
 
 def measure_attention(
-    runner: Runner, objective: Trainable, dataset: ShardDataset, *, num_images: int
+    runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
     """Look at held-out images, of which all tokens are seen.
 
@@ -72,7 +72,7 @@ def measure_attention(
     return AttentionMaps(total.maps / limit, total.entropies / limit)
 
 
-def attention_weights(runner: Runner, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Return softmax(q · k / √d) of each block: `[b, n, s, keys]`, keys in their own order.
 
     Biases for relative positions are part of the logits.

@@ -23,7 +23,7 @@ from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.features import view_of
 from megavis.evaluation.linear import commonest
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ClassResult:
 
 @torch.no_grad()
 def name_classes(
-    runner: Runner,
+    runner: Inference,
     objective: Classification,
     dataset: Readable,
     *,
@@ -97,7 +97,7 @@ def name_classes(
 
 
 @torch.no_grad()
-def class_logits(runner: Runner, objective: Classification, batch: Batch) -> Tensor:
+def class_logits(runner: Inference, objective: Classification, batch: Batch) -> Tensor:
     """Return a fine-tuned network's logits `[b, c]` of images, whose labels it does not see."""
     predictions = runner.predictions(objective.sequence(batch).inputs)
     return objective.outputs(predictions)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ class Correlations:
 
 
 def measure_correlations(
-    runner: Runner, objective: Any, dataset: ShardDataset, *, num_images: int
+    runner: Inference, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> Correlations:
     """Compare the tokens of held-out images; every batch has its own pairs of images."""
     sums: list[Tensor] = []
@@ -61,7 +61,7 @@ def measure_correlations(
     return Correlations(within, between)
 
 
-def last_tokens(runner: Runner, inputs: tuple[Tensor, ...]) -> Tensor:
+def last_tokens(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return what the last norm gives: float32 `[b, s, h]`."""
     kept: list[Tensor] = []
     hook = runner.head.norm.register_forward_hook(lambda _, __, out: kept.append(out))

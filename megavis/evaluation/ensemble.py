@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.composition.classification import Classification, is_among_likeliest
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.classes import class_logits
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 
 _BATCH_SIZE = 64
 
@@ -40,7 +40,7 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(runner: Runner, objective: Classification, dataset: Readable) -> Answers:
+def answer(runner: Inference, objective: Classification, dataset: Readable) -> Answers:
     """Let one network say how likely each class is, for every image; on one process."""
     probabilities, labels = [], []
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE):

@@ -16,7 +16,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LikelihoodResult:
 def measure_likelihood(
     name: str,
     step: int,
-    runner: Runner,
+    runner: Inference,
     objective: Trainable,
     dataset: ShardDataset,
     *,
@@ -132,7 +132,7 @@ def measure_likelihood(
 
 @torch.no_grad()
 def mean_loss(
-    runner: Runner,
+    runner: Inference,
     objective: Trainable,
     dataset: ShardDataset,
     *,

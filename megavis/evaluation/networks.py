@@ -21,7 +21,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import batches_in_turn
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
 from megavis.evaluation.features import LabelledFeatures, view_of
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 
 NOTHING = LabelledFeatures(np.empty((0, 0, 0), np.float32), np.empty(0, np.int64))
@@ -49,17 +49,17 @@ class Network:
 
     objective: Trainable
     context: ParallelContext
-    build: Callable[[], Runner]
+    build: Callable[[], Inference]
     cache: FeatureCache | None = None
     identity: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, runner: Runner, objective: Trainable) -> Network:
+    def of(cls, runner: Inference, objective: Trainable) -> Network:
         """Return a network that runs already, whose features are kept nowhere."""
         return cls(objective, runner.context, lambda: runner)
 
     @cached_property
-    def runner(self) -> Runner:
+    def runner(self) -> Inference:
         """What runs the network."""
         return self.build()
 
@@ -115,7 +115,7 @@ class Network:
 
 
 def extract(
-    runner: Runner,
+    runner: Inference,
     objective: Trainable,
     dataset: ShardDataset,
     *,

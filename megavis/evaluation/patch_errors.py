@@ -13,7 +13,7 @@ from megavis.composition.objective import Objective
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Row
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.model.orders import to_raster
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PatchErrors:
 
 
 def measure_patches(
-    runner: Runner, objective: Objective, dataset: ShardDataset, *, num_images: int
+    runner: Inference, objective: Objective, dataset: ShardDataset, *, num_images: int
 ) -> PatchErrors:
     """Score held-out images; noise is that of training, a function of seed and image.
 

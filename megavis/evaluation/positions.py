@@ -20,7 +20,7 @@ from megavis.composition.places import Places
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import plain_axes
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.model.orders import take_places
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class PositionAccuracy:
     chance: float
 
 
-def predicted_places(runner: Runner, objective: Places, patches: Tensor, context: Tensor) -> Tensor:
+def predicted_places(
+    runner: Inference, objective: Places, patches: Tensor, context: Tensor
+) -> Tensor:
     """Return the likeliest place of each patch, int64 `[b, n]`.
 
     Args:
@@ -63,7 +65,7 @@ def predicted_places(runner: Runner, objective: Places, patches: Tensor, context
 
 
 def position_accuracy(
-    runner: Runner,
+    runner: Inference,
     objective: Places,
     dataset: ShardDataset,
     *,
@@ -155,7 +157,7 @@ def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
 
 
 def jigsaw_rows(
-    runner: Runner, objective: Places, image: Tensor, ratios: Iterable[float], *, seed: int = 0
+    runner: Inference, objective: Places, image: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """Take one image apart and let the model put it together.
 
@@ -187,7 +189,7 @@ def jigsaw_rows(
 
 
 def mixture_rows(
-    runner: Runner, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
+    runner: Inference, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
 ) -> list[list[np.ndarray]]:
     """Shuffle the patches of two images together and let the model sort each half.
 

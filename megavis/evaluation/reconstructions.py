@@ -16,7 +16,7 @@ from torch import Tensor
 from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Reconstructions:
     hidden: Tensor
 
 
-def reconstruct(runner: Runner, paper: Composition, batch: Batch, folder: Path) -> Reconstructions:
+def reconstruct(
+    runner: Inference, paper: Composition, batch: Batch, folder: Path
+) -> Reconstructions:
     """Predict what training would hide of images, from what it would show.
 
     Args:

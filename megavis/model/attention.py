@@ -24,12 +24,12 @@ from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.positions import rotate
 from megavis.model.relative import RelativeBias
 from megavis.model.sequence_parallel import all_tokens
-from megavis.model.visibility import Kind, Relations, Visibility
+from megavis.model.visibility import AttentionContext, Kind, Visibility
 from megavis.parallel.random import rank_local_rng
 
 
 class Attention(nn.Module):
-    """Multi-head attention that takes `Relations` where Megatron passes its mask."""
+    """Multi-head attention that takes `AttentionContext` where Megatron passes its mask."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Relations, **_: Any
+        self, hidden_states: Tensor, attention_mask: AttentionContext, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -99,13 +99,13 @@ class Attention(nn.Module):
         relations, seen = attention_mask, attention_mask.visibility.seen
         if self.chooses:
             hidden_states = all_tokens(hidden_states, self.config, self.tensor_group)
-        read = hidden_states[relations.reads_from :] if relations.reads_from else hidden_states
+        read = hidden_states[relations.query_start :] if relations.query_start else hidden_states
         query = self._heads(self.linear_q(read)[0], 1)[0]
         key, value = self._heads(self.linear_kv(seen(hidden_states, dim=0))[0], 2)
         bias = None
         if relations.coordinates is not None:
             places = relations.coordinates
-            read_places, seen_places = places[:, relations.reads_from :], seen(places, dim=1)
+            read_places, seen_places = places[:, relations.query_start :], seen(places, dim=1)
             if self.relative_bias is not None:
                 bias = self.relative_bias(read_places, seen_places)
             else:
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        relations: Relations,
+        relations: AttentionContext,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Mix values `[b, n, c, d]` for queries `[b, n, q, d]` by softmax(q · k / √d + bias).
@@ -180,7 +180,11 @@ class CrossAttention(Attention):
 
     # Megatron's layer passes other arguments to a cross-attention than to a self-attention.
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, key_value_states: Tensor, attention_mask: Relations, **_: Any
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor,
+        attention_mask: AttentionContext,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -201,7 +205,7 @@ class CrossAttention(Attention):
 
         cache = attention_mask.cache
         key, value = project() if cache is None else cache.fixed(self, project)
-        return self._project(query, key, value, Relations(Visibility("full")))
+        return self._project(query, key, value, AttentionContext(Visibility("full")))
 
 
 def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:

@@ -18,7 +18,7 @@ _MOMENTUM = 0.1
 """Share of the present batch in the running statistics."""
 
 
-class BatchStandardization(nn.Module):
+class BatchNorm(nn.Module):
     """Subtracts the mean and divides by the deviation of a batch, or of all batches so far.
 
     Nothing before it learns, so no gradient passes. `mean` and `variance` are the running

@@ -20,12 +20,12 @@ from megavis.model.attention import Attention, CrossAttention
 from megavis.model.drop_path import SAMPLES, draw_kept, drop_path_of
 from megavis.model.dropout import SplitDropout
 from megavis.model.init import Initialization
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.residual import add_to_residual
 from megavis.model.sequence_parallel import all_tokens, own_tokens
-from megavis.model.visibility import KeyValueCache, Kind, Relations, Visibility
+from megavis.model.visibility import AttentionContext, KeyValueCache, Kind, Visibility
 
 BLOCKS = "blocks"
 """Name of a paper's first stack, in the names of parameters."""
@@ -43,7 +43,7 @@ class StackSpec:
         model: width, heads, MLP, number of blocks, norms, biases and dropout.
         visibility_kind: which token sees which.
         initialization: how the matrices of a block start.
-        carries: names of the tensors that travel with the hidden states; see `Stream`. Where
+        carries: names of the tensors that travel with the hidden states; see `LayerState`. Where
             there is a `drop_path`, `SAMPLES` is the last.
         drop_path: probability that the last block leaves out what a part of it adds to an image;
             those before it less often, the first never (`drop_path.py`).
@@ -114,7 +114,7 @@ class Core:
 
     def relations(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
-    ) -> Relations:
+    ) -> AttentionContext:
         """Return who sees whom and who stands where, from the carried tensors."""
         visibility = Visibility(
             self.visibility_kind,
@@ -122,7 +122,7 @@ class Core:
             query_groups=carried.get("query_groups"),
             context=carried.get("context"),
         )
-        return Relations(visibility, carried.get("coordinates"), cache)
+        return AttentionContext(visibility, carried.get("coordinates"), cache)
 
 
 def megatron_config(
@@ -239,19 +239,21 @@ class Block(TransformerLayer):
         norm: nn.Module = self.input_layernorm
         return norm
 
-    def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+    def forward(self, state: PackedState, cache: KeyValueCache | None = None) -> PackedState:
         """Run the layer on what the one before gave; `cache` when sequences are generated."""
-        stream = Stream.unpack(state, self.core.carries)
+        stream = LayerState.unpack(state, self.core.carries)
         relations = self.core.relations(stream.carried, cache)
         if self.training and self.core.drop_path:
             relations = replace(relations, kept=self._draw_kept(stream.carried[SAMPLES]))
         if self.is_last:
             # Nobody looks at the others any more: the head reads only these.
-            relations = replace(relations, reads_from=relations.visibility.reads_from)
+            relations = replace(relations, query_start=relations.visibility.query_start)
         memory = stream.carried.get(MEMORY)
         return stream.with_hidden(self.run(stream.hidden, relations, memory)).pack()
 
-    def run(self, hidden: Tensor, relations: Relations, memory: Tensor | None = None) -> Tensor:
+    def run(
+        self, hidden: Tensor, relations: AttentionContext, memory: Tensor | None = None
+    ) -> Tensor:
         """Do what `attend` does, and once more in the backward pass where the config says so."""
         if self.recomputes and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
@@ -259,15 +261,17 @@ class Block(TransformerLayer):
             return checkpoint(self.attend, hidden, relations, memory, use_reentrant=True)
         return self.attend(hidden, relations, memory)
 
-    def attend(self, hidden: Tensor, relations: Relations, memory: Tensor | None = None) -> Tensor:
-        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.reads_from` on.
+    def attend(
+        self, hidden: Tensor, relations: AttentionContext, memory: Tensor | None = None
+    ) -> Tensor:
+        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.query_start` on.
 
         Args:
             hidden: of all tokens.
             relations: who sees whom.
             memory: what an encoder gave, `[c, b, h]`, where there is one.
         """
-        if relations.reads_from == 0 and relations.kept is None:
+        if relations.query_start == 0 and relations.kept is None:
             # What Megatron calls the context's mask is handed to the cross-attention.
             return super().forward(
                 hidden, attention_mask=relations, context=memory, context_mask=relations
@@ -275,13 +279,13 @@ class Block(TransformerLayer):
         return self._attend_for_some(hidden, relations, memory)
 
     def _attend_for_some(
-        self, hidden: Tensor, relations: Relations, memory: Tensor | None
+        self, hidden: Tensor, relations: AttentionContext, memory: Tensor | None
     ) -> Tensor:
         """Do what Megatron's layer does, for those tokens alone, and for the images that are kept.
 
         What a part adds is summed up apart from the residual, which it may be left out of.
         """
-        residual = self._from(relations.reads_from, hidden)
+        residual = self._from(relations.query_start, hidden)
         mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=relations)
         hidden = residual + relations.keep(self._added(self.self_attn_bda, mixed), part=0)
         if memory is not None:

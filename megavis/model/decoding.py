@@ -30,7 +30,7 @@ from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
 from megavis.model.core import Block
 from megavis.model.cpu_linear import PackedLinear
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
 from megavis.model.visibility import KeyValueCache
@@ -64,14 +64,14 @@ class Decoder(KeyValueCache):
             for block in blocks
         )
 
-    def is_next(self, state: State) -> bool:
+    def is_next(self, state: PackedState) -> bool:
         """True where a single token follows others: what `step` takes."""
         hidden = state if isinstance(state, Tensor) else state[0]
         return self.length > 0 and len(hidden) == 1
 
-    def step(self, state: State) -> State:
+    def step(self, state: PackedState) -> PackedState:
         """Run all blocks on the next token: hidden states `[1, b, h]`, and what is carried."""
-        stream = Stream.unpack(state, self._carries)
+        stream = LayerState.unpack(state, self._carries)
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
         for block, places in zip(self._blocks, self._places(), strict=True):

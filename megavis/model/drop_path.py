@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 from megavis.parallel.random import uniform
 
 SAMPLES = "samples"
@@ -60,7 +60,7 @@ def carries_samples(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         samples.append(numbers)
         return (tuple(inputs),)
 
-    def add(layer: nn.Module, _: Any, state: State) -> State:
+    def add(layer: nn.Module, _: Any, state: PackedState) -> PackedState:
         own = (state,) if isinstance(state, Tensor) else state
         if layer.training:
             return (*own, samples.pop())

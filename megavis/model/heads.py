@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megavis.model.core import Core
 from megavis.model.init import Fill
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.linear import ColumnParallelLinear
 from megavis.model.norms import Norm
 
@@ -49,9 +49,9 @@ class VocabularyHead(Head):
             tp_group=core.groups.tp,
         )
 
-    def forward(self, state: State) -> Tensor:
+    def forward(self, state: PackedState) -> Tensor:
         """Map `[s, b, h]` to this process's logits `[s, b, vocabulary / tensor size]`."""
-        hidden = Stream.unpack(state, self.core.carries).hidden
+        hidden = LayerState.unpack(state, self.core.carries).hidden
         return self.linear(self.norm(hidden))[0]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megavis.model.core import Block
 from megavis.model.decoding import Decoder
 from megavis.model.heads import Head
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 from megavis.model.sequence_parallel import splits_tokens, whole_tokens
 from megavis.model.stack import LocalLayers, Predictions
 from megavis.model.visibility import KeyValueCache
@@ -29,7 +29,7 @@ Finish = Callable[[Any, Any], Predictions]
 """What may take the head's place: from the head and the state in front of it to predictions."""
 
 
-class Runner:
+class Inference:
     """Runs the layers that this process holds as part of the whole model."""
 
     def __init__(self, layers: LocalLayers, context: ParallelContext) -> None:
@@ -127,7 +127,7 @@ class Runner:
         layers: Sequence[nn.Module] | None = None,
     ) -> Predictions:
         """Walk through all stages, or through `layers`, which each names of its own."""
-        state: State | None = inputs if self.context.is_first_stage else None
+        state: PackedState | None = inputs if self.context.is_first_stage else None
         for stage in range(self.context.pipeline.size):
             if stage == self.context.pipeline.rank:
                 assert state is not None
@@ -138,11 +138,11 @@ class Runner:
 
     def _run_local(
         self,
-        state: State,
+        state: PackedState,
         cache: KeyValueCache | None,
         finish: Finish | None,
         layers: Sequence[nn.Module] | None,
-    ) -> State:
+    ) -> PackedState:
         layers = self.layers.modules if layers is None else layers
         finishes = finish is not None and self.context.is_last_stage
         called = layers[:-1] if finishes else layers

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-State = Tensor | tuple[Tensor, ...]
+PackedState = Tensor | tuple[Tensor, ...]
 """The form in which engines pass it on: the hidden states alone where nothing is carried."""
 
 
 @dataclass(frozen=True)
-class Stream:
+class LayerState:
     """Hidden states and what is carried.
 
     Attributes:
@@ -30,18 +30,18 @@ class Stream:
     carried: Mapping[str, Tensor]
 
     @classmethod
-    def unpack(cls, state: State, names: Sequence[str]) -> Stream:
+    def unpack(cls, state: PackedState, names: Sequence[str]) -> LayerState:
         """Read what `pack` gave."""
         hidden, *rest = (state,) if isinstance(state, Tensor) else state
         return cls(hidden, dict(zip(names, rest, strict=True)))
 
-    def pack(self) -> State:
+    def pack(self) -> PackedState:
         """Return the form that engines pass on."""
         return (self.hidden, *self.carried.values()) if self.carried else self.hidden
 
-    def with_hidden(self, hidden: Tensor) -> Stream:
+    def with_hidden(self, hidden: Tensor) -> LayerState:
         """Return other hidden states with the same things carried."""
-        return Stream(hidden, self.carried)
+        return LayerState(hidden, self.carried)
 
 
 def as_bits(value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megavis.model.core import Block, Core
 from megavis.model.embeddings import to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Fill, xavier_uniform
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stack import LayerPlan, Phase, PlannedStack
 
@@ -43,13 +43,13 @@ class Bridge(nn.Module):
         """The norm above the lower stack."""
         return self.norm
 
-    def forward(self, state: State) -> State:
+    def forward(self, state: PackedState) -> PackedState:
         """Map `[s, b, h]` to `[s', b, w]`, with what the upper stack carries."""
-        stream = Stream.unpack(state, self.below.carries)
+        stream = LayerState.unpack(state, self.below.carries)
         hidden = self.linear(self.norm.whole(stream.hidden))
         hidden, carried = self.enter(hidden, stream.carried)
         named = {name: carried[name] for name in self.above.carries}
-        return Stream(to_stream(hidden, self.above), named).pack()
+        return LayerState(to_stream(hidden, self.above), named).pack()
 
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]

@@ -17,7 +17,7 @@ from megavis.model.core import Core
 from megavis.model.cpu_linear import product
 from megavis.model.heads import Head
 from megavis.model.init import Fill, xavier_uniform
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.sequence_parallel import all_tokens
 
@@ -84,12 +84,12 @@ class TokenHead(Head):
         self.num_skipped, self.hands_on = num_skipped, hands_on
         self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
 
-    def forward(self, state: State) -> Any:
+    def forward(self, state: PackedState) -> Any:
         """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, whole on every process.
 
         Where something is handed on, a pair.
         """
-        stream = Stream.unpack(state, self.core.carries)
+        stream = LayerState.unpack(state, self.core.carries)
         predictions = self.linear(self.norm.whole(stream.hidden))[:, self.num_skipped :]
         if self.hands_on is None:
             return predictions

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megavis.model.core import Core
 from megavis.model.declarations import GroupOptions, add_options
 from megavis.model.flops import Workload, forward_flops
-from megavis.model.layer_state import State
+from megavis.model.layer_state import PackedState
 from megavis.parallel.random import seeded
 
 Predictions = Tensor | tuple[Tensor, ...]
@@ -99,7 +99,7 @@ def num_up_to_features(plans: Sequence[LayerPlan]) -> int:
     return max((i for i, plan in enumerate(plans, 1) if plan.gives_features), default=0)
 
 
-class Stack(nn.Module):
+class LayerStack(nn.Module):
     """All layers in one process, and the loss on top."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Stack(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
         """Return the scalar loss of one micro-batch."""
-        state: State = inputs
+        state: PackedState = inputs
         for layer in self.layers:
             state = layer(state)
         return self.loss(state, targets)

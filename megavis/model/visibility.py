@@ -47,7 +47,7 @@ class Visibility:
         return self._groups()[0].shape[1]
 
     @property
-    def reads_from(self) -> int:
+    def query_start(self) -> int:
         """Place of the first token that the head reads: of two streams the first query token."""
         if self.kind != "two_stream" or self._groups()[1].shape[1] == 0:
             return 0
@@ -122,14 +122,14 @@ def _take(tokens: Tensor, places: Tensor | None, *, dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Relations:
+class AttentionContext:
     """What attention has to know about tokens besides their hidden states.
 
     Attributes:
         visibility: who sees whom.
         coordinates: int64 `[b, s, axes]`, where tokens stand, for rotary positions.
         cache: keys and values of earlier tokens, when sequences are generated.
-        reads_from: only tokens from this place on are wanted; those before only give keys and
+        query_start: only tokens from this place on are wanted; those before only give keys and
             values.
         kept: `[p, b, 1]`, what the block's p parts are multiplied by before they are added, where
             some images leave some out: attention, MLP, cross-attention.
@@ -138,7 +138,7 @@ class Relations:
     visibility: Visibility
     coordinates: Tensor | None = None
     cache: KeyValueCache | None = None
-    reads_from: int = 0
+    query_start: int = 0
     kept: Tensor | None = None
 
     def keep(self, added: Tensor, *, part: int) -> Tensor:

@@ -19,7 +19,7 @@ from megavis.composition.objective import Objective
 from megavis.composition.trainable import Sequence as Batched
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.papers import build_objective
@@ -127,8 +127,8 @@ def _kernels(plan: LayerPlan) -> float:
 
 
 def _through(
-    plans: Sequence[LayerPlan], state: State, dtype: torch.dtype
-) -> tuple[list[float], State]:
+    plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype
+) -> tuple[list[float], PackedState]:
     """Return the bytes an image that bridges save, and what comes out of the last block.
 
     Stacks are not run: what leaves one has the shape of what enters it, but for unread tokens.
@@ -145,16 +145,18 @@ def _through(
     return saved[:-1], state
 
 
-def _above(stack: PlannedStack, state: State) -> State:
+def _above(stack: PlannedStack, state: PackedState) -> PackedState:
     """Return what leaves a stack that this enters, with a gradient of its own."""
     core = stack.core
-    stream = Stream.unpack(state, core.carries)
+    stream = LayerState.unpack(state, core.carries)
     num_parts = core.groups.tp.size() if core.megatron.sequence_parallel else 1
     read = stream.hidden[-(stack.work.num_read // num_parts) :]
     return stream.with_hidden(read.detach().requires_grad_()).pack()
 
 
-def _score(objective: Objective, head: nn.Module, state: State, sequence: Batched) -> Predictions:
+def _score(
+    objective: Objective, head: nn.Module, state: PackedState, sequence: Batched
+) -> Predictions:
     """Run the head and the loss; return the head's outputs."""
     outputs: Predictions = head(state)
     objective.loss(outputs, sequence.targets)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
 from megavis.densities.base import Drawing, Drawn, Draws
-from megavis.model.inference import Runner
-from megavis.model.layer_state import State
+from megavis.model.inference import Inference
+from megavis.model.layer_state import PackedState
 from megavis.schedules.base import Progress, Step
 
 
@@ -51,7 +51,7 @@ class Settings:
 
 @torch.no_grad()
 def generate_in_steps(
-    runner: Runner,
+    runner: Inference,
     paper: Composition,
     images: Tensor,
     *,
@@ -97,7 +97,9 @@ def generate_in_steps(
             rows = paper.rows(lanes.repeated(), lanes.spread_step(step), known, since)
             draws = lanes.draws(step)
 
-            def finish(head: nn.Module, state: State, draws: Draws = draws) -> tuple[Tensor, ...]:
+            def finish(
+                head: nn.Module, state: PackedState, draws: Draws = draws
+            ) -> tuple[Tensor, ...]:
                 return drawing(head, state, draws).pack()
 
             drawn = Drawn.unpack(runner.predictions(rows, cache=cache, finish=finish, whole=True))

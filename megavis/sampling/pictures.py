@@ -17,7 +17,7 @@ from torch import Tensor
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.sampling.grids import (
     completion_grid,
     image_grid,
@@ -48,7 +48,7 @@ class Gallery:
             for options in paper.schedule.columns:
                 settings_of(paper, options)
 
-    def draw(self, runner: Runner, examples: Batch | None, *, num_images: int) -> np.ndarray:
+    def draw(self, runner: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
         """Return a grid uint8 `[H, W, 3]`; every process of the job calls this together.
 
         Args:
@@ -158,7 +158,7 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
 
 
 def picture_of_reconstructions(
-    runner: Runner, objective: Trainable, originals: Tensor
+    runner: Inference, objective: Trainable, originals: Tensor
 ) -> np.ndarray:
     """Show images above what a tokenizer makes of them; every process calls this together.
 

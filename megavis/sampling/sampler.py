@@ -16,7 +16,7 @@ from torch import Tensor
 from megavis.composition.condition import Known
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.model.orders import take_places, to_raster
 from megavis.parallel.context import Axis
 from megavis.sampling.generate import generate_in_steps
@@ -76,7 +76,7 @@ class Sampler:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Inference,
         objective: Trainable,
         folder: Path,
         options: Mapping[str, Any] | None = None,

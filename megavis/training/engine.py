@@ -22,7 +22,7 @@ from megavis.checkpoint.state.parameter_states import ParameterStates
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.model.stack import LayerPlan, LocalLayers, Stack
+from megavis.model.stack import LayerPlan, LayerStack, LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.mpu import DeepSpeedView
 from megavis.parallel.random import derive_seed
@@ -205,15 +205,15 @@ class Engine:
             yield sequence.inputs, sequence.targets
 
 
-def build_stack(objective: Trainable, context: ParallelContext) -> Stack:
+def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
     """Build all layers; under ZeRO-3 each is split over the processes as soon as it is built.
 
     So no process ever holds more of the model than its share and one layer.
     """
     plans = objective.layer_plans()
     if objective.config.parallel.zero_stage < 3:
-        return Stack(plans, objective.loss)
-    return Stack(plans, objective.loss, built=_Split(objective.config, context))
+        return LayerStack(plans, objective.loss)
+    return LayerStack(plans, objective.loss, built=_Split(objective.config, context))
 
 
 class _Split:

@@ -24,7 +24,7 @@ from megavis.evaluation.classes import ClassResult, name_classes
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.trained_on import training_shards
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.early_stopping import EarlyStopping
 from megavis.training.engine import Engine
@@ -118,7 +118,7 @@ class Finetuning:
     def _result(self, engine: Engine, dataset: Subset) -> ClassResult:
         objective = self.objective
         return name_classes(
-            Runner(engine.layers, engine.context),
+            Inference(engine.layers, engine.context),
             objective,
             dataset,
             num_views=NUM_VIEWS if objective.has_random_sequence else 1,

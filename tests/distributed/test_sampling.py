@@ -8,7 +8,7 @@ import torch
 from megavis.config.load import load_config
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.notebook import Run
 from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, open_context
@@ -57,7 +57,7 @@ def sample_after_training(launch, path, overrides):
         )
         with loader:
             losses = [engine.train_step(loader, step) for step in range(STEPS)]
-            sampler = Sampler(Runner(engine.layers, context), objective, Path(), seed=3)
+            sampler = Sampler(Inference(engine.layers, context), objective, Path(), seed=3)
             completed = sampler.draw(5, originals=originals, num_given=32)
             ids = torch.cat([sampler.draw(5, batch_size=3), completed])
             losses.append(engine.train_step(loader, STEPS))

@@ -18,7 +18,7 @@ def batch_of(inputs, first=0):
 
 
 def run_layers(layers, inputs):
-    """Run layers with their gradient, which `Runner` leaves out."""
+    """Run layers with their gradient, which `Inference` leaves out."""
     state = inputs
     for layer in layers:
         state = layer(state)

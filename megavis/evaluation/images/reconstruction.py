@@ -22,14 +22,14 @@ from megavis.evaluation.images.completions import signal_to_noise
 from megavis.evaluation.images.feature_networks import FeatureNetwork
 from megavis.evaluation.images.generation import Comparison, FeatureCollector, compare
 from megavis.evaluation.images.similarity import structural_similarity
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.model.perceptual import PerceptualDistance
 
 _BATCH_SIZE = 64
 
 
 def reconstructions(
-    runner: Runner, objective: Trainable, dataset: ShardDataset, *, num_images: int
+    runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the first images and what comes out of them, uint8 `[b, H, W, 3]` each.
 

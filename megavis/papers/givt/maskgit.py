@@ -19,7 +19,7 @@ from torch import Tensor
 from megavis.composition.asking import TRANSFORMED, Mask
 from megavis.composition.reader import Reader, Role
 from megavis.model.embeddings import to_stream
-from megavis.model.layer_state import State, Stream
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.papers.givt.maskgit_config import MaskGITConfig
 from megavis.papers.givt.paper import GIVT
 from megavis.schedules.masked import Rounds
@@ -35,7 +35,7 @@ class MaskedReader(Reader):
         super().__init__(*args, **options)
         self.paper, self.first_special = paper, paper.num_classes or 1
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> State:
+    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
         """Embed.
 
         Args:
@@ -65,7 +65,7 @@ class MaskedReader(Reader):
         carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
         # For rotary positions the label stands in the corner.
         carried |= self.coordinates_of(F.pad(cells, (0, 0, 1, 0)))
-        return Stream(to_stream(hidden, self.core), carried).pack()
+        return LayerState(to_stream(hidden, self.core), carried).pack()
 
     def _special(self, row: int) -> Tensor:
         table: Tensor = self.part("start").weight

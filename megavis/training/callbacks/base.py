@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.model.flops import peak_flops
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.training.engine import Engine
 
 _VALIDATED = ("validation_loss", "validation_accuracy")
@@ -142,7 +142,7 @@ class Validate:
 
         Every process calls this. Nothing is returned where it was broken off.
         """
-        runner = Runner(engine.layers, engine.context)
+        runner = Inference(engine.layers, engine.context)
         batches = evaluation_batches(
             self.dataset,
             batch_size=engine.micro_batch_size,

@@ -9,7 +9,7 @@ import numpy as np
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import Readable, read_batch
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
 from megavis.training.callbacks.base import StepState
@@ -55,7 +55,7 @@ class SampleImages:
         if state.loss is None or state.stop is not None or not state.is_due(self.every):
             return
         engine = state.engine
-        runner = Runner(engine.layers, engine.context)
+        runner = Inference(engine.layers, engine.context)
         examples = self.examples and self.examples.to(engine.context.device)
         with engine.evaluated():
             pixels = self.gallery.draw(runner, examples, num_images=self.num_images)

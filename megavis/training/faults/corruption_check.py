@@ -26,7 +26,7 @@ from megavis.config.schema import CheckpointConfig
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.loader import read_batch
-from megavis.model.inference import Runner
+from megavis.model.inference import Inference
 from megavis.parallel.tensors import partition_dimension
 from megavis.training.callbacks.base import StepState
 from megavis.training.engine import Engine
@@ -109,7 +109,7 @@ class CheckReplicas:
     def losses(self, engine: Engine, step: int) -> Losses:
         """Return the loss of one micro-batch, computed twice."""
         batch = self._first_micro_batch(engine, step).to(engine.context.device)
-        runner = Runner(engine.layers, engine.context)
+        runner = Inference(engine.layers, engine.context)
         losses = []
         for _ in range(2):
             sequence = engine.objective.sequence(batch)

@@ -2,11 +2,11 @@
 
 import torch
 
-from megavis.model.batch_norm import BatchStandardization
+from megavis.model.batch_norm import BatchNorm
 
 
 def test_like_batch_norm_without_affine(context):
-    ours = BatchStandardization(5, context.data.group)
+    ours = BatchNorm(5, context.data.group)
     theirs = torch.nn.BatchNorm1d(5, affine=False, eps=1e-6)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -20,7 +20,7 @@ def test_like_batch_norm_without_affine(context):
 
 
 def test_statistics_are_kept_in_float32_in_any_precision(context):
-    ours = BatchStandardization(3, context.data.group).bfloat16()
+    ours = BatchNorm(3, context.data.group).bfloat16()
     ours(torch.randn(8, 3).bfloat16())
     assert (ours.mean.dtype, ours.variance.dtype) == (torch.float32, torch.float32)
     assert list(ours.state_dict()) == ["mean", "variance"]

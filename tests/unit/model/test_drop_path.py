@@ -7,7 +7,7 @@ from small_batches import batch_of, photographs, run_layers
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.model.drop_path import drop_path_of
-from megavis.model.layer_state import Stream
+from megavis.model.layer_state import LayerState
 
 COUNT = 2000
 GIVT = "latent_channels: 4, downsampling: 4, num_components: 2"
@@ -83,9 +83,12 @@ def kept_parts(objective, runner, batch, rates):
     state = embedding.train()(objective.training_sequence(batch).inputs)
     kept = []
     for block, rate in zip(blocks, rates, strict=True):
-        num_parts, before = add_constants(block), Stream.unpack(state, block.core.carries).hidden
+        num_parts, before = (
+            add_constants(block),
+            LayerState.unpack(state, block.core.carries).hidden,
+        )
         state = block.train()(state)
-        after = Stream.unpack(state, block.core.carries).hidden
+        after = LayerState.unpack(state, block.core.carries).hidden
         # What is kept is divided by the share of the images that keep it.
         added = (after - before[-len(after) :]) * (1 - rate)
         digits = added[0, :, 0].round().long()

@@ -8,7 +8,7 @@ import torch
 from megavis.model.attention import Attention
 from megavis.model.core import megatron_config
 from megavis.model.init import Initialization, normal
-from megavis.model.visibility import KeyValueCache, Relations, Visibility
+from megavis.model.visibility import AttentionContext, KeyValueCache, Visibility
 
 IMAGES, TOKENS, WIDTH, HEADS = 2, 7, 16, 2
 
@@ -111,7 +111,7 @@ def test_attention_and_its_gradient_are_those_of_a_masked_softmax(attention, kin
     coordinates = torch.randint(0, 9, (IMAGES, TOKENS, 2)) if rotary else None
     results = []
     for dtype, compute in (
-        (torch.float32, lambda x: module(x, Relations(visibility, coordinates))[0]),
+        (torch.float32, lambda x: module(x, AttentionContext(visibility, coordinates))[0]),
         (
             torch.float64,
             lambda x: plain_attention(module, x, by_definition(visibility), coordinates),
@@ -133,8 +133,8 @@ def test_only_what_is_read_and_seen_is_computed(attention):
         layer.register_forward_hook(
             lambda _, inputs, __, name=name: widths.update({name: len(inputs[0])})
         )
-    whole = module(hidden, Relations(visibility))[0]
-    part = module(hidden, Relations(visibility, reads_from=visibility.reads_from))[0]
+    whole = module(hidden, AttentionContext(visibility))[0]
+    part = module(hidden, AttentionContext(visibility, query_start=visibility.query_start))[0]
     assert widths == {"linear_q": 3, "linear_kv": 4}
     torch.testing.assert_close(part, whole[4:])
 
@@ -144,7 +144,7 @@ def test_a_masked_out_token_gets_no_gradient(attention):
     expected = by_definition(visibility)
     for i in range(TOKENS):
         hidden = draw(TOKENS, IMAGES, WIDTH).requires_grad_()
-        module(hidden, Relations(visibility))[0][i].sum().backward()
+        module(hidden, AttentionContext(visibility))[0][i].sum().backward()
         moved = hidden.grad.abs().sum(-1).t() > 0
         for image in range(IMAGES):
             seen = expected[image, i].clone()
@@ -159,10 +159,10 @@ def test_a_masked_out_token_gets_no_gradient(attention):
 def test_a_cache_gives_what_the_whole_sequence_gives(attention, num_new):
     module, coordinates = attention("causal"), torch.arange(TOKENS)[None, :, None]
     hidden, cache, parts = draw(TOKENS, IMAGES, WIDTH), KeyValueCache(TOKENS), []
-    whole = module(hidden, Relations(Visibility("causal"), coordinates))[0]
+    whole = module(hidden, AttentionContext(Visibility("causal"), coordinates))[0]
     for start in range(0, TOKENS, num_new):
         new = slice(start, start + num_new)
-        relations = Relations(Visibility("causal"), coordinates[:, new], cache)
+        relations = AttentionContext(Visibility("causal"), coordinates[:, new], cache)
         parts.append(module(hidden[new], relations)[0])
         cache.advance()
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megavis.model.layer_state import Stream
+from megavis.model.layer_state import LayerState
 from megavis.model.visibility import Visibility
 from megavis.schedules.base import Arrangement, Question
 from megavis.schedules.segmentation import groups_of
@@ -51,7 +51,7 @@ def by_megavis(embedding, num_tokens, condition, order, boundaries):
     patches = torch.zeros(1, num_tokens, 48)
     plan = Arrangement(z, groups, num_content=num_tokens)
     rows = embedding.asking.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
-    stream = Stream.unpack(embedding(rows), ("content_groups", "query_groups"))
+    stream = LayerState.unpack(embedding(rows), ("content_groups", "query_groups"))
     mask = Visibility("two_stream", **stream.carried).dense_mask(len(stream.hidden))[0]
     places = z[0].argsort() + condition  # where the tokens of raster order stand
     content = torch.cat([torch.arange(condition), places])
@@ -104,14 +104,14 @@ def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
     plan = Arrangement(z, groups, num_content=num_tokens)
     patches = torch.randn(1, num_tokens, 48)
     inputs = objective.asks.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
-    stream = Stream.unpack(embedding(inputs), objective.carries)
+    stream = LayerState.unpack(embedding(inputs), objective.carries)
     hidden = stream.hidden.detach().requires_grad_()
     state = stream.with_hidden(hidden).pack()
     places = z[0].argsort() + condition
     content = torch.cat([torch.arange(condition), places])
     for number, block in enumerate(blocks):
         state = block(state)
-        out = Stream.unpack(state, objective.carries).hidden
+        out = LayerState.unpack(state, objective.carries).hidden
         first = condition + num_tokens if number == len(blocks) - 1 else 0
         assert len(out) == len(hidden) - first, "the last block gives queries alone"
         for row, token in [*enumerate(content), *enumerate(places + num_tokens, condition)]:

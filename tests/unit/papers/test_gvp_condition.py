@@ -6,7 +6,7 @@ from small_batches import batch_of, photographs
 from small_vqgan import write_untrained_run
 
 from megavis.config.errors import UserError
-from megavis.model.layer_state import Stream
+from megavis.model.layer_state import LayerState
 from megavis.tokenizers.base import open_tokenizer
 
 ONE_STREAM = ["objective.streams=one", "objective.segmentation=fixed", "objective.num_groups=9"]
@@ -32,7 +32,7 @@ def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder)
     linear = embedding.linear_condition
     wanted = pooled @ linear.weight.t() + linear.bias
     for inputs in (objective.sequence(batch).inputs, objective.feature_inputs(batch)):
-        stream = Stream.unpack(embedding(inputs), objective.carries)
+        stream = LayerState.unpack(embedding(inputs), objective.carries)
         torch.testing.assert_close(stream.hidden[0], wanted)
         assert (stream.carried["content_groups"][:, 0] == 0).all(), "seen by all"
     assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()

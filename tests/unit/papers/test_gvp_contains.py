@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from megavis.model.core import Block
-from megavis.model.layer_state import Stream
+from megavis.model.layer_state import LayerState
 from megavis.schedules.base import Arrangement, Question
 from megavis.schedules.segmentation import groups_of
 
@@ -30,10 +30,10 @@ def streams(build_gvp):
         patches = torch.randn(1, PATCHES, 48, generator=torch.Generator().manual_seed(2))
         plan = Arrangement(z, groups, num_content=seen)
         state = embedding(objective.asks.rows(patches[:, z[0]], Question(plan, seen, asked)))
-        before = Stream.unpack(state, objective.carries).hidden
+        before = LayerState.unpack(state, objective.carries).hidden
         for block in blocks:
             state = block(state)
-        return before, Stream.unpack(state, objective.carries).hidden
+        return before, LayerState.unpack(state, objective.carries).hidden
 
     return objective.core, blocks, run
 
@@ -41,12 +41,12 @@ def streams(build_gvp):
 def through(core, blocks, kind, hidden, **carried):
     """Run the same weights under another visibility."""
     other = core.with_stack(visibility_kind=kind, carries=tuple(carried))
-    state = Stream(hidden, carried).pack()
+    state = LayerState(hidden, carried).pack()
     for number, block in enumerate(blocks, start=1):
         twin = Block(other, number)
         twin.load_state_dict(block.state_dict())
         state = twin(state)
-    return Stream.unpack(state, other.carries).hidden
+    return LayerState.unpack(state, other.carries).hidden
 
 
 def test_raster_order_and_a_group_for_each_token_is_igpts_causal_model(streams):

@@ -11,7 +11,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.discriminator import Discriminator, squared_slope
-from megavis.model.stack import Stack
+from megavis.model.stack import LayerStack
 from megavis.papers import OBJECTIVES
 
 
@@ -20,7 +20,7 @@ def small(tmp_path, context):
     """The objective, its layers and a batch of random images."""
     config = load_config(write_config(tmp_path)).config
     objective = OBJECTIVES["vae"](config, context)
-    stack = Stack(objective.layer_plans(), objective.loss)
+    stack = LayerStack(objective.layer_plans(), objective.loss)
     return objective, stack, batch_of(photographs(3, 16))
 
 

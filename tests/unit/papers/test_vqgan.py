@@ -6,7 +6,7 @@ from small_batches import batch_of, photographs
 from small_vqgan import write_config
 
 from megavis.config.load import load_config
-from megavis.model.stack import Stack
+from megavis.model.stack import LayerStack
 from megavis.papers import OBJECTIVES
 
 
@@ -15,7 +15,7 @@ def small(tmp_path, context):
     """The objective, its layers and a batch of random images."""
     config = load_config(write_config(tmp_path)).config
     objective = OBJECTIVES["vqgan"](config, context)
-    stack = Stack(objective.layer_plans(), objective.loss)
+    stack = LayerStack(objective.layer_plans(), objective.loss)
     return objective, stack, batch_of(photographs(3, 16))
 
 

@@ -10,8 +10,8 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.encoder import Encoder
-from megavis.model.inference import Runner
-from megavis.model.stack import LocalLayers, Stack
+from megavis.model.inference import Inference
+from megavis.model.stack import LayerStack, LocalLayers
 from megavis.model.visibility import KeyValueCache
 from megavis.papers import OBJECTIVES
 from megavis.sampling.pictures import picture
@@ -44,11 +44,11 @@ def make(context, tmp_path):
         config = load_config(path, words).config
         objective = OBJECTIVES[config.objective.name](config, context)
         plans = objective.layer_plans()
-        layers = LocalLayers(plans, list(Stack(plans, objective.loss).layers))
+        layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
         torch.manual_seed(0)
         for _, parameter in layers.named_parameters():
             torch.nn.init.normal_(parameter, std=0.2)
-        return Sampler(Runner(layers, context), objective, tmp_path, options, seed=seed)
+        return Sampler(Inference(layers, context), objective, tmp_path, options, seed=seed)
 
     return make
 
