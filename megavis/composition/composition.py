@@ -9,6 +9,7 @@ Legend: b images, n positions of the sequence, q predicted ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,7 @@ from megavis.composition.condition import Known
 from megavis.composition.objective import Sequence
 from megavis.composition.places import Places
 from megavis.composition.reader import Reader
+from megavis.composition.tokens import blank_batch
 from megavis.composition.words import Words
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
@@ -28,6 +30,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload
 from megavis.model.orders import take_places, to_raster
 from megavis.model.parts import stacks_of
+from megavis.model.stack import PlannedStack
 from megavis.schedules.base import Arrangement, Question
 from megavis.tokenizers.latents import to_grid
 
@@ -35,10 +38,15 @@ from megavis.tokenizers.latents import to_grid
 class Composition(Words):
     """A paper in the words of the grammar."""
 
-    num_copies: int = 1
-    """Times that each column of a picture is drawn."""
-    usual_share: float = 0.5
-    """Share of an image that is given in pictures of a run."""
+    @property
+    def num_copies(self) -> int:
+        """Times that each column of a picture is drawn."""
+        return 3 if self.condition.reads_images else 1
+
+    @property
+    def usual_share(self) -> float:
+        """Share of an image that is given in pictures of a run."""
+        return 0.0 if self.condition.reads_images else 0.5
 
     @property
     def num_tokens(self) -> int:
@@ -71,23 +79,27 @@ class Composition(Words):
         """Return what is computed for an image of training."""
         plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
         width = self.num_outputs if upper is None else upper.core.model.hidden_size
-        return self.asks.workload(plan, width)
+        work = self.asks.workload(plan, width)
+        return replace(work, num_memory=self.condition.num_memory)
+
+    def encoder(self) -> PlannedStack | None:
+        """Return that of the condition."""
+        return self.condition.encoder(self.core)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want what the tokens come from."""
-        yield from self.reads.check(manifest, self.config.objective.name)
+        """Want what tokens and condition come from."""
+        yield from self.condition.check(manifest, self.reads, self.config.objective.name)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return samples of zeros."""
-        return self.reads.blank_batch(num_images, device)
-
-    def samples(self, inputs: Any) -> Any:
-        """Return what tokens are made of, of what shards hold: all of it by default."""
-        return inputs
+        if not self.condition.reads_images:
+            return self.reads.blank_batch(num_images, device)
+        side = self.config.data.image_size
+        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def sequence(self, batch: Batch) -> Sequence:
         """Draw tokens, arrangement and condition, and ask for what the arrangement predicts."""
-        index, samples = batch.sample_index, self.samples(batch.inputs)
+        index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
         read, plan = self._read(samples, index), self.schedule.draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
@@ -131,7 +143,7 @@ class Composition(Words):
         """
         self.check_options(options, self.option_names)
         choices = {name: value for name, value in options.items() if value is not None}
-        samples = self.samples(inputs)
+        samples = self.condition.predicted(inputs)
         read = self._read(samples, sample_index)
         self.reads.check_values(read)
         index = torch.arange(len(read)) if sample_index is None else sample_index
@@ -193,7 +205,7 @@ class Composition(Words):
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return all tokens in the arrangement of features, without the class."""
-        read = self._read(self.samples(inputs), sample_index)
+        read = self._read(self.condition.predicted(inputs), sample_index)
         index = torch.zeros(len(read)).long() if sample_index is None else sample_index
         plan = self.schedule.for_features(index.to(read.device))
         rows = self.feature_rows(read, plan)
@@ -249,7 +261,7 @@ class Composition(Words):
         Raises:
             UserError: the inputs have another form.
         """
-        return self.reads.of(inputs, index)
+        return self.reads.of(self.condition.predicted(inputs), index)
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
         """Draw tokens as their tokenizer's training assumed them, if it did."""

@@ -5,16 +5,20 @@ Legend: b images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megavis.composition.reader import Role, Rows
+from megavis.composition.tokens import Tokens
 from megavis.config.errors import UserError
+from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.init import filled, normal
+from megavis.model.stack import PlannedStack
 from megavis.parallel.random import uniform
 
 Known = tuple[Tensor, ...]
@@ -31,6 +35,21 @@ class Condition:
     """Conditions that can be given: `labels`, `image`."""
     roles: tuple[Role, ...] = ()
     """Parts of the first layer that take them, in the order of `Known`."""
+    reads_images: bool = False
+    """True where samples must be images, whatever tokens are made of them."""
+
+    @property
+    def num_memory(self) -> int:
+        """Tokens of an encoder to which the blocks attend."""
+        return 0
+
+    def encoder(self, core: Core) -> PlannedStack | None:
+        """Return the blocks inside the first layer that encode a condition; None for none."""
+        return None
+
+    def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
+        """Yield what is wrong with shards for a paper of this name that reads these tokens."""
+        yield from tokens.check(manifest, name)
 
     @property
     def identity(self) -> str | None:
@@ -40,6 +59,10 @@ class Condition:
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
         """Build the part of the first layer with this role; None where the condition has none."""
         return None
+
+    def predicted(self, samples: Any) -> Any:
+        """Return what tokens are made of, of samples as shards hold them: all of it."""
+        return samples
 
     def training(self, batch: Batch) -> Known:
         """Return what training shows of a batch; random draws depend on seed and sample alone."""
@@ -132,6 +155,7 @@ class Labels(Condition):
         seed: int,
         num_special_rows: int = 0,
         deviation: float = 1.0,
+        classes_key: str = "objective.num_classes",
     ) -> None:
         """Build.
 
@@ -141,9 +165,10 @@ class Labels(Condition):
             seed: with the sample decides that.
             num_special_rows: rows of the table between the classes and the null label.
             deviation: of the table at the start.
+            classes_key: of the config, that says `num_classes`.
         """
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
-        self.deviation = deviation
+        self.deviation, self.classes_key = deviation, classes_key
         self.has_null_label = num_classes > 0 and dropout > 0
         # Without classes one row stands for all images.
         self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
@@ -213,11 +238,12 @@ class Labels(Condition):
             return {"labels": examples.labels}
         return {"labels": torch.arange(num_images) * self.num_classes // num_images}
 
-    def check_classes(self, num_given: int) -> list[str]:
-        """Return what is wrong with data of so many classes."""
-        wanted = self.num_classes
-        if num_given > wanted > 0:
-            return [f"has {num_given} classes; objective.num_classes is {wanted}"]
-        if wanted and not num_given:
-            return ["has no labels; set objective.num_classes to 0, or give labelled shards"]
-        return []
+    def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
+        """Want labels too, and no more classes than the table has."""
+        yield from super().check(manifest, tokens, name)
+        wanted, given = self.num_classes, len(manifest.class_names)
+        if given > wanted > 0:
+            yield f"has {given} classes; {self.classes_key} is {wanted}"
+        if wanted and not given:
+            text = f"has no labels, and {self.classes_key} is {wanted}"
+            yield f"{text}; give labelled shards, or train without classes"

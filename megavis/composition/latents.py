@@ -79,7 +79,7 @@ class Latents(Vectors):
         elif manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {name} wants latents shards"
         elif self.run_folder is None:
-            yield "holds images; name the VAE's run folder in objective.tokenizer, or give latents"
+            yield "holds images; name the VAE's run folder in objective.tokenizer"
 
     def _check_latents(self, manifest: Manifest) -> Iterator[str]:
         if manifest.latent_shape != self.shape:

@@ -91,6 +91,11 @@ SMALL = {
         " decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 4}},"
         " density: {kind: mixture, num_components: 2}}"
     ),
+    "compose_memory": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: one_by_one},"
+        " asks: {kind: shift}, density: {kind: mixture, num_components: 2},"
+        " condition: {kind: memory, num_layers: 2, patch_size: 8}}"
+    ),
     "compose_places": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
         " asks: {kind: self, class_token: false}, density: {kind: place}}"

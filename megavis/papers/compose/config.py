@@ -29,6 +29,7 @@ from megavis.papers.compose.words import (
     GroupsSchedule,
     IdTokens,
     LatentTokens,
+    MemoryCondition,
     NoCondition,
     NoTransform,
     OneByOneSchedule,
@@ -108,6 +109,8 @@ class ComposeConfig(ObjectiveConfig):
         yield from self._check_asking(config)
         yield from self._check_density()
         yield from self._check_features()
+        if isinstance(self.condition, MemoryCondition):
+            yield from self._check_memory(self.condition, config.data.image_size)
         if isinstance(self.transform, AdapterTransform):
             yield from self._check_transform(self.transform)
         if not sizes:
@@ -258,6 +261,21 @@ class ComposeConfig(ObjectiveConfig):
         if self.reads.kind != "patches":
             text = f"features are made of images, of which {self.reads.kind} hold none; read"
             yield "objective.reads.kind", f"{text} patches"
+
+    def _check_memory(self, memory: MemoryCondition, image_size: int) -> Iterator[ConfigIssue]:
+        """An encoder reads images; the blocks that attend to it predict."""
+        if self.reads.kind in ("palette", "frames"):
+            text = f"an encoder reads images, of which {self.reads.kind} hold none"
+            yield "objective.reads.kind", f"{text}; read patches, ids or latents"
+        if image_size % memory.patch_size:
+            text = f"{memory.patch_size} does not divide data.image_size {image_size}"
+            yield "objective.condition.patch_size", text
+        if self.asks.kind == "bridge":
+            text = "memory does not reach the blocks above a bridge, which predict; use asks of"
+            yield "objective.condition.kind", f"{text} kind shift, mask or query"
+        if self.asks.kind == "self":
+            text = "memory would show where every token stands; asks is self"
+            yield "objective.condition.kind", f"{text}, so leave it out"
 
     def _check_transform(self, transform: AdapterTransform) -> Iterator[ConfigIssue]:
         """An adapter takes the whole grid of latents, whose next one is predicted."""

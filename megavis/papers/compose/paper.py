@@ -19,6 +19,7 @@ from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Que
 from megavis.composition.codebook import Ids
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Condition, Labels
+from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.latents import Latents
 from megavis.composition.pooled_features import PooledFeatures
 from megavis.composition.reader import Role
@@ -51,6 +52,7 @@ from megavis.papers.compose.words import (
     IdTokens,
     LatentTokens,
     MaskAsking,
+    MemoryCondition,
     MixtureDensity,
     OneByOneSchedule,
     PaletteTokens,
@@ -169,7 +171,8 @@ class Compose(Composition):
             has_prefix = isinstance(schedule, OneByOneSchedule) and schedule.prefix > 0
             return Shift(keys.place, by_groups=has_prefix)
         if isinstance(keys, QueryAsking):
-            return Query(num_front=int(condition != "none"), starts=condition != "features")
+            in_front = condition in ("class", "features")
+            return Query(num_front=int(in_front), starts=condition != "features")
         if isinstance(keys, SelfAsking):
             return InContext(num_front=int(keys.class_token))
         if isinstance(keys, BridgeAsking):
@@ -188,11 +191,14 @@ class Compose(Composition):
 
     @cached_property
     def condition(self) -> Condition:
-        """The class, in place of a start token or in front; features in front; or nothing."""
-        keys = self.paper.condition
+        """The class, at the start or in front; features in front; an encoded image; nothing."""
+        keys, image_size = self.paper.condition, self.config.data.image_size
+        if isinstance(keys, MemoryCondition):
+            layers, patch_size = keys.num_layers, keys.patch_size
+            return EncodedImage(image_size, num_layers=layers, patch_size=patch_size)
         if isinstance(keys, FeaturesCondition):
             return PooledFeatures(
-                self.config.data.image_size,
+                image_size,
                 size=keys.feature_size,
                 tokenizer=keys.tokenizer,
                 size_key="objective.condition.feature_size",
@@ -200,7 +206,13 @@ class Compose(Composition):
         if not isinstance(keys, ClassCondition):
             return Condition()
         kind = Labels if isinstance(self.paper.asks, ShiftAsking) else ClassInFront
-        return kind(keys.num_classes, dropout=keys.dropout, seed=self.config.seed, deviation=0.02)
+        return kind(
+            keys.num_classes,
+            dropout=keys.dropout,
+            seed=self.config.seed,
+            deviation=0.02,
+            classes_key="objective.condition.num_classes",
+        )
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
@@ -287,7 +299,7 @@ class Compose(Composition):
         else:
             names["front"] = "class_token" if self.paper.class_token else "labels"
         names["start"] = "labels" if "start" in self.condition.roles else "start_token"
-        return {**names, "transform": "adapter"}
+        return {**names, "transform": "adapter", "memory": "encoder"}
 
     @property
     def has_transform(self) -> bool:

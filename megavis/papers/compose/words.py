@@ -269,7 +269,17 @@ class FeaturesCondition(Section):
     """Numbers of a feature."""
 
 
-AnyCondition = FeaturesCondition | NoCondition | ClassCondition
+class MemoryCondition(Section):
+    """An image that an encoder reads, to which the blocks attend: of pairs shards the first one."""
+
+    kind: Literal["memory"]
+    num_layers: Positive = 8
+    """Blocks of the encoder; width and heads are those of `model`."""
+    patch_size: Positive = 16
+    """Side in pixels of the patches that it reads."""
+
+
+AnyCondition = FeaturesCondition | MemoryCondition | NoCondition | ClassCondition
 
 
 class NoTransform(Section):

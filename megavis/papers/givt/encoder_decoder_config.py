@@ -22,10 +22,6 @@ class EncoderDecoderConfig(LatentTokensConfig):
     encoder_patch_size: Positive = 16
     """Pixels on the side of its patches."""
 
-    def num_patches(self, config: RunConfig) -> int:
-        """Return the patches that the encoder reads."""
-        return (config.data.image_size // self.encoder_patch_size) ** 2
-
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Want patches that divide the image."""
         yield from super().check(config)

@@ -9,7 +9,7 @@ Legend: b images, n tokens, d numbers of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar
 
@@ -18,11 +18,10 @@ from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking, Shift
 from megavis.composition.composition import Composition
-from megavis.composition.condition import Labels
+from megavis.composition.condition import Condition, Labels
 from megavis.composition.latents import Latents
 from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
-from megavis.data.format.manifest import Manifest
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
 from megavis.model.gaussian_mixture import ScaleForm
@@ -79,8 +78,11 @@ class GIVT(Composition):
         return Shift("asked")
 
     @cached_property
-    def condition(self) -> Labels:
+    def condition(self) -> Condition:
         """The class."""
+        return self._labels()
+
+    def _labels(self) -> Labels:
         return Labels(
             self.paper.num_classes,
             dropout=self.paper.label_dropout,
@@ -119,9 +121,10 @@ class GIVT(Composition):
 
     @property
     def part_names(self) -> Mapping[Role, str]:
-        """Adapter, labels (the first row is one), latents and positions."""
+        """Adapter, labels (the first row is one), latents, positions, and an image's encoder."""
         return {
-            "transform": "adapter", "start": "labels", "content": "linear", "positions": "positions"
+            "transform": "adapter", "start": "labels", "content": "linear",
+            "positions": "positions", "memory": "encoder",
         }  # fmt: skip
 
     @property
@@ -143,11 +146,6 @@ class GIVT(Composition):
         """Return the released code's: LeCun's for attention, Xavier's for the MLP."""
         lecun = truncated_normal(self.config.model.hidden_size**-0.5)
         return Initialization(lecun, lecun, lecun, xavier_uniform, xavier_uniform)
-
-    def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want what latents come from, and labels that the table has."""
-        yield from super().check_data(manifest)
-        yield from self.condition.check_classes(len(manifest.class_names))
 
     @property
     def likelihood(self) -> Likelihood | None:

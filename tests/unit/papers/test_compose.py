@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_batches import batch_of, photographs, run_layers
 from small_vqgan import write_untrained_run
 
 from megavis.config.errors import UserError
+from megavis.data.format.manifest import Manifest
+from megavis.model.encoder import Encoder
 from megavis.sampling.sampler import Sampler
 
 CONFIG = """\
@@ -47,6 +50,7 @@ BRIDGE = "asks: {kind: bridge, decoder: {num_layers: 2, hidden_size: 8, num_atte
 CLASSES = "condition: {kind: class, num_classes: 3}"
 FEATURES = "condition: {kind: features, feature_size: 4, tokenizer: VQGAN}"
 ADAPTER = "transform: {kind: adapter, blocks: 2}"
+MEMORY = "condition: {kind: memory, num_layers: 2, patch_size: 8}"
 
 
 @pytest.fixture
@@ -197,6 +201,16 @@ def build(build_paper):
             "transform.bottleneck",
             "must divide by 2",
         ),
+        ([PALETTE, ONE_BY_ONE, SHIFT, CATEGORICAL, MEMORY], [], "reads.kind", "palette hold none"),
+        ([FRAMES, ONE_BY_ONE, SHIFT, ERROR, MEMORY], SPEECH, "reads.kind", "frames hold none"),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("8", "5")],
+            [],
+            "condition.patch_size",
+            "5 does not divide data.image_size 16",
+        ),
+        ([PATCHES, CONTEXT, BRIDGE, ERROR, MEMORY], [], "condition.kind", "above a bridge"),
+        ([PATCHES, CONTEXT, ITSELF, PLACE, MEMORY], [], "condition.kind", "asks is self"),
         ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
         ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none tells no place"),
         ([PATCHES, RANDOM, BOTH, ERROR], ["model.positions=rope_2d"], "", "cannot add two places"),
@@ -259,6 +273,12 @@ PAPERS = {
         [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, CLASSES, ADAPTER],
         {"linear": "content"},
     ),
+    "givt_encoder_decoder": (
+        "{name: givt_encoder_decoder, latent_channels: 4, downsampling: 4, num_components: 3,"
+        " encoder_layers: 2, encoder_patch_size: 8, tokenizer: vae}",
+        [LATENTS.replace("}", ", tokenizer: vae}"), ONE_BY_ONE, SHIFT, MIXTURE, MEMORY],
+        {"linear": "content", "labels.weight": "start_token"},
+    ),
     "gvp_features": (
         "{name: gvp, patch_size: 4, num_groups: 3, segmentation: mixed, condition_size: 4,"
         " tokenizer: VQGAN}",
@@ -294,12 +314,26 @@ def samples_of(name):
     if name in ("igpt", "bert"):
         ids = torch.randint(32, (3, 256), generator=torch.Generator().manual_seed(0))
         return batch_of(ids)
+    if name == "givt_encoder_decoder":
+        return batch_of(photographs(6, 16).view(3, 2, 16, 16, 3))
     if name.startswith("givt"):
         moments = torch.rand(3, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
         return batch_of(moments.half())
     if name == "mp3_speech":
         return batch_of(torch.rand(3, 12, 5, generator=torch.Generator().manual_seed(0)))
     return batch_of(photographs(3, 16))
+
+
+class Means:
+    """A VAE whose latents are the mean colours of patches of 4², without any spread."""
+
+    def to(self, device):
+        return self
+
+    def encode(self, images):
+        means = F.avg_pool2d(images.movedim(-1, 1).float() / 255, 4)
+        means = torch.cat([means, means[:, :1]], 1)
+        return torch.stack([means, torch.zeros_like(means)], 1)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +354,8 @@ def test_a_papers_words_are_that_paper(build_paper, build, name, vqgan):
     for key, value in list(weights.items()):
         layer, _, rest = key.partition(".")
         first, dot, last = rest.partition(".")
-        new = f"{layer}.{({**ALWAYS, **renamed}).get(first, first)}{dot}{last}"
+        found = {**ALWAYS, **renamed}
+        new = f"{layer}.{found.get(rest) or found.get(first, first) + dot + last}"
         if layer != "embedding":
             new = key
             for old, other in renamed.items():
@@ -330,9 +365,11 @@ def test_a_papers_words_are_that_paper(build_paper, build, name, vqgan):
     assert set(own) == set(weights)
     with torch.no_grad():
         for key, parameter in own.items():
-            parameter.copy_(weights[key])
+            # The only label of all stands where a composition has its start token.
+            parameter.copy_(weights[key].view_as(parameter))
     losses = []
     for each, run in ((paper, paper_runner), (composed, runner)):
+        each.reads.__dict__.update({"tokenizer": Means()} if "tokenizer: vae" in objective else {})
         sequence = each.sequence(samples_of(name))
         losses.append(each.loss(run.predictions(sequence.inputs), sequence.targets))
     assert torch.equal(losses[0], losses[1])
@@ -410,6 +447,42 @@ def test_tokens_are_drawn_from_those_that_are_known(build, tmp_path, name):
         assert torch.equal(tokens[:, :prefix], given)
         with pytest.raises(UserError, match="prefix of 8 tokens: give as many"):
             sampler.tokens(images, order=order)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [PATCHES, ONE_BY_ONE, SHIFT, MIXTURE],
+        [PATCHES, RANDOM, QUERY, MIXTURE],
+        [PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE],
+    ],
+)
+def test_an_image_is_encoded_once_and_decides_what_is_drawn(build, tmp_path, monkeypatch, words):
+    objective, runner = build(*words, MEMORY)
+    sampler = Sampler(runner, objective, tmp_path, seed=3)
+    forward, calls = Encoder.forward, []
+    monkeypatch.setattr(Encoder, "forward", lambda *args: calls.append(1) or forward(*args))
+    images, seen = torch.arange(3), photographs(3, 16)
+    drawn = sampler.tokens(images, conditions={"image": seen})
+    assert len(calls) == 1
+    whole = sampler.tokens(images, conditions={"image": seen}, cached=False)
+    torch.testing.assert_close(drawn, whole, rtol=1e-4, atol=1e-4)
+    other = sampler.tokens(images, conditions={"image": seen.flip(0)})
+    # The one in the middle sees the same image.
+    torch.testing.assert_close(other[1], drawn[1], rtol=1e-4, atol=1e-4)
+    assert not torch.isclose(other[0], drawn[0], rtol=0, atol=1e-2).all()
+
+
+def test_classes_of_data_fit_the_table(build):
+    objective, _ = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR, CLASSES)
+    for names, said in (
+        ((), "has no labels, and objective.condition.num_classes is 3; give labelled"),
+        (tuple("abcd"), "has 4 classes; objective.condition.num_classes is 3"),
+        (tuple("abc"), ""),
+    ):
+        manifest = Manifest.model_construct(kind="jpeg", class_names=names)
+        assert "".join(objective.check_data(manifest)).startswith(said)
+        assert bool(said) == bool([*objective.check_data(manifest)])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """GIVT's sequences, labels, masks and losses, against plain loops and equations."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from small_batches import run_layers
 
 from megavis.composition import composition, latents
 from megavis.config.errors import UserError
+from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
@@ -101,8 +101,13 @@ def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
-        ("pairs", [], "holds pairs shards; name the VAE's run folder in objective.tokenizer"),
-        ("ids", [], "holds ids shards; givt_encoder_decoder wants pairs shards"),
+        ("pairs", [], "holds images; name the VAE's run folder in objective.tokenizer"),
+        (
+            "ids",
+            [],
+            "holds ids without their images, which the encoder of givt_encoder_decoder reads; give"
+            " pairs or jpeg shards",
+        ),
         ("pairs", ["objective.tokenizer=vae"], ""),
         ("jpeg", ["objective.tokenizer=vae"], ""),
     ],
@@ -110,7 +115,7 @@ def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
 def test_which_shards_an_encoder_reads(make, kind, words, message):
     options = ["objective.encoder_layers=1", "objective.num_classes=0", *words]
     objective, _ = make("objective.name=givt_encoder_decoder", *options)
-    manifest = SimpleNamespace(kind=kind, class_names=())
+    manifest = Manifest.model_construct(kind=kind, class_names=())
     assert "".join(objective.check_data(manifest)) == message
 
 
