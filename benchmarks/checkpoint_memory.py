@@ -30,7 +30,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
 
     from megavis.checkpoint.state.load import load_training_state
     from megavis.checkpoint.state.parameter_states import logical_shape
-    from megavis.checkpoint.state.save import Progress, Snapshot
+    from megavis.checkpoint.state.save import Snapshot, TrainingProgress
     from megavis.config.load import load_config
     from megavis.data.loading.batch import Batch
     from megavis.papers import build_objective
@@ -45,7 +45,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     engine.train_step(iter([Batch(ids, torch.full((1,), -1), torch.arange(1))]), 0)
     parameters = [4 * logical_shape(p).numel() for _, p in engine.layers.named_parameters()]
     sizes = [size for size in parameters for _ in range(KINDS)]
-    progress = Progress(step=1, samples_seen=1, seed=0, tokenizer=None)
+    progress = TrainingProgress(step=1, samples_seen=1, seed=0, tokenizer=None)
     state: dict[str, Any] = {"layers": engine.layers, "states": engine.states, "context": context}
 
     snapshot, copying = growth(lambda: Snapshot(Path(folder), progress, **state))

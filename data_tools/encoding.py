@@ -15,7 +15,7 @@ from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.jobs import add_job_arguments
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
 from data_tools.source_formats import add_source_arguments
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:  # torch takes seconds, and only the processes that encode need it
@@ -75,7 +75,7 @@ class Encoding:
         """Return the network. Raises UserError where its run went on since the job began."""
         return _opened(self.run_folder, self.sha256, self.device)
 
-    def images(self, pictures: Sequence[Picture]) -> tuple[np.ndarray, list[Refused]]:
+    def images(self, pictures: Sequence[SourceImage]) -> tuple[np.ndarray, list[Refused]]:
         """Return the squares of all pictures, and why some have none.
 
         Returns:

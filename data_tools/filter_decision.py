@@ -22,7 +22,7 @@ from data_tools.near_duplicates import find_duplicates
 from data_tools.opt_outs import Excluded
 from data_tools.report import say
 from data_tools.selection import DECISION_NAME, dropped_name
-from data_tools.sources import Source
+from data_tools.sources import ImageSource
 from megavis.data.format.files import write_atomically
 
 MEASURED, LIKE = "measurements", "like"
@@ -83,7 +83,7 @@ class Reference:
 
 def decide(
     out: Path,
-    source: Source,
+    source: ImageSource,
     *,
     thresholds: Thresholds,
     excluded: Excluded,

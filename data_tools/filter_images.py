@@ -13,12 +13,12 @@ from pathlib import Path
 
 from data_tools.filter_decision import LIKE, MEASURED, Thresholds, decide
 from data_tools.jobs import add_job_arguments, run_job
-from data_tools.measurements import MeasureRecipe, check_installed
+from data_tools.measurements import MeasurementEncoder, check_installed
 from data_tools.near_duplicates import MAX_DISTANCE
 from data_tools.opt_outs import read_excluded
 from data_tools.run_features import RunFeatures
 from data_tools.source_formats import add_source_arguments, open_source, open_unlabelled
-from data_tools.sources import Part, Source
+from data_tools.sources import ImageSource, SourcePart
 from megavis.config.errors import UserError
 
 
@@ -89,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     evaluation = [arguments.out / name for name in jobs if name != MEASURED]
     if arguments.like is not None:
         jobs[LIKE] = Beginning(open_unlabelled(arguments.like), arguments.like_count)
-    finished: list[Source] = []
+    finished: list[ImageSource] = []
     for name, job in jobs.items():
         failed = run_job(
             job,
-            MeasureRecipe(network if name in (MEASURED, LIKE) else None),
+            MeasurementEncoder(network if name in (MEASURED, LIKE) else None),
             argparse.Namespace(**{**vars(arguments), "out": arguments.out / name}),
             label=f"measuring {name}",
             finish=lambda done, *_: finished.append(done),
@@ -137,7 +137,7 @@ def _check(arguments: argparse.Namespace) -> None:
 class Beginning:
     """The first parts of a source, shuffled where it can be: enough for `count` pictures."""
 
-    source: Source
+    source: ImageSource
     count: int
 
     @property
@@ -160,7 +160,7 @@ class Beginning:
         """Where the source lies."""
         return self.source.root
 
-    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+    def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Return the first parts of the source."""
         size = min(files_per_part, self.count)
         return self.source.parts(files_per_part=size, seed=seed)[: -(-self.count // size)]

@@ -13,7 +13,7 @@ from data_tools.encoding import Encoding, add_encoding_arguments, encoding_from,
 from data_tools.jobs import run_job
 from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import open_source
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.base import IdsCodec
 
@@ -34,12 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not isinstance(tokenizer, IdTokenizer):
         raise UserError(f"{arguments.tokenizer} gives latents, not ids: use the verb latents")
     num_tokens = tokenizer.num_tokens(arguments.size)
-    recipe = IdRecipe(encoding, num_tokens, tokenizer.vocabulary_size, flip=arguments.flip)
-    return run_job(open_source(arguments), recipe, arguments, label="ids")
+    encoder = IdEncoder(encoding, num_tokens, tokenizer.vocabulary_size, flip=arguments.flip)
+    return run_job(open_source(arguments), encoder, arguments, label="ids")
 
 
 @dataclass(frozen=True)
-class IdRecipe:
+class IdEncoder:
     """Decode, resize, encode, two bytes an id.
 
     Attributes:
@@ -68,7 +68,7 @@ class IdRecipe:
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the payloads of each picture: its crops, then their mirror images."""
         images, refused = self.encoding.images(pictures)
         codec = IdsCodec(self.num_tokens, vocabulary_size=self.vocabulary_size)

@@ -1,6 +1,6 @@
 """What all verbs that write shards share: their options, the run, the report, the manifest.
 
-A verb gives a source and a recipe. The manifest of each folder is written last: a folder with one
+A verb gives a source and an encoder. The manifest of each folder is written last: a folder with one
 is finished.
 """
 
@@ -15,29 +15,28 @@ from pathlib import Path
 
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
-from data_tools.report import Outcome, Progress, say, write_memory_figure, write_report
-from data_tools.shard_tasks import Recipe, Unit, UnitResult, plan_units
-from data_tools.sources import Source
+from data_tools.report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
+from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units
+from data_tools.sources import ImageSource
 from megavis.config.errors import UserError
-from megavis.data.format.manifest import FORMAT_VERSION, Manifest
-from megavis.data.format.manifest import Source as SourceRecord
+from megavis.data.format.manifest import FORMAT_VERSION, Manifest, SourceIdentity
 from megavis.data.format.shards import index_path
 
 REPORT_NAME = "report.json"
 MEMORY_NAME = "memory.png"
-Finish = Callable[[Source, Recipe, list[UnitResult], argparse.Namespace], None]
+Finish = Callable[[ImageSource, ShardEncoder, list[UnitResult], argparse.Namespace], None]
 _PARTIAL = re.compile(r"^\.(.+)\.partial-")
 
 
 @dataclass(frozen=True)
-class Slice:
+class JobSlice:
     """Part `number` (from 1) of `count` of the units of a job: what one machine does."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Slice:
+    def parse(cls, text: str) -> JobSlice:
         """Read `i/n`, 1 <= i <= n. Raises argparse.ArgumentTypeError."""
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -66,16 +65,16 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, shuffles: bool = True)
     parser.add_argument("--engine", choices=ENGINES, default="local", help="who does the work")
     parser.add_argument(
         "--slice",
-        type=Slice.parse,
-        default=Slice(),
+        type=JobSlice.parse,
+        default=JobSlice(),
         metavar="I/N",
         help="do every N-th shard from the I-th on; the last of N machines finishes the folder",
     )
 
 
 def run_job(
-    source: Source,
-    recipe: Recipe,
+    source: ImageSource,
+    encoder: ShardEncoder,
     arguments: argparse.Namespace,
     *,
     label: str,
@@ -85,7 +84,7 @@ def run_job(
 
     Args:
         source: the pictures.
-        recipe: what to make of them.
+        encoder: what to make of them.
         arguments: with what `add_job_arguments` asks for.
         label: name of the work, for the progress bar.
         finish: called when all shards are there; where None, each folder gets its manifest.
@@ -96,7 +95,7 @@ def run_job(
     Raises:
         UserError: a wrong option, a folder with other shards, or no picture at all.
     """
-    units = _plan(source, recipe, arguments)
+    units = _plan(source, encoder, arguments)
     mine = arguments.slice.of(units)
     alone = len(mine) == len(units)
     _remove_partials(mine, alone=alone)
@@ -118,21 +117,21 @@ def run_job(
     if not any(any(result.shards) for result in outcome.results):
         report = arguments.out / REPORT_NAME
         raise UserError(f"no file of {source.root} gives an image; {report} says why")
-    (finish or _write_manifests)(source, recipe, outcome.results, arguments)
+    (finish or _write_manifests)(source, encoder, outcome.results, arguments)
     for reason, names in skipped.items():
         say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
     return 0
 
 
-def _plan(source: Source, recipe: Recipe, arguments: argparse.Namespace) -> list[Unit]:
+def _plan(source: ImageSource, encoder: ShardEncoder, arguments: argparse.Namespace) -> list[Unit]:
     out: Path = arguments.out
     _check(arguments, source)
-    for folder in recipe.folders:
+    for folder in encoder.folders:
         (out / folder).mkdir(parents=True, exist_ok=True)
-        recipe.prepare(out / folder)
+        encoder.prepare(out / folder)
     return plan_units(
         source,
-        recipe,
+        encoder,
         out=out,
         files_per_shard=arguments.samples_per_shard,
         seed=arguments.seed,
@@ -149,7 +148,7 @@ def _finished(units: Iterable[Unit]) -> list[Unit]:
     return [unit for unit in units if all(index_path(path).exists() for path in unit.paths)]
 
 
-def _tell_failure(outcome: Outcome, units: Iterable[Unit], path: Path) -> int:
+def _tell_failure(outcome: JobOutcome, units: Iterable[Unit], path: Path) -> int:
     """Say and write what a job could not do, and what is there all the same."""
     assert outcome.failure is not None
     finished = [unit.shard for unit in _finished(units)]
@@ -165,7 +164,7 @@ def _tell_failure(outcome: Outcome, units: Iterable[Unit], path: Path) -> int:
 _AGAIN = "What is finished is kept: run the same command again, perhaps with fewer --workers"
 
 
-def _check(arguments: argparse.Namespace, source: Source) -> None:
+def _check(arguments: argparse.Namespace, source: ImageSource) -> None:
     if arguments.samples_per_shard < 1:
         raise UserError("--samples-per-shard must be at least 1")
     if min(arguments.seed, arguments.workers) < 0:
@@ -187,11 +186,11 @@ def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
                 partial.unlink(missing_ok=True)
 
 
-def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) -> Outcome:
+def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) -> JobOutcome:
     """Do the units, up to the first failure."""
-    outcome = Outcome()
+    outcome = JobOutcome()
     total = sum(unit.part.num_files for unit in units)
-    with Progress(label, total=total) as progress:
+    with ProgressBar(label, total=total) as progress:
         for result in run_units(
             units,
             workers=arguments.workers,
@@ -215,10 +214,13 @@ def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) ->
 
 
 def _write_manifests(
-    source: Source, recipe: Recipe, results: list[UnitResult], arguments: argparse.Namespace
+    source: ImageSource,
+    encoder: ShardEncoder,
+    results: list[UnitResult],
+    arguments: argparse.Namespace,
 ) -> None:
-    for number, folder in enumerate(recipe.folders):
-        manifest = manifest_of(source, recipe, results, number=number, seed=arguments.seed)
+    for number, folder in enumerate(encoder.folders):
+        manifest = manifest_of(source, encoder, results, number=number, seed=arguments.seed)
         write_manifest(manifest, arguments.out / folder)
 
 
@@ -229,9 +231,14 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def manifest_of(
-    source: Source, recipe: Recipe, results: Sequence[UnitResult], *, number: int, seed: int
+    source: ImageSource,
+    encoder: ShardEncoder,
+    results: Sequence[UnitResult],
+    *,
+    number: int,
+    seed: int,
 ) -> Manifest:
-    """Return the manifest of the `number`-th folder of a recipe whose units are all done."""
+    """Return the manifest of the `number`-th folder of an encoder whose units are all done."""
     shards = [entry for result in results if (entry := result.shards[number]) is not None]
     skipped = Counter(reason for result in results for _, reason in result.skipped)
     return Manifest(
@@ -240,11 +247,11 @@ def manifest_of(
         shards=tuple(sorted(shards, key=lambda entry: entry.name)),
         skipped=dict(sorted(skipped.items())),
         seed=seed,
-        source=SourceRecord(
+        source=SourceIdentity(
             description=source.description,
             num_files=sum(result.num_files for result in results),
             sha256=source.sha256,
         ),
         tool_version=__version__,
-        **recipe.describe(recipe.folders[number]),
+        **encoder.describe(encoder.folders[number]),
     )

@@ -20,7 +20,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import CROP, RESIZE, resize_and_crop
 from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_source_arguments, open_source
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.jpeg import DamagedImageError, JpegCodec, decode_rgb
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--size must be at least 1")
     check_quality(arguments.quality)
     source = open_source(arguments)
-    return run_job(source, JpegRecipe(sizes, arguments.quality), arguments, label="jpeg")
+    return run_job(source, JpegEncoder(sizes, arguments.quality), arguments, label="jpeg")
 
 
 def add_quality_argument(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def check_quality(quality: int) -> None:
 
 
 @dataclass(frozen=True)
-class JpegRecipe:
+class JpegEncoder:
     """Decode everything once, so that what training would refuse is refused here.
 
     Attributes:
@@ -91,7 +91,7 @@ class JpegRecipe:
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one JPEG file of each picture, for each folder."""
         encoded: list[Encoded] = []
         for picture in pictures:

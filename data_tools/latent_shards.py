@@ -17,7 +17,7 @@ from data_tools.encoding import Encoding, add_encoding_arguments, encoding_from,
 from data_tools.jobs import run_job
 from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import open_source
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.latents import LatentsCodec
 
@@ -40,12 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not isinstance(tokenizer, LatentTokenizer):
         raise UserError(f"{arguments.tokenizer} gives ids, not latents: use the verb ids")
     shape = tokenizer.latent_shape(arguments.size)
-    recipe = LatentRecipe(encoding, shape, flipped=not arguments.no_flip)
-    return run_job(open_source(arguments), recipe, arguments, label="latents")
+    encoder = LatentEncoder(encoding, shape, flipped=not arguments.no_flip)
+    return run_job(open_source(arguments), encoder, arguments, label="latents")
 
 
 @dataclass(frozen=True)
-class LatentRecipe:
+class LatentEncoder:
     """Decode, resize, encode, float16.
 
     Attributes:
@@ -72,7 +72,7 @@ class LatentRecipe:
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the payloads of each picture, one a crop."""
         images, refused = self.encoding.images(pictures)
         views = self._views(images)

@@ -28,7 +28,7 @@ from data_tools.engines import end_with_parent
 from data_tools.fonts import FONTS, describe_fonts, glyph
 from data_tools.made_folder import make_folder
 from data_tools.photographs import cut_crops, load_photograph, photographs
-from data_tools.report import Progress, say
+from data_tools.report import ProgressBar, say
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
@@ -58,7 +58,7 @@ Color = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LetterRecipe:
     """What decides about the images but their number.
 
     Attributes:
@@ -167,11 +167,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(arguments: argparse.Namespace) -> Recipe:
+def _recipe(arguments: argparse.Namespace) -> LetterRecipe:
     least, largest = arguments.glyph
     if not least <= largest <= 100:
         raise UserError(f"--glyph {least} {largest}: give the smaller one first, and at most 100")
-    return Recipe(
+    return LetterRecipe(
         size=arguments.size,
         letters=arguments.letters,
         glyph=(least, largest),
@@ -181,7 +181,7 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     )
 
 
-def _record(recipe: Recipe, counts: dict[str, int]) -> dict[str, Any]:
+def _record(recipe: LetterRecipe, counts: dict[str, int]) -> dict[str, Any]:
     import matplotlib
 
     return {
@@ -201,7 +201,7 @@ def _record(recipe: Recipe, counts: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, *, counts: dict[str, int], recipe: Recipe, workers: int) -> None:
+def _write(folder: Path, *, counts: dict[str, int], recipe: LetterRecipe, workers: int) -> None:
     for part, letter in itertools.product(counts, recipe.letters):
         (folder / part / letter).mkdir(parents=True)
     tasks = [
@@ -209,14 +209,14 @@ def _write(folder: Path, *, counts: dict[str, int], recipe: Recipe, workers: int
         for part, count in counts.items()
         for start in range(0, count, _CHUNK)
     ]
-    with Progress("drawing letters", total=sum(counts.values())) as progress:
+    with ProgressBar("drawing letters", total=sum(counts.values())) as progress:
         for done in _each(tasks, workers=workers):
             progress.advance(done)
     _save(_sheet(folder, counts, recipe), folder / SHEET_NAME)
     (folder / FONTS_NAME).write_text(describe_fonts(recipe.letters), encoding="utf-8")
 
 
-Task = tuple[Path, str, range, Recipe]
+Task = tuple[Path, str, range, LetterRecipe]
 
 
 def _each(tasks: Sequence[Task], *, workers: int) -> Iterator[int]:
@@ -236,19 +236,19 @@ def _write_images(task: Task) -> int:
     return len(numbers)
 
 
-def image_name(recipe: Recipe, part: str, number: int) -> str:
+def image_name(recipe: LetterRecipe, part: str, number: int) -> str:
     """Return the path of an image below the folder, with its letter, number and font."""
     letter, font = letter_and_font(recipe, part, number)
     return f"{part}/{letter}/{number:06d}-{font}.png"
 
 
-def letter_and_font(recipe: Recipe, part: str, number: int) -> tuple[str, str]:
+def letter_and_font(recipe: LetterRecipe, part: str, number: int) -> tuple[str, str]:
     """Return an image's letter and font: letters in turn, and fonts in turn for each letter."""
     round_, place = divmod(number, len(recipe.letters))
     return recipe.letters[place], FONTS[part][round_ % len(FONTS[part])]
 
 
-def draw(recipe: Recipe, part: str, number: int) -> np.ndarray:
+def draw(recipe: LetterRecipe, part: str, number: int) -> np.ndarray:
     """Draw image `number` of a part: uint8 `[size, size, 3]`. Raises UserError."""
     random = np.random.default_rng([recipe.seed, _STREAMS[part], number])
     coverage = _coverage(recipe, *letter_and_font(recipe, part, number), random)[..., None]
@@ -263,7 +263,9 @@ def draw(recipe: Recipe, part: str, number: int) -> np.ndarray:
     return mixed.astype(np.uint8)
 
 
-def _coverage(recipe: Recipe, letter: str, font: str, random: np.random.Generator) -> np.ndarray:
+def _coverage(
+    recipe: LetterRecipe, letter: str, font: str, random: np.random.Generator
+) -> np.ndarray:
     """Return how much ink each pixel gets: int64 `[size, size]`, at most 255 · oversampling²."""
     fine = recipe.oversampling
     side = recipe.size * fine
@@ -301,7 +303,9 @@ def luminance(color: Sequence[int] | np.ndarray) -> int:
     return (299 * red + 587 * green + 114 * blue) // 1000
 
 
-def _color(recipe: Recipe, random: np.random.Generator, *, unlike: int | None = None) -> Color:
+def _color(
+    recipe: LetterRecipe, random: np.random.Generator, *, unlike: int | None = None
+) -> Color:
     """Draw a colour whose luminance keeps its distance from `unlike`."""
     while True:
         if recipe.colors == "any":
@@ -326,7 +330,7 @@ def _crop(size: int, part: str, random: np.random.Generator) -> np.ndarray:
     return np.asarray(crop, np.int64)
 
 
-def _sheet(folder: Path, counts: dict[str, int], recipe: Recipe) -> np.ndarray:
+def _sheet(folder: Path, counts: dict[str, int], recipe: LetterRecipe) -> np.ndarray:
     """Return a sheet of the first images of each part, a column a letter and a row a font."""
     rounds = {
         part: min(count // len(recipe.letters), len(FONTS[part])) for part, count in counts.items()

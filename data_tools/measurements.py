@@ -20,7 +20,7 @@ from PIL import Image
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.run_features import RunFeatures
 from data_tools.shard_tasks import Encoded
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.format.shards import ShardIndex, map_file
 
@@ -47,7 +47,7 @@ def measurement(num_features: int = NUM_FEATURES) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class MeasureRecipe:
+class MeasurementEncoder:
     """Decode each picture and measure it.
 
     Attributes:
@@ -68,7 +68,7 @@ class MeasureRecipe:
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the measurement of each picture."""
         decoded = [_pixels_or_refusal(picture) for picture in pictures]
         good = [pixels for pixels in decoded if isinstance(pixels, np.ndarray)]
@@ -91,7 +91,7 @@ def check_installed() -> None:
         raise UserError("filter needs ImageHash: run `pip install 'megavis[web]'`")
 
 
-def _pixels_or_refusal(picture: Picture) -> np.ndarray | RefusedImageError:
+def _pixels_or_refusal(picture: SourceImage) -> np.ndarray | RefusedImageError:
     try:
         return decode_image(picture.content)
     except RefusedImageError as refusal:

@@ -25,7 +25,7 @@ from data_tools.jpeg_shards import add_quality_argument, check_quality, encode_j
 from data_tools.resize import CROP, RESIZE, nearest_square, resize_and_crop
 from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_classes_argument, read_class_names
-from data_tools.sources import FileSource, Picture, SourceFile
+from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.pairs import PairsCodec, join, split
 
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out {arguments.out} lies inside the targets: choose another place")
     images = list_images(arguments.images, class_names=read_class_names(arguments.classes_from))
     source = pair_up(images, list_images(arguments.targets))
-    recipe = PairRecipe(arguments.size, arguments.quality, arguments.target_resize)
-    return run_job(source, recipe, arguments, label="pairs")
+    encoder = PairEncoder(arguments.size, arguments.quality, arguments.target_resize)
+    return run_job(source, encoder, arguments, label="pairs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def read_pair(file: SourceFile, root: Path) -> bytes:
 
 
 @dataclass(frozen=True)
-class PairRecipe:
+class PairEncoder:
     """Decode, resize and cut both alike.
 
     Attributes:
@@ -160,7 +160,7 @@ class PairRecipe:
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return one payload of each pair."""
         encoded: list[Encoded] = []
         for picture in pictures:

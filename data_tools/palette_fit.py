@@ -11,10 +11,10 @@ import numpy as np
 
 from data_tools import palette_curve
 from data_tools.decode import RefusedImageError, decode_image
-from data_tools.report import Progress, say
+from data_tools.report import ProgressBar, say
 from data_tools.resize import resize_and_crop
 from data_tools.source_formats import add_source_arguments, open_source
-from data_tools.sources import Part, Picture, Source
+from data_tools.sources import ImageSource, SourceImage, SourcePart
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
 
@@ -68,7 +68,7 @@ def _write_curve(
     say(f"{table}, {picture}")
 
 
-def sample_pixels(source: Source, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
+def sample_pixels(source: ImageSource, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
     Images come in random order and give equally many pixels, at least 64 each, so that a large
@@ -85,7 +85,7 @@ def sample_pixels(source: Source, *, num_pixels: int, size: int, seed: int) -> n
     each = min(each, size * size)
     wanted = -(-num_pixels // each)
     samples: list[np.ndarray] = []
-    with Progress("reading images", total=min(wanted, num_files)) as progress:
+    with ProgressBar("reading images", total=min(wanted, num_files)) as progress:
         for picture in _pictures(parts, count=wanted, random=random):
             try:
                 image = resize_and_crop(decode_image(picture.content), size=size)
@@ -101,7 +101,9 @@ def sample_pixels(source: Source, *, num_pixels: int, size: int, seed: int) -> n
     return np.concatenate(samples)[:num_pixels]
 
 
-def _pictures(parts: list[Part], *, count: int, random: np.random.Generator) -> Iterator[Picture]:
+def _pictures(
+    parts: list[SourcePart], *, count: int, random: np.random.Generator
+) -> Iterator[SourceImage]:
     """Yield pictures of all parts: a share of `count` from the beginning of each, then the rest."""
     if len(parts) == 1:
         yield from parts[0].pictures(_ignore)

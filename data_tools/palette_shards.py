@@ -18,7 +18,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.resize import RESIZE, Crop, add_crop_arguments, crop_from
 from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_source_arguments, open_source
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.base import PaletteCodec
 from megavis.data.format.manifest import PALETTE_NAME
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     crop = crop_from(arguments)
     palette = Palette.load(arguments.palette)
     source = open_source(arguments)
-    recipe = PaletteRecipe(
+    encoder = PaletteEncoder(
         sizes=sizes,
         crop=crop,
         fast=arguments.fast,
@@ -61,11 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
         palette_sha256=palette.sha256,
         num_colors=len(palette),
     )
-    return run_job(source, recipe, arguments, label="palette shards")
+    return run_job(source, encoder, arguments, label="palette shards")
 
 
 @dataclass(frozen=True)
-class PaletteRecipe:
+class PaletteEncoder:
     """Decode, resize to each size, nearest colours, nine bits a token.
 
     Attributes:
@@ -105,7 +105,7 @@ class PaletteRecipe:
         if Palette.load(path).sha256 != self.palette_sha256:
             raise UserError(f"{directory} holds shards of another palette: choose another --out")
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the packed tokens of each picture, one payload a size."""
         palette = self._palette()
         encoded: list[Encoded] = []

@@ -21,7 +21,7 @@ from PIL import Image
 
 from data_tools.close_ups import cut_close_ups
 from data_tools.made_folder import make_folder
-from data_tools.report import Progress, say
+from data_tools.report import ProgressBar, say
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 
@@ -138,7 +138,7 @@ def _record(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _write_crops(folder: Path, *, counts: Mapping[str, int], arguments: argparse.Namespace) -> None:
     """Cut every photograph into `folder`, as many crops of each split as `counts` says."""
-    with Progress("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
+    with ProgressBar("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
         for number, photograph in enumerate(photographs()):
             image = load_photograph(photograph)
             for split, total in counts.items():

@@ -30,7 +30,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class Progress:
+class ProgressBar:
     """A bar on a terminal, a plain line every ten seconds in a log; both on standard error.
 
     Args:
@@ -86,7 +86,7 @@ class Progress:
         """Time since the start."""
         return time.monotonic() - self._start
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(
@@ -100,7 +100,7 @@ class Progress:
 
 
 @dataclass
-class Outcome:
+class JobOutcome:
     """What became of the units of a job.
 
     Attributes:
@@ -131,7 +131,7 @@ class Outcome:
         return course[::-1][::step][::-1]
 
 
-def write_memory_figure(path: Path, outcome: Outcome) -> bool:
+def write_memory_figure(path: Path, outcome: JobOutcome) -> bool:
     """Draw how memory grew, of a job long enough for that; return whether it was. Raises OSError.
 
     Args:
@@ -147,7 +147,7 @@ def write_memory_figure(path: Path, outcome: Outcome) -> bool:
 
 
 def write_report(
-    path: Path, outcome: Outcome, *, finished: Sequence[str] = ()
+    path: Path, outcome: JobOutcome, *, finished: Sequence[str] = ()
 ) -> dict[str, list[str]]:
     """Write the report of a job.
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from data_tools.jobs import add_job_arguments, manifest_of, run_job, write_manifest
 from data_tools.report import say
-from data_tools.shard_tasks import Encoded, Recipe, UnitResult
-from data_tools.sources import Part, Picture, Refuse, Source
+from data_tools.shard_tasks import Encoded, ShardEncoder, UnitResult
+from data_tools.sources import ImageSource, Refuse, SourceImage, SourcePart
 from data_tools.verify import find_problems
 from megavis.config.errors import UserError
 from megavis.data.codecs.registry import suffix_of
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_same_form(folders[0], folder)
         if out.is_relative_to(folder.path):
             raise UserError(f"--out {arguments.out} lies inside a source: choose another place")
-    source, recipe = MergedSource(tuple(folders)), CopyRecipe(tuple(folders))
-    if failed := run_job(source, recipe, arguments, label="copying", finish=_finish):
+    source, encoder = MergedSource(tuple(folders)), CopyEncoder(tuple(folders))
+    if failed := run_job(source, encoder, arguments, label="copying", finish=_finish):
         return failed
     if not (out / MANIFEST_NAME).exists():  # other slices are not done
         return 0
@@ -125,7 +125,7 @@ class MergedPart:
         """Number of samples."""
         return sum(part.stop - part.start for part in self.ranges)
 
-    def pictures(self, refuse: Refuse) -> Iterator[Picture]:
+    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
         """Yield the samples. Raises UserError where a shard is not what its manifest says."""
         for part in self.ranges:
             reader = _whole_shard(part.path, part.shard)
@@ -136,7 +136,7 @@ class MergedPart:
                     key = f"{part.number}-{key}"
                 start = index.offsets[place]
                 payload = content[start : start + index.lengths[place]].tobytes()
-                yield Picture(key, index.sources[place], index.labels[place], payload)
+                yield SourceImage(key, index.sources[place], index.labels[place], payload)
 
 
 @functools.lru_cache(maxsize=1)
@@ -180,9 +180,9 @@ class MergedSource:
         """The first folder."""
         return self.folders[0].path
 
-    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+    def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Cut the sequence of all samples; nothing is shuffled."""
-        parts: list[Part] = []
+        parts: list[SourcePart] = []
         open_ranges: list[Range] = []
         room = files_per_part
         for number, folder, shard in self._shards():
@@ -204,7 +204,7 @@ class MergedSource:
 
 
 @dataclass(frozen=True)
-class CopyRecipe:
+class CopyEncoder:
     """Payloads as they are."""
 
     sources: tuple[Folder, ...]
@@ -226,7 +226,7 @@ class CopyRecipe:
         if palette.exists() and not (directory / PALETTE_NAME).exists():
             write_atomically(directory / PALETTE_NAME, palette.read_bytes())
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the payloads."""
         return [[[picture.content]] for picture in pictures]
 
@@ -247,7 +247,10 @@ class CopyRecipe:
 
 
 def _finish(
-    source: Source, recipe: Recipe, results: Sequence[UnitResult], arguments: argparse.Namespace
+    source: ImageSource,
+    encoder: ShardEncoder,
+    results: Sequence[UnitResult],
+    arguments: argparse.Namespace,
 ) -> None:
     """Write the manifest, with the counts of what the folders were made of."""
     assert isinstance(source, MergedSource)
@@ -255,7 +258,7 @@ def _finish(
     skipped: Counter[str] = Counter()
     for manifest in manifests:
         skipped.update(manifest.skipped)
-    merged = manifest_of(source, recipe, results, number=0, seed=manifests[0].seed)
+    merged = manifest_of(source, encoder, results, number=0, seed=manifests[0].seed)
     num_files = sum(manifest.source.num_files for manifest in manifests)
     record = merged.source.model_copy(update={"num_files": num_files})
     update = {"source": record, "skipped": dict(sorted(skipped.items()))}

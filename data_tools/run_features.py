@@ -20,7 +20,13 @@ from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import MANIFEST
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
-from megavis.data.format.manifest import FORMAT_VERSION, PALETTE_NAME, Manifest, Preparation, Source
+from megavis.data.format.manifest import (
+    FORMAT_VERSION,
+    PALETTE_NAME,
+    Manifest,
+    Preparation,
+    SourceIdentity,
+)
 
 if TYPE_CHECKING:  # torch and Megatron take seconds, and only the processes that measure need them
     from megavis.notebook import Run
@@ -93,7 +99,7 @@ def _takes_pictures(run: Run) -> bool:
         shards=(),
         skipped={},
         seed=0,
-        source=Source(description="a picture", num_files=0, sha256="0" * 64),
+        source=SourceIdentity(description="a picture", num_files=0, sha256="0" * 64),
         tool_version=__version__,
     )
     return not list(run.objective.check_data(pictures))

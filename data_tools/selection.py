@@ -19,7 +19,7 @@ _HASH_RANGE = 1 << 64
 
 
 @dataclass(frozen=True)
-class Selection:
+class ImageSelection:
     """What is left out of a source.
 
     Attributes:
@@ -109,7 +109,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
         yield from map(json.loads, file)
 
 
-def open_selection(split: Split, share: float, filtered: Path | None) -> Selection:
+def open_selection(split: Split, share: float, filtered: Path | None) -> ImageSelection:
     """Make a selection of what the command line says.
 
     Raises:
@@ -118,16 +118,16 @@ def open_selection(split: Split, share: float, filtered: Path | None) -> Selecti
     if not 0 < share < 1:
         raise UserError("--validation-share must lie between 0 and 1")
     if filtered is None:
-        return Selection(split, share)
+        return ImageSelection(split, share)
     path = filtered / DECISION_NAME
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         raise UserError(f"{path} is missing: let `python -m data_tools filter` finish") from None
-    return Selection(split, share, filtered.resolve(), digest)
+    return ImageSelection(split, share, filtered.resolve(), digest)
 
 
-def check_made_for(selection: Selection, source_sha256: str) -> None:
+def check_made_for(selection: ImageSelection, source_sha256: str) -> None:
     """Raise UserError where `filter` looked at other pictures than those of this source."""
     if selection.filtered is None:
         return

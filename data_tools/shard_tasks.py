@@ -1,6 +1,6 @@
 """Units of work: what each one is, whether it is done, and the doing of it.
 
-A unit turns one part of a source into one shard (in each folder that its recipe writes). Units do
+A unit turns one part of a source into one shard (in each folder that its encoder writes). Units do
 not depend on each other, so any number of workers gives the same bytes, and a rerun after a crash
 redoes only what is missing. A unit is finished when its index stands beside its tar.
 """
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data_tools.decode import RefusedImageError
-from data_tools.sources import Part, Picture, Source
+from data_tools.sources import ImageSource, SourceImage, SourcePart
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import FORMAT_VERSION, ShardEntry
 from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
 
-# What a recipe makes of one picture: for each of its folders the payloads of the samples that
+# What an encoder makes of one picture: for each of its folders the payloads of the samples that
 # this picture gives there (one, or several crops), or the reason why it gives none.
 Encoded = Sequence[Sequence[bytes]] | RefusedImageError
 
 
-class Recipe(Protocol):
+class ShardEncoder(Protocol):
     """What a verb makes of pictures.
 
     It can be pickled and is small: what is large (tables, weights) is loaded where `encode` first
@@ -54,7 +54,7 @@ class Recipe(Protocol):
     def prepare(self, directory: Path) -> None:
         """Write what a shard folder holds besides shards. Raises UserError where it cannot be."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return what each picture gives; a function of the batch alone."""
 
     def describe(self, folder: str) -> dict[str, Any]:
@@ -69,14 +69,14 @@ class Unit:
         directories: the shard folders.
         shard: file name of the tar, the same in each of them.
         part: what it reads.
-        recipe: what it makes of that.
+        encoder: what it makes of that.
         jobs: identity of the whole job, one a folder.
     """
 
     directories: tuple[Path, ...]
     shard: str
-    part: Part
-    recipe: Recipe
+    part: SourcePart
+    encoder: ShardEncoder
     jobs: tuple[str, ...]
 
     @property
@@ -105,9 +105,9 @@ class UnitResult:
 
 
 def plan_units(
-    source: Source, recipe: Recipe, *, out: Path, files_per_shard: int, seed: int
+    source: ImageSource, encoder: ShardEncoder, *, out: Path, files_per_shard: int, seed: int
 ) -> list[Unit]:
-    """Return the units that turn `source` into the shard folders of `recipe` below `out`."""
+    """Return the units that turn `source` into the shard folders of `encoder` below `out`."""
     settings = {
         "format": FORMAT_VERSION,
         "files_per_shard": files_per_shard,
@@ -117,13 +117,13 @@ def plan_units(
     }
     jobs = tuple(
         hashlib.sha256(
-            json.dumps({**settings, "recipe": recipe.settings(folder)}, sort_keys=True).encode()
+            json.dumps({**settings, "recipe": encoder.settings(folder)}, sort_keys=True).encode()
         ).hexdigest()
-        for folder in recipe.folders
+        for folder in encoder.folders
     )
-    directories = tuple(out / folder for folder in recipe.folders)
+    directories = tuple(out / folder for folder in encoder.folders)
     return [
-        Unit(directories, f"shard-{number:06d}.tar", part, recipe, jobs)
+        Unit(directories, f"shard-{number:06d}.tar", part, encoder, jobs)
         for number, part in enumerate(source.parts(files_per_part=files_per_shard, seed=seed))
     ]
 
@@ -144,7 +144,7 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
     skipped: list[tuple[str, str]] = []
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(open_shard(path, job=job, suffix=unit.recipe.suffix))
+            stack.enter_context(open_shard(path, job=job, suffix=unit.encoder.suffix))
             for path, job in zip(unit.paths, unit.jobs, strict=True)
         ]
         _fill(unit, writers, skipped, advance)
@@ -189,8 +189,8 @@ def _fill(
         skipped.append((name, reason))
 
     pictures = unit.part.pictures(refuse)
-    for batch in _batches(pictures, unit.recipe.batch_size):
-        for picture, encoded in zip(batch, unit.recipe.encode(batch), strict=True):
+    for batch in _batches(pictures, unit.encoder.batch_size):
+        for picture, encoded in zip(batch, unit.encoder.encode(batch), strict=True):
             if isinstance(encoded, RefusedImageError):
                 refuse(picture.name, str(encoded))
                 continue
@@ -200,13 +200,13 @@ def _fill(
             advance(len(batch))
 
 
-def _add(writer: ShardWriter, picture: Picture, payloads: Sequence[bytes]) -> None:
+def _add(writer: ShardWriter, picture: SourceImage, payloads: Sequence[bytes]) -> None:
     for number, payload in enumerate(payloads):
         key = picture.key if len(payloads) == 1 else f"{picture.key}-{number}"
         writer.add(key, payload, label=picture.label, source=picture.name)
 
 
-def _batches(pictures: Iterator[Picture], size: int) -> Iterator[list[Picture]]:
+def _batches(pictures: Iterator[SourceImage], size: int) -> Iterator[list[SourceImage]]:
     while batch := list(itertools.islice(pictures, size)):
         yield batch
 

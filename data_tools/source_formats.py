@@ -14,8 +14,8 @@ from data_tools.image_folder import list_images
 from data_tools.imagenet import VALIDATION_START, flat_files, train_tar, validation
 from data_tools.labelled.data_set import OFFICIAL_SPLITS, TEST, VALIDATION
 from data_tools.labelled.table import DATA_SETS
-from data_tools.selection import SPLITS, Selection, Split, check_made_for, open_selection
-from data_tools.sources import FileSource, Source, SourceFile
+from data_tools.selection import SPLITS, ImageSelection, Split, check_made_for, open_selection
+from data_tools.sources import FileSource, ImageSource, SourceFile
 from data_tools.tars import first_member, is_tar
 from data_tools.web_tars import list_tars
 from megavis.config.errors import UserError
@@ -89,7 +89,7 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_source(arguments: argparse.Namespace) -> Source:
+def open_source(arguments: argparse.Namespace) -> ImageSource:
     """Return the source that the options of `add_source_arguments` name.
 
     Raises:
@@ -104,7 +104,7 @@ def open_source(arguments: argparse.Namespace) -> Source:
         layout = "imagenet-validation" if arguments.ground_truth else find_layout(place)
     selection = replace(selection, split=_hash_split(layout, arguments.split))
     if layout == "webdataset":
-        check_made_for(selection, list_tars(place, selection=Selection()).sha256)
+        check_made_for(selection, list_tars(place, selection=ImageSelection()).sha256)
         return list_tars(place, selection=selection, class_names=classes)
     if layout.startswith("kaggle"):
         place = _kaggle_folder(place, layout)
@@ -134,7 +134,7 @@ def _hash_split(layout: str, split: str) -> Split:
     return cast(Split, split)
 
 
-def open_unlabelled(place: Path) -> Source:
+def open_unlabelled(place: Path) -> ImageSource:
     """Return the pictures at a path, whose labels do not matter; of a labelled data set its tests.
 
     Raises UserError and OSError.
@@ -143,7 +143,7 @@ def open_unlabelled(place: Path) -> Source:
     if layout in DATA_SETS:
         return DATA_SETS[layout].open(place, TEST, class_names=None)
     if layout == "webdataset":
-        return list_tars(place, selection=Selection())
+        return list_tars(place, selection=ImageSelection())
     if layout == "imagenet-validation":
         return flat_files(place)
     return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))

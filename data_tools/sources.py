@@ -31,7 +31,7 @@ _DUPLICATE = "duplicate name: the last one counts"
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class SourceImage:
     """One file of a source.
 
     Attributes:
@@ -47,18 +47,18 @@ class Picture:
     content: bytes
 
 
-class Part(Protocol):
+class SourcePart(Protocol):
     """What one unit of work reads; can be pickled."""
 
     @property
     def num_files(self) -> int:
         """Number of files, 0 where it is not known before reading."""
 
-    def pictures(self, refuse: Refuse) -> Iterator[Picture]:
+    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
         """Yield the files in a fixed order; call `refuse` for those that cannot be read."""
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """A collection of pictures with an identity.
 
     Attributes:
@@ -77,7 +77,7 @@ class Source(Protocol):
     @property
     def root(self) -> Path: ...  # noqa: D102 - see above
 
-    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+    def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Cut the source into parts; the same arguments give the same parts."""
 
 
@@ -133,7 +133,7 @@ class FileSlice:
         """Number of files."""
         return len(self.files)
 
-    def pictures(self, refuse: Refuse) -> Iterator[Picture]:
+    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
         """Yield the files of the slice, in its order."""
         for place, file in self.files:
             if file.refused or file.num_bytes > MAX_FILE_BYTES:
@@ -147,7 +147,7 @@ class FileSlice:
             if file.offset >= 0 and len(content) < file.num_bytes:
                 refuse(file.name, CUT_OFF)
                 continue
-            yield Picture(f"{place:09d}", file.name, file.label, content)
+            yield SourceImage(f"{place:09d}", file.name, file.label, content)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class FileSource:
             digest.update(f"{file.name}\0{file.num_bytes}\n".encode())
         return cls(description, root, tuple(ordered), tuple(classes), digest.hexdigest(), read)
 
-    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+    def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Shuffle the files by `seed` and cut them into slices of `files_per_part`."""
         order = np.random.default_rng(seed).permutation(len(self.files)).tolist()
         return [

@@ -30,7 +30,7 @@ from data_tools.cepstra import (
 from data_tools.decode import RefusedImageError
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded
-from data_tools.sources import FileSource, Picture, SourceFile
+from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
 from megavis.data.codecs.frames import FramesCodec
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     for part, source in sources(arguments.source, words).items():
         job = copy.copy(arguments)
         job.out = arguments.out / part
-        code = run_job(source, SpeechRecipe(), job, label=part)
+        code = run_job(source, SpeechEncoder(), job, label=part)
         if code:
             return code
     return 0
@@ -141,7 +141,7 @@ def _hash(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class SpeechRecipe:
+class SpeechEncoder:
     """One second of each recording as cepstral coefficients."""
 
     suffix: str = FramesCodec.suffix
@@ -155,7 +155,7 @@ class SpeechRecipe:
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
 
-    def encode(self, pictures: list[Picture]) -> list[Encoded]:
+    def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the frames of each recording."""
         encoded: list[Encoded] = []
         for recording in pictures:
@@ -179,7 +179,7 @@ class SpeechRecipe:
         }
 
 
-def _payload(recording: Picture) -> bytes:
+def _payload(recording: SourceImage) -> bytes:
     samples = read_wav(recording.content)
     start = 0
     if recording.name.startswith(NOISE):

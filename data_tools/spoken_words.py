@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.cepstra import SAMPLE_RATE
-from data_tools.report import Progress, say
+from data_tools.report import ProgressBar, say
 from data_tools.speech_shards import LISTS
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     voices = drawn_voices(synthesizer.voices(), counts, seed=arguments.seed)
     takes = arguments.takes
     total = sum(counts.values()) * len(words) * takes
-    with Progress("speaking", total=total, unit="words") as progress:
+    with ProgressBar("speaking", total=total, unit="words") as progress:
         for part, names in voices.items():
             files = []
             for voice in names:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.contact_sheet import whole_images
-from data_tools.report import Progress, say
+from data_tools.report import ProgressBar, say
 from megavis.config.errors import UserError
 from megavis.data.codecs.registry import suffix_of
 from megavis.data.format.files import sha256_of_file
@@ -47,7 +47,7 @@ def find_problems(directory: Path) -> list[str]:
     """
     manifest = Manifest.read(directory)
     problems = [f"{name} is not in the manifest" for name in _strays(directory, manifest)]
-    with Progress("verifying", total=manifest.num_samples, unit="samples") as progress:
+    with ProgressBar("verifying", total=manifest.num_samples, unit="samples") as progress:
         for shard in manifest.shards:
             try:
                 problems += shard_problems(directory, shard, manifest)

@@ -15,8 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data_tools.selection import Selection
-from data_tools.sources import CUT_OFF, MAX_FILE_BYTES, TOO_LARGE, Part, Picture, Refuse, printable
+from data_tools.selection import ImageSelection
+from data_tools.sources import (
+    CUT_OFF,
+    MAX_FILE_BYTES,
+    TOO_LARGE,
+    Refuse,
+    SourceImage,
+    SourcePart,
+    printable,
+)
 from data_tools.tars import BrokenTarError, tar_members, why_not
 from megavis.config.errors import UserError
 
@@ -51,9 +59,9 @@ class TarPart:
     number: int
     num_files: int
     num_classes: int
-    selection: Selection
+    selection: ImageSelection
 
-    def pictures(self, refuse: Refuse) -> Iterator[Picture]:
+    def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
         """Yield the pictures of the tar in its order."""
         dropped = self.selection.dropped(self.number)
         try:
@@ -68,7 +76,9 @@ class TarPart:
                         continue
                     label = -1 if sample.label is None else int(sample.label)
                     key = f"{self.number:06d}-{place:06d}"
-                    yield Picture(key, name, label, _content(file, sample.image, MAX_FILE_BYTES))
+                    yield SourceImage(
+                        key, name, label, _content(file, sample.image, MAX_FILE_BYTES)
+                    )
         except OSError:
             refuse(self.path.name, "unreadable file")
 
@@ -126,7 +136,7 @@ class TarSource:
     root: Path
     tars: tuple[tuple[Path, int], ...]
     class_names: tuple[str, ...] = ()
-    selection: Selection = Selection()
+    selection: ImageSelection = ImageSelection()
 
     @property
     def sha256(self) -> str:
@@ -136,7 +146,7 @@ class TarSource:
             digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
-    def parts(self, *, files_per_part: int, seed: int) -> list[Part]:
+    def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
         """Return one part a tar, whatever the arguments."""
         return [
             TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
@@ -145,7 +155,7 @@ class TarSource:
 
 
 def list_tars(
-    place: Path, *, selection: Selection, class_names: Sequence[str] | None = None
+    place: Path, *, selection: ImageSelection, class_names: Sequence[str] | None = None
 ) -> TarSource:
     """List webdataset tars.
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_check.models import random_batch
 from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.state.load import load_training_state
-from megavis.checkpoint.state.save import Progress, Snapshot
+from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.load import dump_config
 from megavis.config.schema import RunConfig
@@ -59,7 +59,7 @@ class Trainer:
     def snapshot(self, folder: Path) -> Snapshot:
         """Copy the run as it is to the host's memory."""
         config, steps = self.engine.config, self.steps_taken
-        progress = Progress(
+        progress = TrainingProgress(
             step=steps,
             samples_seen=steps * config.training.batch_size,
             seed=config.seed,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from megavis.commands.sample_fid import DrawnDistance
     from megavis.data.loading.dataset import ShardDataset
-    from megavis.evaluation.linear import Selection
+    from megavis.evaluation.linear import HeldOutSplit
     from megavis.evaluation.probe import Pair, ProbeData
     from megavis.notebook import Run
 
@@ -107,7 +107,7 @@ class CheckpointMeasures:
         return self._data.features(network_of(self.opened, feature_cache(self.opened, self.args)))
 
     @functools.cached_property
-    def _division(self) -> Selection:
+    def _division(self) -> HeldOutSplit:
         from megavis.evaluation.probe import ProbeSettings
 
         train, _ = self._features

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SystemCheck:
     """One thing that was looked for."""
 
     name: str
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if can_train else 1
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[SystemCheck]:
     """Yield all findings; what needs torch only where torch can be imported."""
     yield _python()
     for module, distribution, purpose in (
@@ -84,17 +84,17 @@ def examine() -> Iterator[Finding]:
     yield _libaio()
 
 
-def _python() -> Finding:
+def _python() -> SystemCheck:
     found = (3, 11) <= sys.version_info < (3, 13)
-    return Finding("Python", found, sys.version.split()[0], "3.11 or 3.12: everything", True)
+    return SystemCheck("Python", found, sys.version.split()[0], "3.11 or 3.12: everything", True)
 
 
-def _package(module: str, distribution: str, purpose: str, required: bool = False) -> Finding:
+def _package(module: str, distribution: str, purpose: str, required: bool = False) -> SystemCheck:
     """Import a module: a package that is installed and cannot be imported is of no use."""
     found, detail = _attempt(lambda: importlib.import_module(module))
     if found:
         detail = _version(distribution) or "version unknown"
-    return Finding(distribution, found, detail, purpose, required)
+    return SystemCheck(distribution, found, detail, purpose, required)
 
 
 def _attempt(action: Callable[[], object]) -> tuple[bool, str]:
@@ -116,7 +116,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[SystemCheck]:
     import torch
     import torch.distributed as dist
 
@@ -125,16 +125,18 @@ def _devices() -> Iterator[Finding]:
     built = torch.version.cuda
     absent = f"torch is built for CUDA {built}, no GPU found" if built else "torch is a CPU build"
     purpose = "training at full size; without it all runs on the CPU"
-    yield Finding("CUDA", cuda, ", ".join(names) or absent, purpose)
+    yield SystemCheck("CUDA", cuda, ", ".join(names) or absent, purpose)
     nccl = dist.is_nccl_available() and cuda
     detail = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "needs CUDA"
-    yield Finding("NCCL", nccl, detail, "several GPUs")
+    yield SystemCheck("NCCL", nccl, detail, "several GPUs")
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else True
     where = "on the GPU" if cuda else "on the CPU, slowly"
-    yield Finding("bf16", bf16, where if bf16 else "not on this GPU", "training.precision: bf16")
+    yield SystemCheck(
+        "bf16", bf16, where if bf16 else "not on this GPU", "training.precision: bf16"
+    )
 
 
-def _process_group() -> Finding:
+def _process_group() -> SystemCheck:
     """Add numbers up in a job of one process: the shortest proof that the parts fit together."""
     summed = ""
 
@@ -150,7 +152,7 @@ def _process_group() -> Finding:
             close_context()
 
     found, detail = _attempt(add_up)
-    return Finding("process group", found, detail or summed, "everything", True)
+    return SystemCheck("process group", found, detail or summed, "everything", True)
 
 
 def _all_reduce(device: torch.device) -> str:
@@ -165,52 +167,52 @@ def _all_reduce(device: torch.device) -> str:
     return f"{dist.get_backend()}, an all-reduce on {device}"
 
 
-def apex() -> Finding:
+def apex() -> SystemCheck:
     """Look for NVIDIA Apex by a module that the unrelated PyPI package of that name lacks."""
     name, purpose = "NVIDIA Apex", "optimizer.implementation: apex"
     found, _ = _attempt(lambda: importlib.import_module("apex.optimizers"))
     if found:
-        return Finding(name, True, "apex.optimizers", purpose)
+        return SystemCheck(name, True, "apex.optimizers", purpose)
     detail = "not installed"
     if _version("apex") is not None:
         detail = "the installed 'apex' is another project of that name, not NVIDIA's"
-    return Finding(name, False, detail, purpose)
+    return SystemCheck(name, False, detail, purpose)
 
 
-def transformer_engine() -> Finding:
+def transformer_engine() -> SystemCheck:
     """Look for Transformer Engine's torch half; the package alone may lack it."""
     name, purpose = "Transformer Engine", "nothing yet: megavis runs Megatron's own layers"
     found, detail = _attempt(lambda: importlib.import_module("transformer_engine.pytorch"))
     if found:
-        return Finding(name, True, _version("transformer-engine") or "version unknown", purpose)
+        return SystemCheck(name, True, _version("transformer-engine") or "version unknown", purpose)
     if detail.startswith("ModuleNotFoundError: No module named 'transformer_engine'"):
         detail = "not installed"
-    return Finding(name, False, detail, purpose)
+    return SystemCheck(name, False, detail, purpose)
 
 
-def _compilers() -> Iterator[Finding]:
+def _compilers() -> Iterator[SystemCheck]:
     # The environment's own folder too: ninja comes from pip, and the environment may be inactive.
     folders = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     for tool in ("g++", "ninja"):
         place = shutil.which(tool, path=folders)
         purpose = "offload to NVMe (DeepSpeed compiles its file reader on first use)"
-        yield Finding(tool, place is not None, place or "not on the PATH", purpose)
+        yield SystemCheck(tool, place is not None, place or "not on the PATH", purpose)
 
 
-def _libaio() -> Finding:
+def _libaio() -> SystemCheck:
     purpose = "offload to NVMe"
     if ctypes.util.find_library("aio") is None:
-        return Finding("libaio", False, "not installed", purpose)
+        return SystemCheck("libaio", False, "not installed", purpose)
 
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     # DeepSpeed's own test links a program, so it wants the development files as well.
     found = bool(AsyncIOBuilder().is_compatible(verbose=False))
     detail = "library and development files" if found else "its development files are missing"
-    return Finding("libaio", found, detail, purpose)
+    return SystemCheck("libaio", found, detail, purpose)
 
 
-def _as_table(findings: list[Finding], can_train: bool) -> str:
+def _as_table(findings: list[SystemCheck], can_train: bool) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

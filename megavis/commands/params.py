@@ -15,7 +15,7 @@ from megavis.config.arguments import positive
 if TYPE_CHECKING:
     from megavis.composition.trainable import Trainable
     from megavis.config.schema import RunConfig
-    from megavis.planning.parameters import Matrix, Part
+    from megavis.planning.parameters import Matrix, ModelPart
     from megavis.planning.states import StateMemory
 
 
@@ -85,7 +85,7 @@ def count_memory(objective: Trainable, matrices: list[Matrix], num_processes: in
     )
 
 
-def _as_json(config: RunConfig, parts: list[Part], memory: StateMemory | None) -> str:
+def _as_json(config: RunConfig, parts: list[ModelPart], memory: StateMemory | None) -> str:
     tree = {
         "name": config.name,
         "total": sum(part.parameters for part in parts),
@@ -107,7 +107,7 @@ def _as_json(config: RunConfig, parts: list[Part], memory: StateMemory | None) -
     return json.dumps(tree, indent=2) + "\n"
 
 
-def _as_table(config: RunConfig, parts: list[Part], memory: StateMemory | None) -> str:
+def _as_table(config: RunConfig, parts: list[ModelPart], memory: StateMemory | None) -> str:
     total = sum(part.parameters for part in parts)
     width = max(len(matrix.name) for part in parts for matrix in part.matrices) + 2
     lines = [f"{config.name}: {total:,} parameters", *part_lines(parts)]

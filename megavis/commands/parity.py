@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.config.schema import ParallelConfig
-    from megavis.training.parity import Comparison
+    from megavis.training.parity import ParityResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -94,7 +94,7 @@ def _choose(words: str, config: Any, num_processes: int) -> list[ParallelConfig]
     return [legal[name] for name in words.split(",")]
 
 
-def _print_comparison(comparison: Comparison) -> None:
+def _print_comparison(comparison: ParityResult) -> None:
     _print_row(
         comparison.layout,
         f"{comparison.loss_difference:.1e}",

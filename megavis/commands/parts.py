@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megavis.model.parts import StackSize
-    from megavis.planning.parameters import Part
+    from megavis.planning.parameters import ModelPart
 
 
-def part_lines(parts: Sequence[Part]) -> list[str]:
+def part_lines(parts: Sequence[ModelPart]) -> list[str]:
     """Return a row for each part; nothing where there is one stack."""
     stacks = _stacks(parts)
     if len(stacks) < 2:
@@ -33,11 +33,11 @@ def part_lines(parts: Sequence[Part]) -> list[str]:
 _WHEN = {"once": "once", "step": "each step"}
 
 
-def parts_json(parts: Sequence[Part]) -> dict[str, Any]:
+def parts_json(parts: Sequence[ModelPart]) -> dict[str, Any]:
     """Return the sizes of all stacks, in operations an image; nothing where there is one."""
     stacks = _stacks(parts)
     return {"stacks": [asdict(stack) for stack in stacks]} if len(stacks) > 1 else {}
 
 
-def _stacks(parts: Sequence[Part]) -> list[StackSize]:
+def _stacks(parts: Sequence[ModelPart]) -> list[StackSize]:
     return [part.stack for part in parts if part.stack is not None]

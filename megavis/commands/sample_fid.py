@@ -12,7 +12,7 @@ from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megavis.evaluation.images.generation import Comparison
+    from megavis.evaluation.images.generation import ImageSetComparison
     from megavis.notebook import Run
 
 MEASURE = "frechet"
@@ -61,7 +61,7 @@ class DrawnDistance:
         self._network = open_network(args.inception, args.network, self._device)
         self._reference = read_statistics(args.reference)
 
-    def measure(self, opened: Run) -> Comparison:
+    def measure(self, opened: Run) -> ImageSetComparison:
         """Draw images as `megavis sample RUN` does where nothing else is said, and compare them.
 
         Raises:

@@ -12,7 +12,7 @@ from megavis.commands.arguments import add_config, add_device, read_config
 from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
-    from megavis.training.search.learning_rate import Outcome
+    from megavis.training.search.learning_rate import TrialResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -87,7 +87,7 @@ def _rates(text: str) -> list[float]:
         ) from None
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: TrialResult) -> None:
     end = "given up" if outcome.state != "finished" else f"loss {outcome.validation_loss:.4f}"
     if outcome.accuracy is not None:
         end += f", accuracy {outcome.accuracy:.4f}"
@@ -95,5 +95,5 @@ def _tell(outcome: Outcome) -> None:
     sys.stdout.flush()
 
 
-def _say_nothing(_: Outcome) -> None:
+def _say_nothing(_: TrialResult) -> None:
     pass

@@ -17,7 +17,7 @@ from megavis.commands.options import refuse_options
 from megavis.commands.save_figure import keep_figure
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
-from megavis.training.search.axis import Axis
+from megavis.training.search.axis import SweepAxis
 
 if TYPE_CHECKING:
     from megavis.notebook import Run
@@ -69,9 +69,9 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _axis(text: str) -> Axis:
+def _axis(text: str) -> SweepAxis:
     try:
-        return Axis.parse(text)
+        return SweepAxis.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

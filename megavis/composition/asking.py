@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megavis.model.flops import Workload
 from megavis.model.relative import OFF_GRID
-from megavis.model.visibility import Kind
+from megavis.model.visibility import VisibilityKind
 from megavis.schedules.base import Arrangement, Question
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 START = -1
 """The place of a start token, which stands to the left of the first cell of the grid."""
 
-Rows = tuple[Tensor, ...]
+AskedRows = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Asking(ABC):
 
     num_inputs: ClassVar[int]
     """Tensors that `rows` gives."""
-    visibility: Kind
+    visibility: VisibilityKind
     """Which row sees which."""
     extra_tensors: tuple[str, ...] = ()
     """Names of the tensors that say so, in the order in which they travel."""
@@ -81,7 +81,7 @@ class Asking(ABC):
         return ("front",) if self.num_front else ()
 
     @abstractmethod
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return the rows that answer a question.
 
         Args:
@@ -92,11 +92,11 @@ class Asking(ABC):
         """
 
     @abstractmethod
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return rows in which nothing is hidden that need not be, each of them a token's."""
 
     @abstractmethod
-    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """Embed rows.
 
         Args:
@@ -127,7 +127,7 @@ class Shift(Asking):
                 of the rows before it alone; a prefix of group 0 then sees itself.
         """
         self.place, self.by_groups = place, by_groups
-        self.visibility: Kind = "two_stream" if by_groups else "causal"
+        self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
         self.extra_tensors = ("content_groups", "query_groups") if by_groups else ()
 
     @property
@@ -136,16 +136,16 @@ class Shift(Asking):
         asked: tuple[Role, ...] = ("asked_positions",) if self.place == "both" else ()
         return ("content", "positions", *asked, "start")
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return tokens, their places with `START` in front, and the places (groups) asked for."""
         return self._between(tokens, question.plan, since, question.asked.stop)
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return start and all tokens; as in training where rows know what they predict."""
         last = 0 if self.place == "content" else 1
         return self._between(tokens, plan, 0, plan.num_positions + 1 - last)
 
-    def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> Rows:
+    def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
         """Return the rows [start, stop)."""
         first = max(start - 1, 0)
         before, places = tokens[:, first : stop - 1], plan.order[:, first : stop - 1]
@@ -158,7 +158,7 @@ class Shift(Asking):
         groups = F.pad(groups, (1, 0)) if start == 0 else groups
         return before, places, groups.expand(len(before), -1)
 
-    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, asked = rows
         carried: dict[str, Tensor] = {}
@@ -194,7 +194,7 @@ class Mask(Asking):
     """A row for each position, which holds its token or, where that is hidden, a filler."""
 
     num_inputs = 3
-    visibility: Kind = "full"
+    visibility: VisibilityKind = "full"
 
     def __init__(self, *, num_front: int = 0) -> None:
         """Build; so many condition rows stand in front."""
@@ -205,17 +205,17 @@ class Mask(Asking):
         """Tokens, places, and what stands for hidden ones."""
         return ("content", "positions", "mask", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return all tokens, their places, and bool `[b, n]`, true where one is hidden."""
         order, hidden = question.plan.order, question.hidden
         hidden = question.plan.groups > 0 if hidden is None else hidden
         return tokens, order, hidden.expand(len(tokens), -1)
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return all tokens, none hidden but those that the plan hides."""
         return self.rows(tokens, plan.question)
 
-    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, is_hidden = rows
         hidden, cells = reader.embed_content(tokens), reader.cells(places)
@@ -239,7 +239,7 @@ class Query(Asking):
     """
 
     num_inputs = 5
-    visibility: Kind = "two_stream"
+    visibility: VisibilityKind = "two_stream"
     extra_tensors = ("content_groups", "query_groups")
 
     def __init__(self, *, num_front: int = 0, starts: bool = False, queries: bool = True) -> None:
@@ -259,7 +259,7 @@ class Query(Asking):
         start: tuple[Role, ...] = ("start",) if self.starts else ()
         return ("content", "positions", *start, "query", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return the known tokens, their places and groups, and the places and groups asked for.
 
         Queries of group 0 see what those of group 1 see; nothing is learned from them. Without
@@ -270,7 +270,7 @@ class Query(Asking):
             return self._streams(tokens, plan, known, question.asked)
         return self._streams(tokens, plan, min(known, plan.num_positions - 1), slice(0, 0))
 
-    def _streams(self, tokens: Tensor, plan: Arrangement, known: int, asked: slice) -> Rows:
+    def _streams(self, tokens: Tensor, plan: Arrangement, known: int, asked: slice) -> AskedRows:
         count = len(tokens)
         order, groups = plan.order.expand(count, -1), plan.groups.expand(count, -1)
         content, places, own = tokens[:, :known], order[:, :known], groups[:, :known]
@@ -279,11 +279,11 @@ class Query(Asking):
             places = F.pad(places, (1, 0), value=START)
         return content, places, own, order[:, asked], groups[:, asked].clamp(min=1)
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return the content stream alone."""
         return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
 
-    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, groups, asked, asked_groups = rows
         own_cells = reader.cells(places.clamp(min=0))
@@ -320,7 +320,7 @@ class InContext(Asking):
     """A row for each token, which sees the rows of the context; some show their place."""
 
     num_inputs = 3
-    visibility: Kind = "context"
+    visibility: VisibilityKind = "context"
     extra_tensors = ("context",)
     permutes = False
 
@@ -333,23 +333,23 @@ class InContext(Asking):
         """Tokens, and places of those that show them."""
         return ("content", "positions", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return tokens in raster order, the rows int64 `[b, c]` of the context, those placed."""
         plan = question.plan
         return self.rows_of(tokens, plan.order[:, : question.known], plan.num_placed)
 
-    def rows_of(self, tokens: Tensor, context: Tensor, num_placed: int) -> Rows:
+    def rows_of(self, tokens: Tensor, context: Tensor, num_placed: int) -> AskedRows:
         """Return the rows of tokens `[b, n, ...]`, of which `context` `[b, c]` are seen."""
         placed, front = context[:, :num_placed], self.num_front
         own = torch.arange(front, device=context.device).expand(len(context), -1)
         context = torch.cat([own, context + front], dim=1)
         return tokens, context.contiguous(), placed.contiguous()
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return all rows; all are seen, those that the plan places show their place."""
         return self.rows(tokens, plan.question)
 
-    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, context, placed = rows
         hidden = reader.embed_content(tokens)

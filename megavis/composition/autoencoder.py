@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.composition.autoencoder_config import AutoencoderConfig
-from megavis.composition.trainable import Backbone, Sequence, Trainable
+from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
-from megavis.model.declarations import GroupOptions
+from megavis.model.declarations import ParamGroupOptions
 from megavis.model.discriminator import (
     Discriminator,
     discriminator_loss,
@@ -88,7 +88,7 @@ class AutoencoderObjective(Trainable, Backbone):
 
     @abstractmethod
     def build_autoencoder(self) -> nn.Module:
-        """Return the first layer: `Sequence.inputs` to pixels, reconstruction and what it adds.
+        """Return the first layer: `SequenceBatch.inputs` to pixels, reconstruction and extras.
 
         Pixels and reconstruction are `[b, 3, H, W]` in about [0, 1].
         """
@@ -131,15 +131,15 @@ class AutoencoderObjective(Trainable, Backbone):
             )
         return plans
 
-    def _discriminator_options(self) -> GroupOptions:
+    def _discriminator_options(self) -> ParamGroupOptions:
         """Return the discriminator's own rates."""
         rate = self.paper.discriminator_learning_rate
         scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
-        return GroupOptions(scale, self.paper.discriminator_betas)
+        return ParamGroupOptions(scale, self.paper.discriminator_betas)
 
-    def sequence(self, batch: Batch) -> Sequence:
+    def sequence(self, batch: Batch) -> SequenceBatch:
         """Return what goes in; there are no other targets."""
-        return Sequence(self.inputs_from(batch.inputs, sample_index=batch.sample_index), ())
+        return SequenceBatch(self.inputs_from(batch.inputs, sample_index=batch.sample_index), ())
 
     def pixels_from(self, inputs: Any) -> Tensor:
         """Return pixels `[b, 3, H, W]` of images `[b, H, W, 3]`, uint8 or floats in [0, 1]."""

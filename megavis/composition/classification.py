@@ -27,7 +27,7 @@ from megavis.composition.class_heads import (
 )
 from megavis.composition.composition import Composition
 from megavis.composition.mixing import Mixing
-from megavis.composition.trainable import Sequence, Trainable
+from megavis.composition.trainable import SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload, training_flops
@@ -133,22 +133,22 @@ class Classification(Trainable):
         assert isinstance(norm, Norm)
         return ClassHead(core, norm, classifier)
 
-    def sequence(self, batch: Batch) -> Sequence:
+    def sequence(self, batch: Batch) -> SequenceBatch:
         """Return the paper's sequence, then the labels, which are no part of its inputs.
 
         Without the paper's own loss it is the sequence of features.
         """
         if not self.is_joint:
-            return Sequence(self.paper.feature_inputs(batch), (batch.labels,))
+            return SequenceBatch(self.paper.feature_inputs(batch), (batch.labels,))
         self.paper.check_unlabelled()
         own = self.paper.sequence(batch.unlabelled())
-        return Sequence(own.inputs, (*own.targets, batch.labels))
+        return SequenceBatch(own.inputs, (*own.targets, batch.labels))
 
-    def training_sequence(self, batch: Batch) -> Sequence:
+    def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Return the sequence of mixed images, with the shares of classes in place of labels."""
         return self.paper.with_samples(self._mixed_sequence(batch), batch)
 
-    def _mixed_sequence(self, batch: Batch) -> Sequence:
+    def _mixed_sequence(self, batch: Batch) -> SequenceBatch:
         if not self.mixes:
             return self.sequence(batch)
         settings = self.settings
@@ -157,7 +157,7 @@ class Classification(Trainable):
             batch.inputs, batch.labels, batch.sample_index, num_classes=settings.num_classes
         )
         mixed = self.sequence(dataclasses.replace(batch, inputs=images))
-        return Sequence(mixed.inputs, (*mixed.targets[:-1], classes))
+        return SequenceBatch(mixed.inputs, (*mixed.targets[:-1], classes))
 
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any

@@ -17,9 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.asking import Rows as AskedRows
+from megavis.composition.asking import AskedRows
 from megavis.composition.condition import Known
-from megavis.composition.objective import Sequence
+from megavis.composition.objective import SequenceBatch
 from megavis.composition.places import Places
 from megavis.composition.reader import Reader
 from megavis.composition.tokens import blank_batch
@@ -97,7 +97,7 @@ class Composition(Words):
         side = self.config.data.image_size
         return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
-    def sequence(self, batch: Batch) -> Sequence:
+    def sequence(self, batch: Batch) -> SequenceBatch:
         """Draw tokens, arrangement and condition, and ask for what the arrangement predicts."""
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
         read, plan = self._read(samples, index), self.schedule.draw(index)
@@ -108,7 +108,7 @@ class Composition(Words):
             scored, extra = self.density.corrupted(asked, index)
             targets = (scored,)
         inputs = (*self.training_rows(read, plan), *self.condition.training(batch), *extra)
-        return Sequence(inputs, (*targets, *self._weights(plan, len(read))))
+        return SequenceBatch(inputs, (*targets, *self._weights(plan, len(read))))
 
     def _read(self, samples: Any, index: Tensor | None) -> Tensor:
         """Return tokens in raster order; those for a transform as the tokenizer gives them."""
@@ -125,7 +125,7 @@ class Composition(Words):
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for a user's own data.
+        """Return `SequenceBatch.inputs` for a user's own data.
 
         Args:
             inputs: as shards hold them (`Batch.inputs`), or tokens; these pass a transform by.

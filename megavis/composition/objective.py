@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.second_stack import SecondStack
-from megavis.composition.trainable import Backbone, Sequence, Trainable
+from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
@@ -29,11 +29,11 @@ from megavis.model.heads import Head
 from megavis.model.init import Initialization
 from megavis.model.parts import block_plans, model_flops, stacks_of
 from megavis.model.stack import LayerPlan, PlannedStack
-from megavis.model.visibility import Kind
+from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.base import Schedule
 
-__all__ = ["Objective", "Sequence"]
+__all__ = ["Objective", "SequenceBatch"]
 
 
 class Objective(Trainable, Backbone):
@@ -45,7 +45,11 @@ class Objective(Trainable, Backbone):
     """How tokens know where they stand, unless the config says otherwise."""
 
     def __init__(
-        self, config: RunConfig, context: ParallelContext, *, visibility: Kind | None = None
+        self,
+        config: RunConfig,
+        context: ParallelContext,
+        *,
+        visibility: VisibilityKind | None = None,
     ) -> None:
         """Build.
 
@@ -75,7 +79,7 @@ class Objective(Trainable, Backbone):
 
     @property
     @abstractmethod
-    def visibility_kind(self) -> Kind:
+    def visibility_kind(self) -> VisibilityKind:
         """Which token sees which."""
 
     @property
@@ -132,7 +136,7 @@ class Objective(Trainable, Backbone):
 
     @abstractmethod
     def build_embedding(self) -> nn.Module:
-        """Return the first layer: `Sequence.inputs` to the `State` of `[s, b, h]`."""
+        """Return the first layer: `SequenceBatch.inputs` to the `State` of `[s, b, h]`."""
 
     def build_head(self) -> Head:
         """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
@@ -159,7 +163,7 @@ class Objective(Trainable, Backbone):
 
     @final
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for features of a batch, whose labels are not read.
+        """Return `SequenceBatch.inputs` for features of a batch, whose labels are not read.
 
         Raises:
             UserError: the model has no input that stands for "no class".
@@ -172,7 +176,7 @@ class Objective(Trainable, Backbone):
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for features of samples, with nothing hidden that need not be.
+        """Return `SequenceBatch.inputs` for features of samples, hiding no more than needed.
 
         Every token of this sequence counts in a mean over tokens. A class is not among the
         arguments, since features must not hold the answer that a probe reads off them.
@@ -187,18 +191,18 @@ class Objective(Trainable, Backbone):
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
         """Return a batch of nothing in the form of the shards."""
 
-    def blank_sequence(self, num_images: int, device: torch.device) -> Sequence:
+    def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
         """Return such a batch's training sequence: `megavis plan` counts what it takes.
 
         On the meta device, too, where tensors have shapes and no numbers.
         """
         return self.training_sequence(self.blank_batch(num_images, device))
 
-    def training_sequence(self, batch: Batch) -> Sequence:
+    def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Turn a batch into its sequence, with what drop path is drawn by."""
         return self.with_samples(self.sequence(batch), batch)
 
-    def with_samples(self, sequence: Sequence, batch: Batch) -> Sequence:
+    def with_samples(self, sequence: SequenceBatch, batch: Batch) -> SequenceBatch:
         """Add the samples' numbers to the inputs, which the first layer takes in training alone."""
         if not self.core.drop_path:
             return sequence

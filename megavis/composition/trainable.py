@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceBatch:
     """An image as the model sees it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Backbone(ABC):
         raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for features of the Transformer's blocks, without the label.
+        """Return `SequenceBatch.inputs` for features of the blocks, without the label.
 
         Raises:
             UserError: there are no blocks, or the model has no input that stands for "no class".
@@ -149,10 +149,10 @@ class Trainable(ABC):
         """Return the model, first layer first."""
 
     @abstractmethod
-    def sequence(self, batch: Batch) -> Sequence:
+    def sequence(self, batch: Batch) -> SequenceBatch:
         """Turn a batch into a sequence; random draws depend on seed and sample alone."""
 
-    def training_sequence(self, batch: Batch) -> Sequence:
+    def training_sequence(self, batch: Batch) -> SequenceBatch:
         """Turn a batch into the sequence that is trained on; that of evaluation by default."""
         return self.sequence(batch)
 
@@ -168,7 +168,7 @@ class Trainable(ABC):
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return `Sequence.inputs` for a user's own inputs in the paper's form.
+        """Return `SequenceBatch.inputs` for a user's own inputs in the paper's form.
 
         Args:
             inputs: as shards hold them (`Batch.inputs`), or tokens.

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.composition.asking import Asking, Embedded, Rows
+from megavis.composition.asking import AskedRows, Asking, Embedded
 from megavis.model.flops import Workload
-from megavis.model.visibility import Kind
+from megavis.model.visibility import VisibilityKind
 from megavis.schedules.base import Arrangement, Question
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Visible(Asking):
     """A row for each known token, in the order of the arrangement."""
 
     num_inputs = 2
-    visibility: Kind = "full"
+    visibility: VisibilityKind = "full"
     extra_tensors = (ORDER,)
 
     def __init__(self, *, num_front: int = 0) -> None:
@@ -40,16 +40,16 @@ class Visible(Asking):
         """Tokens and places."""
         return ("content", "positions", *self._front)
 
-    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> Rows:
+    def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return the known tokens, and the places of all positions."""
         order = question.plan.order.expand(len(tokens), -1).contiguous()
         return tokens[:, : question.known], order
 
-    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> Rows:
+    def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return all tokens."""
         return self.rows(tokens, Question(plan, plan.num_positions, slice(0, 0)))
 
-    def embed(self, reader: Reader, rows: Rows, known: Mapping[Role, Tensor]) -> Embedded:
+    def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, order = rows
         cells = reader.cells(order[:, : tokens.shape[1]])

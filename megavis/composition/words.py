@@ -23,7 +23,7 @@ from megavis.model.core import MEMORY
 from megavis.model.embeddings import grid_positions
 from megavis.model.init import Initialization, filled, normal, vision_transformer
 from megavis.model.positions import carried_names
-from megavis.model.visibility import Kind
+from megavis.model.visibility import VisibilityKind
 
 
 class Words(Objective):
@@ -99,7 +99,7 @@ class Words(Objective):
     # The first layer, which follows.
 
     @property
-    def visibility_kind(self) -> Kind:
+    def visibility_kind(self) -> VisibilityKind:
         """That of the asking kind."""
         return self.asks.visibility
 

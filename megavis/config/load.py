@@ -19,7 +19,7 @@ from megavis.config.names import SchemaNames, did_you_mean
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.config.shorthand import CountImages, Shorthand, take_shorthand, write_out_epochs
-from megavis.config.yaml_tree import Source, apply_override, dump_tree, read_tree
+from megavis.config.yaml_tree import ConfigSource, apply_override, dump_tree, read_tree
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LoadedConfig:
     """A checked config and where its keys came from."""
 
     config: RunConfig
-    source: Source
+    source: ConfigSource
 
     def require_world(self, world_size: int) -> None:
         """Raise `UserError` where the config does not fit `world_size` processes."""
@@ -53,7 +53,7 @@ def load_config(
     Raises:
         UserError: with file, line, key and what would be right for every mistake.
     """
-    source = Source(str(path))
+    source = ConfigSource(str(path))
     tree = read_tree(Path(path), source)
     for word in overrides:
         apply_override(tree, word, source)
@@ -66,7 +66,7 @@ def load_config(
 
 def _validate(
     tree: dict[str, Any],
-    source: Source,
+    source: ConfigSource,
     count_images: CountImages | None,
 ) -> RunConfig:
     names = SchemaNames(tree)

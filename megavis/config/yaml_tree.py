@@ -46,7 +46,7 @@ _Dumper.add_representer(
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """Where each key was written, for messages."""
 
     path: str
@@ -69,7 +69,7 @@ class Source:
         return UserError("\n".join(f"{self.place(k)}: {k}: {text}" for k, text in complaints))
 
 
-def read_tree(path: Path, source: Source, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a file, and beneath its keys those of the file that it is based on."""
     tree = _read_file(path, source)
     if isinstance(tree.get("model"), dict):
@@ -85,7 +85,7 @@ def read_tree(path: Path, source: Source, above: tuple[Path, ...] = ()) -> dict[
         raise source.error([(BASED_ON, f"{base} is based on this file in turn")])
     if not beneath.is_file():
         raise source.error([(BASED_ON, f"{beneath}: no such config file")])
-    source_beneath = Source(str(beneath))
+    source_beneath = ConfigSource(str(beneath))
     merged = _merge(read_tree(beneath, source_beneath, above), tree)
     source.lines = {**source_beneath.lines, **source.lines}
     return merged
@@ -102,7 +102,7 @@ def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read_file(path: Path, source: Source) -> dict[str, Any]:
+def _read_file(path: Path, source: ConfigSource) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def _read_file(path: Path, source: Source) -> dict[str, Any]:
     return tree
 
 
-def _parse(text: str, source: Source) -> dict[str, Any] | None:
+def _parse(text: str, source: ConfigSource) -> dict[str, Any] | None:
     """Return the tree, or None where the text is not a mapping; note the line of each key."""
     loader = _Loader(text)
     try:
@@ -141,7 +141,7 @@ def _parse(text: str, source: Source) -> dict[str, Any] | None:
         loader.dispose()
 
 
-def _note_lines(node: yaml.MappingNode, prefix: str, source: Source) -> None:
+def _note_lines(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> None:
     for key_node, value_node in node.value:
         key = f"{prefix}{key_node.value}"
         line = key_node.start_mark.line + 1
@@ -156,7 +156,7 @@ def _note_lines(node: yaml.MappingNode, prefix: str, source: Source) -> None:
                     _note_lines(item, f"{key}.{place}.", source)
 
 
-def apply_override(tree: dict[str, Any], word: str, source: Source) -> None:
+def apply_override(tree: dict[str, Any], word: str, source: ConfigSource) -> None:
     """Set the key of a `key=value` word.
 
     Raises:

@@ -19,7 +19,7 @@ from megavis.model.layer_state import PackedState
 
 
 @dataclass(frozen=True)
-class Choice:
+class CategoricalOptions:
     """How an id is chosen: the filters apply in the order of the fields.
 
     Raises:
@@ -95,7 +95,7 @@ class Choice:
 class Categorical(Density):
     """Logits over a vocabulary, split over the tensor group."""
 
-    options_type = Choice
+    options_type = CategoricalOptions
 
     def __init__(self, core: Core, vocabulary_size: int, *, fill: Fill) -> None:
         """Build.
@@ -124,7 +124,7 @@ class Categorical(Density):
         """Return logits `[b, q, v]`."""
         return whole_logits(predictions, self.core)
 
-    def drawing(self, options: Choice, *, scored: bool) -> Drawing:
+    def drawing(self, options: CategoricalOptions, *, scored: bool) -> Drawing:
         """Return what draws ids."""
         return _DrawsIds(self, options, scored)
 
@@ -132,7 +132,7 @@ class Categorical(Density):
 @dataclass(frozen=True)
 class _DrawsIds(Drawing):
     density: Categorical
-    choice: Choice
+    choice: CategoricalOptions
     scored: bool
 
     def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:

@@ -103,7 +103,7 @@ class PairDecoder(nn.Module):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderSpec:
     """A decoder that is not built yet.
 
     Attributes:
@@ -170,7 +170,7 @@ class PatchHead(Head):
 
     norm: LastNorm
 
-    def __init__(self, core: Core, decoder: Decoder) -> None:
+    def __init__(self, core: Core, decoder: DecoderSpec) -> None:
         """Build on the backbone of this core."""
         super().__init__(core, LastNorm(core))
         inner = core_of_decoder(core, decoder.num_layers)

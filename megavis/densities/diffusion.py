@@ -39,7 +39,7 @@ class DenoisingHead(Protocol):
 
 
 @dataclass(frozen=True)
-class DiffusionChoice:
+class DiffusionOptions:
     """How a patch is drawn.
 
     Raises:
@@ -59,7 +59,7 @@ class DiffusionChoice:
 
 
 @dataclass(frozen=True)
-class Process:
+class DiffusionProcess:
     """How noise is added, and taken away when patches are drawn.
 
     Attributes:
@@ -83,13 +83,13 @@ class Process:
 class Diffusion(Density):
     """A decoder that takes noise from patches."""
 
-    options_type = DiffusionChoice
+    options_type = DiffusionOptions
     names = ("gamma",)
 
     def __init__(
         self,
         num_outputs: int,
-        process: Process,
+        process: DiffusionProcess,
         *,
         build_head: Callable[[], Head],
         decoder: DecoderWork = NO_DECODER,
@@ -160,7 +160,7 @@ class Diffusion(Density):
         """Return patches, or noise, `[b, q, d]`."""
         return predictions
 
-    def drawing(self, options: DiffusionChoice, *, scored: bool) -> Drawing:
+    def drawing(self, options: DiffusionOptions, *, scored: bool) -> Drawing:
         """Return what draws patches by ancestral sampling (appendices E and F).
 
         Raises:

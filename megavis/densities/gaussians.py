@@ -34,7 +34,7 @@ def _check_range(**values: float) -> None:
 
 
 @dataclass(frozen=True)
-class GaussianChoice:
+class GaussianOptions:
     """What is done to a Gaussian before a token is drawn from it.
 
     Raises:
@@ -49,7 +49,7 @@ class GaussianChoice:
 
 
 @dataclass(frozen=True)
-class MixtureChoice(GaussianChoice):
+class MixtureOptions(GaussianOptions):
     """What is done to a mixture before a token is drawn from it."""
 
     probability: float = 1.0
@@ -106,7 +106,7 @@ class Gaussians(Density):
 class GaussianMixture(Gaussians):
     """k Gaussians with diagonal covariance."""
 
-    options_type = MixtureChoice
+    options_type = MixtureOptions
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class GaussianMixture(Gaussians):
         """See `Gaussians`."""
         return Mixture.from_outputs(parameters, self.num_components, self.form)
 
-    def drawing(self, options: MixtureChoice, *, scored: bool) -> Drawing:
+    def drawing(self, options: MixtureOptions, *, scored: bool) -> Drawing:
         """Return what draws tokens, guided or not."""
         if options.guidance:
             return _DrawsGuided(self, options)
@@ -134,13 +134,13 @@ class GaussianMixture(Gaussians):
 class CorrelatedGaussian(Gaussians):
     """One Gaussian with a full covariance (appendix C.1)."""
 
-    options_type = GaussianChoice
+    options_type = GaussianOptions
 
     def distribution(self, parameters: Tensor) -> FullGaussian:
         """See `Gaussians`."""
         return FullGaussian.from_outputs(parameters, self.form)
 
-    def drawing(self, options: GaussianChoice, *, scored: bool) -> Drawing:
+    def drawing(self, options: GaussianOptions, *, scored: bool) -> Drawing:
         """Return what draws tokens."""
         return _DrawsTokens(self, options.temperature, 1.0, scored)
 
@@ -169,7 +169,7 @@ class _DrawsGuided(Drawing):
     """DB-CFG: the first half of the rows knows the condition, the second half does not."""
 
     density: GaussianMixture
-    choice: MixtureChoice
+    choice: MixtureOptions
 
     num_lanes = 2
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import LayerScore, Selection, score_layers
+from megavis.evaluation.linear import HeldOutSplit, LayerScore, score_layers
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def score_concatenated(
     name: str,
     train: LabelledFeatures,
     validation: LabelledFeatures,
-    selection: Selection,
+    selection: HeldOutSplit,
     *,
     centre: int,
     count: int,

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megavis.config.errors import UserError
 from megavis.config.schema import ConfigIssue
 from megavis.config.section import Section
-from megavis.config.yaml_tree import Source, read_tree
+from megavis.config.yaml_tree import ConfigSource, read_tree
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_data_sets(text: str) -> dict[str, LabelledFolders]:
 
 
 def _read_file(path: Path) -> dict[str, LabelledFolders]:
-    source = Source(str(path))
+    source = ConfigSource(str(path))
     found: dict[str, LabelledFolders] = {}
     complaints: list[ConfigIssue] = []
     for name, keys in read_tree(path, source).items():

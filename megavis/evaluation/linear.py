@@ -23,7 +23,7 @@ PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 
 @dataclass(frozen=True)
-class Selection:
+class HeldOutSplit:
     """How training features are divided to choose layer and penalty.
 
     Attributes:
@@ -81,7 +81,7 @@ class LayerScore:
     vote_accuracy: float | None = None
 
 
-def divide(labels: np.ndarray, *, share: float, seed: int) -> Selection:
+def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
     """Hold out `share` of the training features, each class in its proportion.
 
     Args:
@@ -105,13 +105,13 @@ def divide(labels: np.ndarray, *, share: float, seed: int) -> Selection:
         )
     except ValueError as error:
         raise UserError(f"too few training images for a linear probe: {error}") from None
-    return Selection(fitted, held_out)
+    return HeldOutSplit(fitted, held_out)
 
 
 def score_layers(
     train: LabelledFeatures,
     validation: LabelledFeatures,
-    selection: Selection,
+    selection: HeldOutSplit,
     *,
     layers: Sequence[int] | None = None,
 ) -> list[LayerScore]:
@@ -133,7 +133,7 @@ def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
 
 
 def _score(
-    layer: int, train: LabelledFeatures, validation: LabelledFeatures, selection: Selection
+    layer: int, train: LabelledFeatures, validation: LabelledFeatures, selection: HeldOutSplit
 ) -> LayerScore:
     x, y = train.layers[layer], train.labels
     best = choose_penalty(x, y, [selection])
@@ -148,7 +148,9 @@ def _score(
     )
 
 
-def choose_penalty(x: np.ndarray, y: np.ndarray, selections: Sequence[Selection]) -> HeldOutScore:
+def choose_penalty(
+    x: np.ndarray, y: np.ndarray, selections: Sequence[HeldOutSplit]
+) -> HeldOutScore:
     """Return the penalty that does best on held-out features, and how well.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import Selection, choose_penalty, fit_classifier
+from megavis.evaluation.linear import HeldOutSplit, choose_penalty, fit_classifier
 
 MAXIMUM_FOLDS = 5
 """Parts of a subset that take turns in being held out; as many as images a class, if fewer."""
@@ -107,6 +107,6 @@ def _accuracy(few: LabelledFeatures, validation: LabelledFeatures, layer: int, c
 
     x, y = few.layers[layer], few.labels
     folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
-    best = choose_penalty(x, y, [Selection(*parts) for parts in folds.split(x, y)])
+    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)])
     classifier = fit_classifier(x, y, penalty=best.penalty)
     return float(classifier.score(validation.layers[layer], validation.labels))

@@ -17,7 +17,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, refuse_overlap
 from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
 from megavis.evaluation.features import LabelledFeatures, pixel_features
-from megavis.evaluation.linear import LayerScore, Selection, best_layer, divide, score_layers
+from megavis.evaluation.linear import HeldOutSplit, LayerScore, best_layer, divide, score_layers
 from megavis.evaluation.low_data import LowDataScore, score_low_data
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe_result import ProbeResult
@@ -96,7 +96,7 @@ class ProbeData:
         folders = {"train": self.train, "selection": self.selection, "validation": self.validation}
         return {name: str(folder.directory) for name, folder in folders.items() if folder}
 
-    def divide(self, labels: np.ndarray, settings: ProbeSettings) -> Selection:
+    def divide(self, labels: np.ndarray, settings: ProbeSettings) -> HeldOutSplit:
         """Divide the images to fit, `labels` int64 `[b]`, to choose layer and penalty.
 
         Raises:
@@ -111,7 +111,7 @@ class ProbeData:
                 f"{self.selection.directory} cannot choose the layer: its images need labels, and"
                 " only of classes that the training images show"
             )
-        return Selection(fitted, held_out)
+        return HeldOutSplit(fitted, held_out)
 
     def _fitted(
         self, read: Callable[[ShardDataset, int | None], LabelledFeatures]

@@ -16,7 +16,7 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import HeldOutScore, Selection, choose_penalty, fit_classifier
+from megavis.evaluation.linear import HeldOutScore, HeldOutSplit, choose_penalty, fit_classifier
 from megavis.evaluation.low_data import score_low_data
 
 FITTED_SHARE = 0.8
@@ -44,7 +44,7 @@ class Task:
     features: str
     train: LabelledFeatures
     test: LabelledFeatures
-    selection: Selection
+    selection: HeldOutSplit
     splits: Mapping[str, str]
     num_equal: int | None = None
 
@@ -136,7 +136,7 @@ def num_fitted(examples: int) -> int:
 
 def first_examples(
     train: LabelledFeatures, examples: int, *, name: str
-) -> tuple[LabelledFeatures, Selection]:
+) -> tuple[LabelledFeatures, HeldOutSplit]:
     """Return the first `examples` training images and their division.
 
     Shards are shuffled when they are written, so the first images are a random draw, and the same
@@ -157,7 +157,7 @@ def first_examples(
     fitted, held_out = np.split(np.arange(examples), [num_fitted(examples)])
     if len(np.unique(train.labels[fitted])) < 2 or not len(held_out):
         raise UserError(f"--examples {examples}: these are of fewer than two classes; ask for more")
-    return train.subset(np.arange(examples)), Selection(fitted, held_out)
+    return train.subset(np.arange(examples)), HeldOutSplit(fitted, held_out)
 
 
 def transfer(task: Task, settings: TransferSettings) -> TransferResult:

@@ -24,7 +24,7 @@ from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.positions import rotate
 from megavis.model.relative import RelativeBias
 from megavis.model.sequence_parallel import all_tokens
-from megavis.model.visibility import AttentionContext, Kind, Visibility
+from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
 
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         initialization: Initialization,
-        visibility_kind: Kind,
+        visibility_kind: VisibilityKind,
         rotary_scale: float = 1.0,
         relative_grid: tuple[int, int] | None = None,
         has_bias: bool = False,

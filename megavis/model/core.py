@@ -25,7 +25,7 @@ from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.residual import add_to_residual
 from megavis.model.sequence_parallel import all_tokens, own_tokens
-from megavis.model.visibility import AttentionContext, KeyValueCache, Kind, Visibility
+from megavis.model.visibility import AttentionContext, KeyValueCache, Visibility, VisibilityKind
 
 BLOCKS = "blocks"
 """Name of a paper's first stack, in the names of parameters."""
@@ -55,7 +55,7 @@ class StackSpec:
 
     name: str
     model: ModelConfig
-    visibility_kind: Kind
+    visibility_kind: VisibilityKind
     initialization: Initialization
     carries: tuple[str, ...] = ()
     drop_path: float = 0.0
@@ -93,7 +93,7 @@ class Core:
         return self.stack.initialization
 
     @property
-    def visibility_kind(self) -> Kind:
+    def visibility_kind(self) -> VisibilityKind:
         """Which token sees which."""
         return self.stack.visibility_kind
 

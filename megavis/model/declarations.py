@@ -24,7 +24,7 @@ ones, or that run's where it has some."""
 
 
 @dataclass(frozen=True)
-class GroupOptions:
+class ParamGroupOptions:
     """How the optimizer treats a parameter differently from what the config says of all.
 
     Attributes:
@@ -35,11 +35,11 @@ class GroupOptions:
     learning_rate_scale: float = 1.0
     betas: tuple[float, float] | None = None
 
-    def scaled(self, factor: float) -> GroupOptions:
+    def scaled(self, factor: float) -> ParamGroupOptions:
         """Return the same with another learning rate."""
         return replace(self, learning_rate_scale=self.learning_rate_scale * factor)
 
-    def within(self, layer: GroupOptions) -> GroupOptions:
+    def within(self, layer: ParamGroupOptions) -> ParamGroupOptions:
         """Return the options of a parameter that has these in a layer that has those."""
         scaled = layer.scaled(self.learning_rate_scale)
         return scaled if self.betas is None else replace(scaled, betas=self.betas)
@@ -55,15 +55,15 @@ def is_without_decay(parameter: Tensor) -> bool:
     return getattr(parameter, _WITHOUT_DECAY, False)
 
 
-def add_options(parameters: Iterable[Tensor], options: GroupOptions) -> None:
+def add_options(parameters: Iterable[Tensor], options: ParamGroupOptions) -> None:
     """Declare how the optimizer treats parameters, on top of what they declare already."""
     for parameter in parameters:
         _declare(parameter, _OPTIONS, options_of(parameter).within(options))
 
 
-def options_of(parameter: Tensor) -> GroupOptions:
+def options_of(parameter: Tensor) -> ParamGroupOptions:
     """Return what `add_options` declared of a parameter."""
-    return getattr(parameter, _OPTIONS, GroupOptions())
+    return getattr(parameter, _OPTIONS, ParamGroupOptions())
 
 
 def set_start(parameters: Iterable[Tensor], start: Start) -> None:

@@ -36,7 +36,7 @@ from megavis.model.positions import angles
 from megavis.model.visibility import KeyValueCache
 
 
-class Decoder(KeyValueCache):
+class IncrementalDecoder(KeyValueCache):
     """Keys and values of the tokens so far, and the blocks that go on from them.
 
     The weights are those of the moment in which it is made: make one for each batch of sequences.
@@ -270,7 +270,7 @@ def _rotate_(heads: Tensor, turn: Tensor) -> None:
 
 
 def _mix(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Mix values for scaled queries `[b · n, 1, d]`; shapes as in `Decoder._places`."""
+    """Mix values for scaled queries `[b · n, 1, d]`; shapes as in `IncrementalDecoder._places`."""
     if query.dtype == torch.float32:
         # For one query SDPA's kernel is slower than the two products that it is made of.
         return torch.bmm(torch.bmm(query, keys).softmax(-1), values)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.model.core import Block
-from megavis.model.decoding import Decoder
+from megavis.model.decoding import IncrementalDecoder
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.model.sequence_parallel import splits_tokens, whole_tokens
@@ -78,9 +78,9 @@ class Inference:
         Where it can, it runs blocks by itself when a single token follows others.
         """
         blocks = [layer for layer in self.layers.modules if isinstance(layer, Block)]
-        if not Decoder.suits(blocks):
+        if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
-        return Decoder(blocks, capacity, num_sequences=num_sequences)
+        return IncrementalDecoder(blocks, capacity, num_sequences=num_sequences)
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -147,7 +147,7 @@ class Inference:
         finishes = finish is not None and self.context.is_last_stage
         called = layers[:-1] if finishes else layers
         for are_blocks, group in itertools.groupby(called, lambda each: isinstance(each, Block)):
-            if are_blocks and isinstance(cache, Decoder) and cache.is_next(state):
+            if are_blocks and isinstance(cache, IncrementalDecoder) and cache.is_next(state):
                 state = cache.step(state)
                 continue
             for layer in group:

@@ -26,7 +26,7 @@ from megavis.tokenizers.weight_files import read_weights_file
 
 
 @dataclass(frozen=True)
-class Backbone:
+class PerceptualBackbone:
     """A network of convolutions, each followed by a ReLU.
 
     Attributes:
@@ -58,7 +58,7 @@ class Backbone:
 
 BACKBONES = (
     # "Very Deep Convolutional Networks", configuration D.
-    Backbone(
+    PerceptualBackbone(
         name="VGG-16",
         levels=((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28)),
         widths=(64, 128, 256, 512, 512),
@@ -69,7 +69,7 @@ BACKBONES = (
         smallest=16,
     ),
     # "One weird trick for parallelizing convolutional neural networks".
-    Backbone(
+    PerceptualBackbone(
         name="AlexNet",
         levels=((0,), (3,), (6,), (8,), (10,)),
         widths=(64, 192, 384, 256, 256),
@@ -178,7 +178,7 @@ class PerceptualDistance:
             self._linear = [w.to(device) for w in self._linear]
 
 
-def _backbone_of(weights: Mapping[str, Tensor]) -> Backbone:
+def _backbone_of(weights: Mapping[str, Tensor]) -> PerceptualBackbone:
     first = weights.get("features.0.weight")
     kernel = 0 if first is None else first.shape[-1]
     network = next((each for each in BACKBONES if each.kernel == kernel), BACKBONES[0])

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, cast
 from torch import Tensor, nn
 
 from megavis.model.core import Core
-from megavis.model.declarations import GroupOptions, add_options
+from megavis.model.declarations import ParamGroupOptions, add_options
 from megavis.model.flops import Workload, forward_flops
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import seeded
@@ -69,7 +69,7 @@ class LayerPlan:
     """Of the run."""
     depth: int = 0
     """Place among the layers that the gradient passes, from 0; layer-wise decay counts it."""
-    options: GroupOptions = GroupOptions()
+    options: ParamGroupOptions = ParamGroupOptions()
     """How the optimizer treats the layer's parameters; they may declare more of their own."""
     stack: PlannedStack | None = None
     """Of a block; None for any other layer."""

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Kind = Literal["causal", "full", "two_stream", "context"]
+VisibilityKind = Literal["causal", "full", "two_stream", "context"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Visibility:
         context: context: int64 `[b, c]`, places of the tokens that all tokens see.
     """
 
-    kind: Kind
+    kind: VisibilityKind
     content_groups: Tensor | None = None
     query_groups: Tensor | None = None
     context: Tensor | None = None

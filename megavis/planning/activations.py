@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megavis.planning.boundary_activations import Ends
 from megavis.planning.layouts import Layout, way_of
-from megavis.planning.parameters import Stage
+from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
 
 _AROUND_ACTIVATION = 2
@@ -185,7 +185,9 @@ class _StackHere:
         return (self.num_blocks - 1) * self.block + self.last_block
 
 
-def _stacks_on(shape: ModelShape, holds: Stage, ends: Ends, layout: Layout) -> list[_StackHere]:
+def _stacks_on(
+    shape: ModelShape, holds: PipelineStage, ends: Ends, layout: Layout
+) -> list[_StackHere]:
     """Return the stacks of which a stage has blocks, from below."""
     above = (*ends.bridges, 0.0)
     return [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.objective import Objective
-from megavis.composition.trainable import Sequence as Batched
+from megavis.composition.trainable import SequenceBatch
 from megavis.config.schema import RunConfig
 from megavis.model.attention import Attention
 from megavis.model.layer_state import LayerState, PackedState
@@ -155,7 +155,7 @@ def _above(stack: PlannedStack, state: PackedState) -> PackedState:
 
 
 def _score(
-    objective: Objective, head: nn.Module, state: PackedState, sequence: Batched
+    objective: Objective, head: nn.Module, state: PackedState, sequence: SequenceBatch
 ) -> Predictions:
     """Run the head and the loss; return the head's outputs."""
     outputs: Predictions = head(state)

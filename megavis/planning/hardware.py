@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from megavis.config.errors import UserError
 from megavis.config.schema import Section
-from megavis.config.yaml_tree import Source, read_tree
+from megavis.config.yaml_tree import ConfigSource, read_tree
 
 Amount = Annotated[float, Field(gt=0, strict=False)]
 
@@ -128,7 +128,7 @@ def _read_device(path: Path) -> Device:
     if path.suffix not in (".yaml", ".yml"):
         known = ", ".join(DEVICES)
         raise UserError(f"--gpu: {path} is no known GPU; give {known}, or a YAML file that tells")
-    source = Source(str(path))
+    source = ConfigSource(str(path))
     tree = read_tree(path, source)
     try:
         return Device.model_validate(tree)

@@ -85,7 +85,7 @@ def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of a model: a layer that stands alone, a stack of blocks, or one inside a layer.
 
     Attributes:
@@ -104,14 +104,14 @@ class Part:
         return sum(matrix.parameters for matrix in self.matrices)
 
 
-def parts_of(matrices: Iterable[Matrix], plans: Sequence[LayerPlan]) -> list[Part]:
+def parts_of(matrices: Iterable[Matrix], plans: Sequence[LayerPlan]) -> list[ModelPart]:
     """Return the parts of a model, in its order."""
     stacks = {stack.name: stack for stack in stack_sizes(plans)}
     found: dict[str, list[Matrix]] = {}
     for matrix in matrices:
         inside = (name for name in stacks if matrix.name.startswith(f"{name}."))
         found.setdefault(next(inside, matrix.part), []).append(matrix)
-    return [Part(name, tuple(own), stacks.get(name)) for name, own in found.items()]
+    return [ModelPart(name, tuple(own), stacks.get(name)) for name, own in found.items()]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StackParameters:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """What a pipeline stage holds.
 
     Attributes:
@@ -197,7 +197,7 @@ class Layers:
             layer.held(tensor_size) for layer in (self.first, *blocks, *self.bridges, self.last)
         )
 
-    def stages(self, num_stages: int) -> list[Stage]:
+    def stages(self, num_stages: int) -> list[PipelineStage]:
         """Return what stages hold of which one may need most.
 
         Equal blocks are counted as in the largest stage, for the first one and the last.
@@ -207,16 +207,16 @@ class Layers:
         blocks = tuple(-(-stack.num_blocks // num_stages) for stack in self.stacks)
         share, last = sum(blocks) / max(1, self.num_blocks), num_stages - 1
         return [
-            Stage(blocks, (i == last,) * len(blocks), i == 0, i == last, share)
+            PipelineStage(blocks, (i == last,) * len(blocks), i == 0, i == last, share)
             for i in range(num_stages)
         ]
 
-    def _cut(self, num_stages: int) -> list[Stage]:
+    def _cut(self, num_stages: int) -> list[PipelineStage]:
         stack_of = [k for k, stack in enumerate(self.stacks) for _ in range(stack.num_blocks)]
         tops = [*itertools.accumulate(stack.num_blocks for stack in self.stacks)]
         bounds = balanced_bounds(self.weights, num_stages)
         return [
-            Stage(
+            PipelineStage(
                 blocks=tuple(stack_of[start:end].count(k) for k in range(len(self.stacks))),
                 tops=tuple(start < top <= end for top in tops),
                 is_first=start == 0,
@@ -226,11 +226,11 @@ class Layers:
             for start, end in itertools.pairwise(bounds)
         ]
 
-    def busiest(self, num_stages: int) -> Stage:
+    def busiest(self, num_stages: int) -> PipelineStage:
         """Return the stage with most work."""
         return max(self.stages(num_stages), key=lambda stage: stage.share)
 
-    def held(self, stage: Stage, tensor_size: int) -> float:
+    def held(self, stage: PipelineStage, tensor_size: int) -> float:
         """Return the parameters of a process of a stage, whole over its data-parallel group."""
         pairs = zip(stage.blocks, self.stacks, strict=True)
         held = sum(count * stack.block.held(tensor_size) for count, stack in pairs)

@@ -15,10 +15,10 @@ from megavis.config.schema import RunConfig
 from megavis.model.flops import Workload
 from megavis.model.parts import stacks_of
 from megavis.model.stack import PlannedStack
-from megavis.model.visibility import Kind
+from megavis.model.visibility import VisibilityKind
 from megavis.planning.boundary_activations import DTYPES, Ends
 from megavis.planning.layouts import Layout, Way
-from megavis.planning.parameters import Layers, Part, Stage, count_parameters, parts_of
+from megavis.planning.parameters import Layers, ModelPart, PipelineStage, count_parameters, parts_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StackShape:
     mlp_size: int
     num_heads: int
     work: Workload
-    visibility: Kind
+    visibility: VisibilityKind
     is_rotary: bool
     is_layer_norm: bool
     mlp_dropout: bool
@@ -109,7 +109,7 @@ class ModelShape:
     """
 
     layers: Layers
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     stacks: tuple[StackShape, ...]
     encoder: StackShape | None
     decoder: StackShape | None
@@ -137,7 +137,7 @@ class ModelShape:
             key=lambda stack: stack.num_layers * stack.hidden_size**2 * stack.work.num_tokens,
         )
 
-    def blocks_of(self, stage: Stage) -> list[tuple[StackShape, int]]:
+    def blocks_of(self, stage: PipelineStage) -> list[tuple[StackShape, int]]:
         """Return the stacks of which a stage has blocks, and how many, inside layers or not."""
         inner = [self.encoder] * stage.is_first + [self.decoder] * stage.is_last
         every = [*zip(self.stacks, stage.blocks, strict=True)]

@@ -103,7 +103,7 @@ Block = Chart | Table | Picture | Confusion
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A heading and what stands under it.
 
     Attributes:

@@ -11,7 +11,7 @@ from importlib import resources
 from markupsafe import Markup
 
 from megavis.evaluation.published import published_papers
-from megavis.reports.blocks import Block, Picture, Section, picture, text, words
+from megavis.reports.blocks import Block, PageSection, Picture, picture, text, words
 from megavis.reports.charts import NUM_COLORS
 from megavis.reports.published_comparison import compare
 from megavis.reports.results import first_sections, numbers_found, result_sections
@@ -58,7 +58,7 @@ class RunPage:
     facts: Sequence[tuple[str, str]]
     glance: Sequence[Block]
     pictures: Sequence[Picture]
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     commands: Sequence[tuple[str, Sequence[str]]]
     config: str
     environment: Mapping[str, str]

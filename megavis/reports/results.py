@@ -14,7 +14,7 @@ from typing import Any
 from megavis.reports.blocks import (
     Block,
     Confusion,
-    Section,
+    PageSection,
     Table,
     csv_table,
     markdown_table,
@@ -69,21 +69,23 @@ def numbers_found(run: RunRecord) -> Iterator[Table]:
         yield Table("In numbers", ("", "value"), rows)
 
 
-def first_sections(run: RunRecord) -> Iterator[Section]:
+def first_sections(run: RunRecord) -> Iterator[PageSection]:
     """Yield what says most at a glance: the probe, and what the run makes of held-out images."""
     return _sections(run, lambda stem: stem in _FIRST)
 
 
-def result_sections(run: RunRecord) -> Iterator[Section]:
+def result_sections(run: RunRecord) -> Iterator[PageSection]:
     """Yield the other sections, in the order of the page, and the names of other files."""
     yield from _sections(run, lambda stem: stem not in _FIRST)
     others = [path for path in run.results() if path.suffix not in _SHOWN]
     if others:
         rows = [(path.name, number(path.stat().st_size)) for path in others]
-        yield Section("Other files", [Table("", ("file", "bytes"), rows, str(others[0].parent))])
+        yield PageSection(
+            "Other files", [Table("", ("file", "bytes"), rows, str(others[0].parent))]
+        )
 
 
-def _sections(run: RunRecord, shows: Callable[[str], bool]) -> Iterator[Section]:
+def _sections(run: RunRecord, shows: Callable[[str], bool]) -> Iterator[PageSection]:
     """Yield a section for each name in `evaluation/`: its JSON, its CSV and its picture."""
     files: dict[str, dict[str, Path]] = {}
     for path in run.results():
@@ -96,7 +98,7 @@ def _sections(run: RunRecord, shows: Callable[[str], bool]) -> Iterator[Section]
         except (ValueError, csv.Error) as error:
             blocks = [Table("", ("cannot be read",), [(str(error),)])]
         if blocks:
-            yield Section(_heading(stem), blocks)
+            yield PageSection(_heading(stem), blocks)
 
 
 def _heading(stem: str) -> str:

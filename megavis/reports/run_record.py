@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.manifest import Manifest, read_manifest
+from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.config.errors import UserError
 from megavis.training.metrics import read_metrics
 from megavis.training.provenance import read_commands, read_faults, read_starts
@@ -87,7 +87,7 @@ class RunRecord:
         return int(self.metrics[-1]["step"])
 
     @functools.cached_property
-    def manifest(self) -> Manifest | None:
+    def manifest(self) -> CheckpointManifest | None:
         """Of the newest checkpoint; None where there is none that can be read."""
         try:
             checkpoint = latest_checkpoint(self.folder)

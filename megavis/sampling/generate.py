@@ -22,11 +22,11 @@ from megavis.composition.condition import Known
 from megavis.densities.base import Drawing, Drawn, Draws
 from megavis.model.inference import Inference
 from megavis.model.layer_state import PackedState
-from megavis.schedules.base import Progress, Step
+from megavis.schedules.base import GenerationProgress, Step
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """How images are generated, checked.
 
     Attributes:
@@ -55,7 +55,7 @@ def generate_in_steps(
     paper: Composition,
     images: Tensor,
     *,
-    settings: Settings,
+    settings: GenerationSettings,
     order: Tensor,
     known: Known = (),
     given: Tensor | None = None,
@@ -106,7 +106,7 @@ def generate_in_steps(
             moved = lanes.write(step, drawn)
             if cache is not None and moved is not None:
                 cache.select(moved)
-            progress = Progress(drawn.score, images, settings.seed)
+            progress = GenerationProgress(drawn.score, images, settings.seed)
             step = schedule.after(step, progress, settings.schedule)
             yield lanes.best(), drawn.counts
 
@@ -120,12 +120,12 @@ class _Lanes:
     images: Tensor
     log_prob: Tensor
     """`[b, B]`, of all tokens so far."""
-    settings: Settings
+    settings: GenerationSettings
     last_draws: Draws | None = None
 
     @classmethod
     def start(
-        cls, blank: Tensor, images: Tensor, given: Tensor | None, settings: Settings
+        cls, blank: Tensor, images: Tensor, given: Tensor | None, settings: GenerationSettings
     ) -> _Lanes:
         tokens = blank.repeat_interleave(settings.beams, dim=0)
         if given is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megavis.composition.composition import Composition
 from megavis.config.errors import UserError
-from megavis.sampling.generate import Settings
+from megavis.sampling.generate import GenerationSettings
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def settings_of(
     *,
     seed: int = 0,
     spell: Callable[[str], str] = str,
-) -> Settings:
+) -> GenerationSettings:
     """Give each option to its owner.
 
     Args:
@@ -69,7 +69,9 @@ def settings_of(
             f"{spell('guidance')} draws from a density without a scale, which a search cannot"
             f" compare: leave out {spell('beams')} and {spell('fans')}"
         )
-    return Settings(drawing, _take(schedule_type, chosen), search.beams, search.fans, seed)
+    return GenerationSettings(
+        drawing, _take(schedule_type, chosen), search.beams, search.fans, seed
+    )
 
 
 def _take(owner: type, chosen: Mapping[str, Any]) -> Any:

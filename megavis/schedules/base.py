@@ -101,7 +101,7 @@ class NoOptions:
 
 
 @dataclass(frozen=True)
-class Progress:
+class GenerationProgress:
     """What a schedule may look at to choose the next step.
 
     Attributes:
@@ -181,6 +181,6 @@ class Schedule(ABC):
         """Return the first step of generation; None where all tokens are given."""
         raise UserError("this schedule does not generate")
 
-    def after(self, step: Step, progress: Progress, options: Any) -> Step | None:
+    def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Return the step after `step`; None at the end."""
         raise UserError("this schedule does not generate")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
-from megavis.schedules.base import Arrangement, Progress, Schedule, Step
+from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Groups(Schedule):
         )
         return Step(plan, ends[0], slice(ends[0], ends[1]), 0, "group/0")
 
-    def after(self, step: Step, progress: Progress, options: GroupOptions) -> Step | None:
+    def after(self, step: Step, progress: GenerationProgress, options: GroupOptions) -> Step | None:
         """Ask for the next group."""
         count, number = step.plan.num_positions, step.number + 1
         if step.asked.stop == count:

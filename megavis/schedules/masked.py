@@ -23,7 +23,7 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.model.orders import take_places
 from megavis.parallel.random import uniform
-from megavis.schedules.base import Arrangement, Progress, Schedule, Step
+from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
 from megavis.schedules.orders import Orders
 
 
@@ -179,7 +179,7 @@ class Rounds(Masked):
         plan = Arrangement(order, hidden.long(), num_content=order.shape[1])
         return Step(plan, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
 
-    def after(self, step: Step, progress: Progress, options: RoundOptions) -> Step | None:
+    def after(self, step: Step, progress: GenerationProgress, options: RoundOptions) -> Step | None:
         """Hide the least confident of the tokens that were drawn; ask for these again."""
         assert step.hidden is not None
         assert progress.score is not None

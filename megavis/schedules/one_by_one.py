@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.schedules.base import Arrangement, Progress, Schedule, Step
+from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
 from megavis.schedules.orders import Orders, check_order
 
 
@@ -91,7 +91,7 @@ class OneByOne(Schedule):
             self.along(order, self.prefix), num_given, asked, 0, self._name.format(num_given)
         )
 
-    def after(self, step: Step, progress: Progress, options: Any) -> Step | None:
+    def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
         """Ask for the next position."""
         position = step.asked.stop
         if position == step.plan.num_positions:

@@ -51,7 +51,7 @@ class Posterior:
         return 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance)
 
 
-class ResidualBlock(nn.Module):
+class VAEResidualBlock(nn.Module):
     """Norm, swish, 3×3 convolution, twice; added to the input."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
@@ -70,7 +70,7 @@ class ResidualBlock(nn.Module):
         return hidden + (x if self.shortcut is None else self.shortcut(hidden))
 
 
-class Encoder(nn.Module):
+class VAEEncoder(nn.Module):
     """Images to the moments of the posterior."""
 
     def __init__(self, shape: VAEShape) -> None:
@@ -96,7 +96,7 @@ class Encoder(nn.Module):
         return self.conv_out(F.silu(self.norm(self.middle(x))))
 
 
-class Decoder(nn.Module):
+class VAEDecoder(nn.Module):
     """Latents to images."""
 
     def __init__(self, shape: VAEShape) -> None:
@@ -130,8 +130,8 @@ class VAENetwork(nn.Module):
     def __init__(self, shape: VAEShape) -> None:
         super().__init__()
         self.shape = shape
-        self.encoder = Encoder(shape)
-        self.decoder = Decoder(shape)
+        self.encoder = VAEEncoder(shape)
+        self.decoder = VAEDecoder(shape)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 _initialize(module)
@@ -164,7 +164,7 @@ def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
     count = shape.blocks_per_level
     widths = [inputs] + [outputs] * count
     return nn.Sequential(
-        *(ResidualBlock(widths[i], widths[i + 1], shape.groups) for i in range(count))
+        *(VAEResidualBlock(widths[i], widths[i + 1], shape.groups) for i in range(count))
     )
 
 

@@ -25,11 +25,11 @@ class VQGANNetwork(nn.Module):
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
         self.shape, coarse, code = shape, shape.latent_channels, shape.code_size
-        self.encoder = Encoder(shape)
+        self.encoder = VQGANEncoder(shape)
         self.quant_conv = nn.Conv2d(coarse, code, 1)
         self.quantize = Codebook(shape.codebook_size, code)
         self.post_quant_conv = nn.Conv2d(code, coarse, 1)
-        self.decoder = Decoder(shape)
+        self.decoder = VQGANDecoder(shape)
 
     def vectors(self, pixels: Tensor) -> Tensor:
         """Return what is to be quantized, `[b, d, h, w]`, of pixels `[b, 3, H, W]` in [0, 1]."""
@@ -54,7 +54,7 @@ class VQGANNetwork(nn.Module):
         return self.decode(straight), vectors, quantized
 
 
-class ResidualBlock(nn.Module):
+class VQGANResidualBlock(nn.Module):
     """Norm, swish, 3×3 convolution, twice; added to the input."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
@@ -92,9 +92,9 @@ class Middle(nn.Module):
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
-        self.block_1 = ResidualBlock(width, width, groups)
+        self.block_1 = VQGANResidualBlock(width, width, groups)
         self.attn_1 = AttentionBlock(width, groups)
-        self.block_2 = ResidualBlock(width, width, groups)
+        self.block_2 = VQGANResidualBlock(width, width, groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[b, width, h, w]` to the same."""
@@ -132,7 +132,7 @@ class Level(nn.Module):
         super().__init__()
         widths = [inputs] + [outputs] * count
         self.block = nn.ModuleList(
-            ResidualBlock(widths[i], widths[i + 1], groups) for i in range(count)
+            VQGANResidualBlock(widths[i], widths[i + 1], groups) for i in range(count)
         )
         self.attn = nn.ModuleList(AttentionBlock(outputs, groups) for _ in range(count * attends))
 
@@ -145,7 +145,7 @@ class Level(nn.Module):
         return x
 
 
-class Encoder(nn.Module):
+class VQGANEncoder(nn.Module):
     """Pixels to the coarse end."""
 
     def __init__(self, shape: VQGANShape) -> None:
@@ -174,7 +174,7 @@ class Encoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))
 
 
-class Decoder(nn.Module):
+class VQGANDecoder(nn.Module):
     """The coarse end to pixels. The levels are numbered as the encoder's, finest first."""
 
     def __init__(self, shape: VQGANShape) -> None:

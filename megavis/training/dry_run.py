@@ -30,7 +30,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Finding:
+class DryRunCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -47,17 +47,17 @@ class Finding:
         return f"{'ok ' if self.is_right else 'NO '} {self.topic}: {self.text}"
 
 
-def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[Finding]:
+def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
     """Yield what a job of so many processes would find, in the order of its start."""
     config = loaded.config
-    yield Finding("config", True, f"{loaded.source.path} is legal")
+    yield DryRunCheck("config", True, f"{loaded.source.path} is legal")
     try:
         loaded.require_world(num_processes)
     except UserError as error:
-        yield Finding("layout", False, str(error))
+        yield DryRunCheck("layout", False, str(error))
         return
     layout = Layout.of(config, num_processes)
-    yield Finding(
+    yield DryRunCheck(
         "layout",
         True,
         f"{layout_name(config.parallel)} on {num_processes} processes: {layout.data} of data, each"
@@ -73,43 +73,43 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[Finding]:
     try:
         yield from _with_data(loaded, layout, TrainingRun.open(loaded, context))
     except UserError as error:
-        yield Finding("data", False, str(error))
+        yield DryRunCheck("data", False, str(error))
     finally:
         close_context()
 
 
-def _with_data(loaded: LoadedConfig, layout: Layout, run: TrainingRun) -> Iterator[Finding]:
+def _with_data(loaded: LoadedConfig, layout: Layout, run: TrainingRun) -> Iterator[DryRunCheck]:
     yield _data(run, layout)
     yield _tokenizer(run)
     shapes = _shapes(run.objective, layout.tensor)
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
-    yield Finding("model", True, f"{numbers:,} parameters in {len(shapes)} tensors")
+    yield DryRunCheck("model", True, f"{numbers:,} parameters in {len(shapes)} tensors")
     yield _disk(loaded.config, numbers)
     yield _resume(run, shapes)
 
 
-def _data(run: TrainingRun, layout: Layout) -> Finding:
+def _data(run: TrainingRun, layout: Layout) -> DryRunCheck:
     data, threads = run.train_data, run.config.data.threads
     shards = len(data.manifest.shards)
     text = f"{len(data):,} training images in {shards} shards"
     if len(data) < run.config.training.batch_size:
-        return Finding("data", False, f"{text}; fewer than training.batch_size")
+        return DryRunCheck("data", False, f"{text}; fewer than training.batch_size")
     readers = layout.data * threads
     if shards < readers:
         text += (
             f" for {readers} readers ({layout.data} processes of data × {threads} threads): every"
             " process reads from every shard, so none waits, but several share a file"
         )
-    return Finding("data", True, text)
+    return DryRunCheck("data", True, text)
 
 
-def _tokenizer(run: TrainingRun) -> Finding:
+def _tokenizer(run: TrainingRun) -> DryRunCheck:
     manifest = run.train_data.manifest
     if manifest.identity is None:
-        return Finding("tokenizer", True, "images as they are: none is needed")
+        return DryRunCheck("tokenizer", True, "images as they are: none is needed")
     text = f"{manifest.tokenizer_kind} {manifest.identity[:12]}"
     also = "the same in validation" if run.validation_data is not None else "no validation shards"
-    return Finding("tokenizer", True, f"{text}, {also}")
+    return DryRunCheck("tokenizer", True, f"{text}, {also}")
 
 
 def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
@@ -126,7 +126,7 @@ def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
     return shapes
 
 
-def _disk(config: RunConfig, num_parameters: int) -> Finding:
+def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     """Compare what checkpoints will take, one that is being written included, with what is free."""
     keep, steps = config.checkpoint, config.training.steps
     # Weights and Adam's two moments, and the moving average of the weights.
@@ -143,28 +143,28 @@ def _disk(config: RunConfig, num_parameters: int) -> Finding:
         f" {free / 1e9:.1f} GB are free in {folder}"
     )
     if count * size <= free:
-        return Finding("disk", True, text)
-    return Finding("disk", False, f"{text}; lower checkpoint.keep_last, raise keep_every")
+        return DryRunCheck("disk", True, text)
+    return DryRunCheck("disk", False, f"{text}; lower checkpoint.keep_last, raise keep_every")
 
 
-def _resume(run: TrainingRun, shapes: Shapes) -> Finding:
+def _resume(run: TrainingRun, shapes: Shapes) -> DryRunCheck:
     """Say where the run would go on, and whether the checkpoint there is of this model."""
     try:
         run.refuse_another_run()
         checkpoint = latest_checkpoint(run.folder)
         if checkpoint is None:
-            return Finding("resume", True, f"{run.folder} has no checkpoint: starts at step 0")
+            return DryRunCheck("resume", True, f"{run.folder} has no checkpoint: starts at step 0")
         manifest = read_manifest(checkpoint)
         check_same_tokenizer(manifest, run.train_data, run.tokenizer)
     except UserError as error:
-        return Finding("resume", False, str(error))
+        return DryRunCheck("resume", False, str(error))
     for name, shape in shapes.items():
         stored = manifest.tensors.get(f"weight/{name}")
         if stored is None or stored.shape != shape:
             has = "no such tensor" if stored is None else f"shape {stored.shape}"
-            return Finding("resume", False, f"{checkpoint}: {name} has {has}, not {shape}")
+            return DryRunCheck("resume", False, f"{checkpoint}: {name} has {has}, not {shape}")
     for name, entry in manifest.files.items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != entry.size:
-            return Finding("resume", False, f"{path}: missing, or not of {entry.size} bytes")
-    return Finding("resume", True, f"{checkpoint}: goes on from step {manifest.step}")
+            return DryRunCheck("resume", False, f"{path}: missing, or not of {entry.size} bytes")
+    return DryRunCheck("resume", True, f"{checkpoint}: goes on from step {manifest.step}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megavis.checkpoint.format.manifest import Kind
+from megavis.checkpoint.format.manifest import TensorKind
 from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates
 from megavis.model.stack import LocalLayers
 
@@ -55,7 +55,7 @@ class WeightAverage:
         finally:
             self._show("weight")
 
-    def _show(self, kind: Kind) -> None:
+    def _show(self, kind: TensorKind) -> None:
         for _, parameter in self.layers.named_parameters():
             if parameter.requires_grad:
                 self.states.show(parameter, kind)

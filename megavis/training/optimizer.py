@@ -14,7 +14,7 @@ from torch import nn
 from megavis.checkpoint.state.parameter_states import logical_shape
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
-from megavis.model.declarations import GroupOptions, is_without_decay, options_of
+from megavis.model.declarations import ParamGroupOptions, is_without_decay, options_of
 from megavis.training.lars import LARS
 
 
@@ -69,7 +69,7 @@ def parameter_groups(
     Some decay and all others do not (`decays`); within both, by their declared options.
     `learning_rate_scale` of a group multiplies the scheduled rate.
     """
-    groups: dict[tuple[bool, GroupOptions], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, ParamGroupOptions], list[nn.Parameter]] = {}
     for _, parameter in named_parameters:
         key = (bool(weight_decay) and decays(parameter), options_of(parameter))
         groups.setdefault(key, []).append(parameter)

@@ -15,7 +15,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
-from megavis.config.yaml_tree import Source
+from megavis.config.yaml_tree import ConfigSource
 from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError, WorkerPool
@@ -29,7 +29,7 @@ Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParityResult:
     """One layout against one process."""
 
     layout: str
@@ -66,8 +66,8 @@ def compare_layouts(
     steps: int,
     tolerance: float,
     device: str | None,
-    report: Callable[[Comparison], None],
-) -> list[Comparison]:
+    report: Callable[[ParityResult], None],
+) -> list[ParityResult]:
     """Run each layout on real local processes and compare it with one process.
 
     Args:
@@ -90,7 +90,7 @@ def compare_layouts(
                 curves = pool.run(train_briefly, num_processes, candidate, steps, device)
                 result = _compare(layout_name(parallel), curves, reference, tolerance)
             except WorkerError as error:
-                result = Comparison(
+                result = ParityResult(
                     layout_name(parallel), float("inf"), float("inf"), tolerance, str(error)
                 )
                 pool = WorkerPool(num_processes, quiet=True)
@@ -120,7 +120,7 @@ def train_briefly(
     launch: Launch, config: RunConfig, steps: int, device: str | None = None
 ) -> Curve:
     """Train for some steps on this process's part; returns loss and gradient norm of each."""
-    loaded = LoadedConfig(config, Source("parity"))
+    loaded = LoadedConfig(config, ConfigSource("parity"))
     with open_job(loaded, launch, device=device) as context:
         run = TrainingRun.open(loaded, context)
         engine = Engine(config, run.objective, context)
@@ -143,11 +143,11 @@ def train_briefly(
         return curve
 
 
-def _compare(layout: str, curves: list[Curve], reference: Curve, tolerance: float) -> Comparison:
+def _compare(layout: str, curves: list[Curve], reference: Curve, tolerance: float) -> ParityResult:
     differences = [
         [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours, one, strict=True)]
         for curve in curves
         for ours, one in zip(curve, reference, strict=True)
     ]
     loss, norm = (max(column) for column in zip(*differences, strict=True))
-    return Comparison(layout, loss, norm, tolerance)
+    return ParityResult(layout, loss, norm, tolerance)

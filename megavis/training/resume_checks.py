@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megavis.checkpoint.format.manifest import Manifest
+from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
@@ -13,7 +13,9 @@ from megavis.config.section import Section
 from megavis.data.loading.blended_dataset import Samples
 
 
-def check_same_tokenizer(manifest: Manifest, data: Samples, tokenizer: str | None) -> None:
+def check_same_tokenizer(
+    manifest: CheckpointManifest, data: Samples, tokenizer: str | None
+) -> None:
     """Compare what makes the tokens, by its SHA-256, with that of a checkpoint.
 
     Raises:

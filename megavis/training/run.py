@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
-from megavis.checkpoint.format.manifest import LossHistory, Manifest
+from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
 from megavis.checkpoint.state.load import load_training_state
 from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
-from megavis.checkpoint.state.save import Progress, Snapshot
+from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
@@ -212,7 +212,7 @@ class TrainingRun:
             )
         ]
 
-    def _open_metrics(self, first_step: int, start: Manifest | None) -> MetricsWriter:
+    def _open_metrics(self, first_step: int, start: CheckpointManifest | None) -> MetricsWriter:
         metrics = MetricsWriter(self.folder, first_step=first_step)
         if start is not None:
             record_return(metrics, self.folder, start)
@@ -225,7 +225,7 @@ class TrainingRun:
 
     def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
         engine = state.engine
-        progress = Progress(
+        progress = TrainingProgress(
             step=state.step,
             samples_seen=state.step * self.config.training.batch_size,
             seed=self.config.seed,

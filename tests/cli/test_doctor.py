@@ -86,8 +86,8 @@ def test_transformer_engine_that_is_broken_says_why(package):
 
 
 def test_what_is_missing_is_required_or_not(monkeypatch, capsys):
-    missing = doctor.Finding("torch", False, "not installed", "everything", required=True)
-    optional = doctor.Finding("libaio", False, "not installed", "offload to NVMe")
+    missing = doctor.SystemCheck("torch", False, "not installed", "everything", required=True)
+    optional = doctor.SystemCheck("libaio", False, "not installed", "offload to NVMe")
     monkeypatch.setattr(doctor, "examine", lambda: iter([optional]))
     args = type("Args", (), {"json": False})
     assert doctor.run(args) == 0

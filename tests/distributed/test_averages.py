@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from test_layouts import make_config, with_layout
 
-from megavis.config.load import LoadedConfig, Source
+from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.launch import Launch
@@ -73,7 +73,7 @@ def test_gradients_of_bf16_are_averaged_in_float32(
 
 def first_weights(launch: Launch, config: RunConfig) -> dict[str, torch.Tensor]:
     """Return what a run begins with: master weights, and buffers."""
-    loaded = LoadedConfig(config, Source("test"))
+    loaded = LoadedConfig(config, ConfigSource("test"))
     with open_job(loaded, launch, device="cpu") as context:
         engine = Engine(config, TrainingRun.open(loaded, context).objective, context)
         weights = dict(engine.layers.named_parameters())
@@ -94,7 +94,7 @@ def test_first_weights_are_those_of_one_process(
 
 def timeouts(launch: Launch, config: RunConfig) -> list[float]:
     """Return how long collectives wait in each group that is open while training is watched."""
-    loaded = LoadedConfig(config, Source("test"))
+    loaded = LoadedConfig(config, ConfigSource("test"))
     with open_job(loaded, launch, device="cpu") as context:
         Engine(config, TrainingRun.open(loaded, context).objective, context)
         AsyncFlag()
@@ -116,7 +116,7 @@ def test_no_collective_gives_up_before_the_watchdog(run_job: Any, tiny_config: P
 
 def arithmetic(launch: Launch, config: RunConfig) -> tuple[bool, bool, Curve]:
     """Return what a job computes by, and its curve."""
-    with open_job(LoadedConfig(config, Source("test")), launch, device="cpu"):
+    with open_job(LoadedConfig(config, ConfigSource("test")), launch, device="cpu"):
         chosen = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32
     return *chosen, train_briefly(launch, config, 3, "cpu")
 

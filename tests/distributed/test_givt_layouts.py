@@ -19,7 +19,7 @@ from golden_givt import (
 from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from data_tools.__main__ import main as data_tools
-from megavis.config.load import LoadedConfig, Source, load_config
+from megavis.config.load import ConfigSource, LoadedConfig, load_config
 from megavis.config.schema import RunConfig
 from megavis.data.loading.loader import BatchLoader
 from megavis.model.core import Block
@@ -100,7 +100,7 @@ def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
         device="cpu",
     )
     try:
-        run = TrainingRun.open(LoadedConfig(config, Source("test")), context)
+        run = TrainingRun.open(LoadedConfig(config, ConfigSource("test")), context)
         engine = Engine(config, run.objective, context)
         seen: dict[str, np.ndarray] = {}
         blocks = [m for m in engine.layers.modules if isinstance(m, Block)]

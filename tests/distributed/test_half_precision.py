@@ -10,7 +10,7 @@ import pytest
 from run_jobs import deterministic_metrics, rewind, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.manifest import Manifest, read_manifest
+from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.config.load import load_config
 from megavis.parallel.launch import Launch
 from megavis.training import engine
@@ -100,7 +100,7 @@ def test_fp16_skips_steps_that_overflow_and_resumes_bit_for_bit(
     assert deterministic_metrics(tmp_path / "resumed") == deterministic_metrics(tmp_path / "whole")
 
 
-def newest_manifest(run: Path) -> Manifest:
+def newest_manifest(run: Path) -> CheckpointManifest:
     folder = latest_checkpoint(run)
     assert folder is not None
     return read_manifest(folder)

@@ -8,12 +8,12 @@ import pytest
 from megavis.config.load import load_config
 from megavis.parallel.launch import Launch
 from megavis.training.job import open_job
-from megavis.training.search.learning_rate import Outcome, search_rates
+from megavis.training.search.learning_rate import TrialResult, search_rates
 
 pytestmark = pytest.mark.once
 
 
-def search(launch: Launch, path: str, overrides: list[str]) -> list[Outcome]:
+def search(launch: Launch, path: str, overrides: list[str]) -> list[TrialResult]:
     loaded = load_config(path, overrides)
     with open_job(loaded, launch, device="cpu") as context:
         return search_rates(loaded, [1e5, 1e-2], context, patience=3, report=lambda _: None)

@@ -5,7 +5,7 @@ from typing import Any
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.state.load import load_training_state
-from megavis.checkpoint.state.save import Progress, Snapshot
+from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.load import LoadedConfig, load_config
 from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.context import ParallelContext
@@ -69,7 +69,7 @@ def take_steps(run: TrainingRun, engine: Engine, steps: range) -> list[float]:
 
 def save(run: TrainingRun, engine: Engine, context: ParallelContext, folder: Path) -> None:
     settings: dict[str, Any] = {"layers": engine.layers, "states": engine.states}
-    progress = Progress(
+    progress = TrainingProgress(
         step=SAVED_STEP, samples_seen=0, seed=run.config.seed, tokenizer=run.tokenizer
     )
     snapshot = Snapshot(folder, progress, **settings, context=context)

@@ -8,7 +8,7 @@ import numpy as np
 from written_shards import write_payloads
 
 from megavis.data.codecs.latents import LatentsCodec
-from megavis.data.format.manifest import Source, TokenizerIdentity
+from megavis.data.format.manifest import SourceIdentity, TokenizerIdentity
 
 
 def write_latent_shards(
@@ -39,6 +39,6 @@ def write_latent_shards(
         image_size=4 * shape[1],
         latent_shape=shape,
         tokenizer=TokenizerIdentity(kind="vae", sha256=identity),
-        source=Source(description="test", num_files=num_images, sha256=f"{seed:064x}"),
+        source=SourceIdentity(description="test", num_files=num_images, sha256=f"{seed:064x}"),
     )
     return folder

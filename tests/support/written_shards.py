@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.data.format.files import sha256_of_file
-from megavis.data.format.manifest import Manifest, Preparation, ShardEntry, Source
+from megavis.data.format.manifest import Manifest, Preparation, ShardEntry, SourceIdentity
 from megavis.data.format.shards import index_path, open_shard, write_index
 
 
@@ -50,7 +50,7 @@ def write_payloads(
         "preparation": Preparation(resize="bicubic", crop="centre", decoders={}),
         "skipped": {},
         "seed": 0,
-        "source": Source(description="test", num_files=len(payloads), sha256="0" * 64),
+        "source": SourceIdentity(description="test", num_files=len(payloads), sha256="0" * 64),
         "tool_version": "0",
     }
     manifest = Manifest(

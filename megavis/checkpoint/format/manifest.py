@@ -27,7 +27,7 @@ CHECKSUMS = "crc32"
 """In the header of a checkpoint's files: the CRC-32 of each tensor, as JSON."""
 _CHECKSUM = "checksum"
 
-Kind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum", "average"]
+TensorKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum", "average"]
 """Weights, Adam's two moments, LARS's one, and the moving average of the weights."""
 
 
@@ -35,7 +35,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Slice(_Part):
+class TensorSlice(_Part):
     """A contiguous piece of a logical tensor."""
 
     file: str
@@ -50,7 +50,7 @@ class LogicalTensor(_Part):
     shape: tuple[int, ...]
     dimension: int | None
     """Along which the slices lie; None for one whole slice."""
-    slices: tuple[Slice, ...]
+    slices: tuple[TensorSlice, ...]
 
 
 class StoredFile(_Part):
@@ -82,7 +82,7 @@ class LossHistory(_Part):
     """
 
 
-class WentBack(_Part):
+class RollbackRecord(_Part):
     """That training came back to a checkpoint from bad steps, and leaves data out from here on."""
 
     times: int
@@ -92,7 +92,7 @@ class WentBack(_Part):
     """Counted from 1, of the last time."""
 
 
-class Manifest(_Part):
+class CheckpointManifest(_Part):
     """The whole checkpoint."""
 
     version: Literal[1] = 1
@@ -104,7 +104,7 @@ class Manifest(_Part):
     """Batches of the sample order that were left out so far: step t, counted from 0, reads batch
     t + this."""
     losses: LossHistory = LossHistory()
-    went_back: WentBack | None = None
+    went_back: RollbackRecord | None = None
     """Present where the run went back to this very checkpoint."""
     optimizer_step: int
     """Adam's own count, which is lower than `step` where fp16 skipped steps."""
@@ -141,7 +141,7 @@ def _checksum(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read a checkpoint's manifest.
 
     Raises:
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return CheckpointManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path}: missing, so this is no complete checkpoint") from None
     except ValidationError as error:

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megavis.checkpoint.format.manifest import Kind, LogicalTensor, StoredFile, read_manifest
+from megavis.checkpoint.format.manifest import LogicalTensor, StoredFile, TensorKind, read_manifest
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
 
@@ -38,7 +38,7 @@ class CheckpointReader:
         self._open.close()
 
     @property
-    def evaluated(self) -> Kind:
+    def evaluated(self) -> TensorKind:
         """What stands for the weights in evaluation: their moving average, where there is one."""
         averaged = any(key.startswith("average/") for key in self.manifest.tensors)
         return "average" if averaged else "weight"

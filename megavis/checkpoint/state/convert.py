@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import partial_folder, publish
-from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, Slice, read_manifest
+from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, TensorSlice, read_manifest
 from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
@@ -72,7 +72,7 @@ def _cut(
         if length % parts:
             raise UserError(f"{key}: {length} rows do not divide by tensor size {parts}")
         slices = tuple(
-            Slice(
+            TensorSlice(
                 file=f"rank-{owner * tensor_size + part:05d}.safetensors",
                 key=key,
                 start=part * (length // parts),

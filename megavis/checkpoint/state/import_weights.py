@@ -9,7 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import partial_folder, publish
-from megavis.checkpoint.format.manifest import MANIFEST, LogicalTensor, Manifest, Slice
+from megavis.checkpoint.format.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    LogicalTensor,
+    TensorSlice,
+)
 from megavis.checkpoint.state.save import write_tensors
 from megavis.data.format.files import write_atomically
 
@@ -30,7 +35,7 @@ def write_weights(
     partial.mkdir(parents=True)
     keyed = {f"weight/{key}": tensor for key, tensor in weights.items()}
     stored = write_tensors(partial / name, keyed)
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         step=0,
         samples_seen=0,
         optimizer_step=0,
@@ -47,5 +52,5 @@ def write_weights(
 def _one_slice(tensor: Tensor, file: str, key: str) -> LogicalTensor:
     # Cut by rows where a layout wants rows, by columns where it wants columns: the reader takes
     # any window of a tensor that lies in one slice.
-    piece = Slice(file=file, key=key, start=0, length=tensor.shape[0])
+    piece = TensorSlice(file=file, key=key, start=0, length=tensor.shape[0])
     return LogicalTensor(shape=tuple(tensor.shape), dimension=None, slices=(piece,))

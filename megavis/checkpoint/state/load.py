@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavis.checkpoint.format.manifest import Manifest, read_manifest
+from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
 from megavis.checkpoint.format.reader import CheckpointReader, complaint_about
 from megavis.checkpoint.state.parameter_states import (
     AVERAGE,
@@ -26,7 +26,7 @@ from megavis.parallel.tensors import partition_dimension
 
 def load_training_state(
     folder: Path, *, layers: LocalLayers, states: ParameterStates, context: ParallelContext
-) -> Manifest:
+) -> CheckpointManifest:
     """Read weights, moments and step count into a DeepSpeed engine of any layout.
 
     Args:
@@ -78,7 +78,7 @@ def start_from_weights(
                 states.set(parameter, "weight", _weight(reader, name, parameter, context))
 
 
-def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> Manifest:
+def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> CheckpointManifest:
     """Read what is evaluated into modules without an engine: the average, or else the weights.
 
     Learned positions of another grid are interpolated, here and in `start_from_weights`: the images
@@ -92,7 +92,7 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
         return reader.manifest
 
 
-def check_files(folder: Path, context: ParallelContext) -> Manifest:
+def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     """Compare sizes and SHA-256 of all files with the manifest, shared out over the processes.
 
     Returns:

@@ -21,9 +21,9 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from megavis.checkpoint.format.manifest import Kind
+from megavis.checkpoint.format.manifest import TensorKind
 
-AVERAGE: Kind = "average"
+AVERAGE: TensorKind = "average"
 """The moving average of the weights; its name among the optimizer's states too."""
 
 
@@ -37,17 +37,17 @@ class ParameterStates:
         """Look into an engine; `averages`: a moving average of the weights is kept."""
         self._engine, self._zero_stage, self.averages = engine, zero_stage, averages
 
-    def kinds(self, parameter: nn.Parameter) -> tuple[Kind, ...]:
+    def kinds(self, parameter: nn.Parameter) -> tuple[TensorKind, ...]:
         """Return what there is of a parameter: weight, moments, average; of a frozen one less."""
         if not parameter.requires_grad:
             return ("weight",)
         return ("weight", *self._moments, *((AVERAGE,) if self.has(AVERAGE) else ()))
 
-    def has(self, kind: Kind) -> bool:
+    def has(self, kind: TensorKind) -> bool:
         """Say whether the optimizer has such a state yet."""
         return any(kind in state for state in self.optimizer.state.values())
 
-    def get(self, parameter: nn.Parameter, kind: Kind) -> Tensor:
+    def get(self, parameter: nn.Parameter, kind: TensorKind) -> Tensor:
         """Return the float32 slice; for moments that do not exist yet, zeros."""
         value: Tensor | None
         if not parameter.requires_grad:
@@ -67,7 +67,7 @@ class ParameterStates:
             return torch.zeros(logical_shape(parameter), dtype=torch.float32)
         return value.float()
 
-    def set(self, parameter: nn.Parameter, kind: Kind, value: Tensor) -> None:
+    def set(self, parameter: nn.Parameter, kind: TensorKind, value: Tensor) -> None:
         """Write the float32 slice; a weight also refreshes what the forward pass uses."""
         if not parameter.requires_grad:
             set_gathered(parameter, value)
@@ -85,7 +85,7 @@ class ParameterStates:
             safe_set_full_optimizer_state(parameter, value.to(parameter.device), kind)
 
     @torch.no_grad()
-    def show(self, parameter: nn.Parameter, kind: Kind) -> None:
+    def show(self, parameter: nn.Parameter, kind: TensorKind) -> None:
         """Let forward passes compute with the average of a parameter, or again with its weight."""
         if self._zero_stage:
             set_gathered(parameter, self.get(parameter, kind))
@@ -96,7 +96,7 @@ class ParameterStates:
         average.copy_(parameter)
         parameter.copy_(shown)
 
-    def _set_local(self, parameter: nn.Parameter, kind: Kind, value: Tensor) -> None:
+    def _set_local(self, parameter: nn.Parameter, kind: TensorKind, value: Tensor) -> None:
         # Through the local slice: DeepSpeed's whole-tensor setter cuts the value without the
         # padding that odd sizes get.
         split: Any = parameter
@@ -136,7 +136,7 @@ class ParameterStates:
         if self._zero_stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _link(self, parameter: nn.Parameter, kind: Kind) -> None:
+    def _link(self, parameter: nn.Parameter, kind: TensorKind) -> None:
         """Let DeepSpeed's ZeRO 1 and 2 find a state by its parameter.
 
         They look once, after the first step of the first group of parameters, when there are no
@@ -148,7 +148,7 @@ class ParameterStates:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     @property
-    def _moments(self) -> tuple[Kind, ...]:
+    def _moments(self) -> tuple[TensorKind, ...]:
         return ("momentum",) if "momentum" in self.optimizer.defaults else ("exp_avg", "exp_avg_sq")
 
     @property

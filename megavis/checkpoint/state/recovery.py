@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
-from megavis.checkpoint.format.manifest import Manifest
+from megavis.checkpoint.format.manifest import CheckpointManifest
 from megavis.checkpoint.state.load import check_files
 from megavis.config.errors import UserError
 from megavis.parallel.context import ParallelContext
 
-Found = tuple[Path, Manifest]
+Found = tuple[Path, CheckpointManifest]
 
 
 def newest_whole_checkpoint(

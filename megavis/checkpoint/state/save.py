@@ -20,12 +20,12 @@ from megavis.checkpoint.format.folder import partial_folder, publish
 from megavis.checkpoint.format.manifest import (
     CHECKSUMS,
     MANIFEST,
+    CheckpointManifest,
     LogicalTensor,
     LossHistory,
     LossScale,
-    Manifest,
-    Slice,
     StoredFile,
+    TensorSlice,
 )
 from megavis.checkpoint.state.parameter_states import ParameterStates, logical_shape
 from megavis.data.format.files import flush_folder, sha256_of_file, write_atomically
@@ -35,7 +35,7 @@ from megavis.parallel.tensors import is_first_copy, partition_dimension
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where the run stands; with the seed it decides all that comes."""
 
     step: int
@@ -71,7 +71,7 @@ class Snapshot:
     def __init__(
         self,
         run_folder: Path,
-        progress: Progress,
+        progress: TrainingProgress,
         *,
         layers: LocalLayers,
         states: ParameterStates,
@@ -127,7 +127,7 @@ class Snapshot:
 
     def _finish(self, gathered: list) -> None:
         progress = self._progress
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=progress.step,
             samples_seen=progress.samples_seen,
             batches_skipped=progress.batches_skipped,
@@ -169,11 +169,11 @@ def _entry(
 ) -> LogicalTensor:
     shape = list(value.shape)
     if dimension is None:
-        piece = Slice(file=file, key=key, start=0, length=shape[0] if shape else 1)
+        piece = TensorSlice(file=file, key=key, start=0, length=shape[0] if shape else 1)
         return LogicalTensor(shape=tuple(shape), dimension=None, slices=(piece,))
     length = shape[dimension]
     shape[dimension] = length * context.tensor.size
-    piece = Slice(file=file, key=key, start=length * context.tensor.rank, length=length)
+    piece = TensorSlice(file=file, key=key, start=length * context.tensor.rank, length=length)
     return LogicalTensor(shape=tuple(shape), dimension=dimension, slices=(piece,))
 
 

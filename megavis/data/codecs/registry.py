@@ -11,7 +11,7 @@ from megavis.data.codecs.jpeg import JpegCodec
 from megavis.data.codecs.latents import LatentsCodec
 from megavis.data.codecs.pairs import PairsCodec
 from megavis.data.codecs.transforms import Transform
-from megavis.data.format.manifest import Kind, Manifest
+from megavis.data.format.manifest import Manifest, ShardKind
 
 
 def codec_of(manifest: Manifest, transform: Transform | None = None) -> Codec:
@@ -123,7 +123,7 @@ def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: b
 
 _WHOLE = ("none", "shifted")
 """Crops that keep the size of what is stored."""
-_CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
+_CODECS: Mapping[ShardKind, Callable[[Manifest, Transform | None], Codec]] = {
     "palette": _palette,
     "jpeg": _jpeg,
     "pairs": _pairs,
@@ -131,7 +131,7 @@ _CODECS: Mapping[Kind, Callable[[Manifest, Transform | None], Codec]] = {
     "ids": _ids,
     "frames": _frames,
 }
-_SUFFIXES: Mapping[Kind, str] = {
+_SUFFIXES: Mapping[ShardKind, str] = {
     "palette": PaletteCodec.suffix,
     "jpeg": JpegCodec.suffix,
     "pairs": PairsCodec.suffix,

@@ -15,7 +15,7 @@ MANIFEST_NAME = "manifest.json"
 PALETTE_NAME = "palette.npy"
 FORMAT_VERSION: Literal[1] = 1
 
-Kind = Literal["palette", "jpeg", "pairs", "latents", "ids", "frames"]
+ShardKind = Literal["palette", "jpeg", "pairs", "latents", "ids", "frames"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -46,7 +46,7 @@ class Preparation(_Strict):
     decoders: dict[str, str] = Field(description="version of each decoding package")
 
 
-class Source(_Strict):
+class SourceIdentity(_Strict):
     """Where the images came from."""
 
     description: str
@@ -68,7 +68,7 @@ class Manifest(_Strict):
     """The whole of `manifest.json`; written last, so a folder with one is complete."""
 
     format_version: Literal[1]
-    kind: Kind
+    kind: ShardKind
     image_size: Positive | None = Field(
         description="side in pixels; none where the images of a jpeg folder differ, and for frames"
     )
@@ -92,7 +92,7 @@ class Manifest(_Strict):
     shards: tuple[ShardEntry, ...]
     skipped: dict[str, Count] = Field(description="number of refused source files by reason")
     seed: Count
-    source: Source
+    source: SourceIdentity
     tool_version: str
 
     @property

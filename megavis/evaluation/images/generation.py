@@ -102,7 +102,7 @@ class FeatureCollector:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ImageSetComparison:
     """Numbers, and what must be said with them.
 
     Attributes:
@@ -195,7 +195,7 @@ class Comparison:
 
 def compare(
     samples: FeatureSummary, reference: FeatureSummary, *, device: torch.device
-) -> Comparison:
+) -> ImageSetComparison:
     """Measure samples by a reference.
 
     Args:
@@ -219,7 +219,7 @@ def compare(
     if all(part is not None and len(part) > NEIGHBORS for part in parts):
         found = precision_and_recall(*(part.to(device) for part in parts if part is not None))
         numbers |= dict(zip(("precision", "recall"), found, strict=True))
-    return Comparison(network, samples, reference, numbers)
+    return ImageSetComparison(network, samples, reference, numbers)
 
 
 def _key(number: str, network: NetworkName) -> str:

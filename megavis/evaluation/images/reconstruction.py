@@ -20,7 +20,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.images.completions import signal_to_noise
 from megavis.evaluation.images.feature_networks import FeatureNetwork
-from megavis.evaluation.images.generation import Comparison, FeatureCollector, compare
+from megavis.evaluation.images.generation import FeatureCollector, ImageSetComparison, compare
 from megavis.evaluation.images.similarity import structural_similarity
 from megavis.model.inference import Inference
 from megavis.model.perceptual import PerceptualDistance
@@ -101,7 +101,7 @@ class Distances:
         self._originals.add(originals)
         self._made.add(made)
 
-    def result(self, *, run: Path, originals: Path) -> Comparison:
+    def result(self, *, run: Path, originals: Path) -> ImageSetComparison:
         """Compare all; `originals` is the shard folder that they come from."""
         digest = sha256_of_file(originals / MANIFEST_NAME)
         return compare(

@@ -29,8 +29,8 @@ from megavis.composition.visible import Visible
 from megavis.config.choices import PositionKind
 from megavis.densities.base import Density
 from megavis.densities.categorical import Categorical
-from megavis.densities.decoders import Decoder, PatchHead
-from megavis.densities.diffusion import Diffusion, Process
+from megavis.densities.decoders import DecoderSpec, PatchHead
+from megavis.densities.diffusion import Diffusion, DiffusionProcess
 from megavis.densities.gaussians import GaussianMixture
 from megavis.densities.place import Place
 from megavis.densities.squared_error import SquaredError
@@ -264,7 +264,7 @@ class Compose(Composition):
 
     def _diffusion(self, keys: DiffusionDensity, predicted: Vectors) -> Diffusion:
         are_pixels, width = isinstance(predicted, Patches), predicted.width
-        decoder = Decoder(
+        decoder = DecoderSpec(
             keys.decoder,
             width,
             keys.decoder_layers,
@@ -272,7 +272,7 @@ class Compose(Composition):
             tells_gamma=keys.condition_on_gamma,
             channels=3 if are_pixels else width,
         )
-        process = Process(
+        process = DiffusionProcess(
             beta=(keys.noise_a, keys.noise_b),
             predicts=keys.predicts,
             value_range=pixel_range() if are_pixels else None,

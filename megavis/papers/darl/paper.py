@@ -17,8 +17,8 @@ from megavis.composition.codebook import Ids
 from megavis.composition.composition import Composition
 from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical
-from megavis.densities.decoders import Decoder, PatchHead
-from megavis.densities.diffusion import Diffusion, Process
+from megavis.densities.decoders import DecoderSpec, PatchHead
+from megavis.densities.diffusion import Diffusion, DiffusionProcess
 from megavis.densities.squared_error import SquaredError
 from megavis.model.init import normal
 from megavis.papers.darl.config import DARLConfig
@@ -75,7 +75,7 @@ class DARL(Composition):
         paper, predicts = self.paper, self.predicts
         if isinstance(predicts, Ids):
             return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
-        decoder = Decoder(
+        decoder = DecoderSpec(
             paper.decoder_kind,
             predicts.width,
             paper.decoder_layers,
@@ -90,7 +90,7 @@ class DARL(Composition):
                 build_head=head,
                 decoder=work,
             )
-        process = Process(
+        process = DiffusionProcess(
             beta=(paper.noise_a, paper.noise_b),
             predicts=paper.predicts,
             value_range=pixel_range(),

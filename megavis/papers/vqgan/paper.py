@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.composition.autoencoder import AutoencoderObjective, State
-from megavis.model.declarations import GroupOptions, add_options, without_decay
+from megavis.model.declarations import ParamGroupOptions, add_options, without_decay
 from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.codebook import Codebook, usage
 from megavis.tokenizers.shapes import VQGANShape
@@ -78,7 +78,7 @@ class VQGANObjective(AutoencoderObjective):
         """Return the VQGAN, whose codebook may have its own rate."""
         layer, rate = VQGANLayer(self.paper.shape), self.paper.codebook_learning_rate
         if rate is not None:
-            options = GroupOptions(rate / self.config.optimizer.learning_rate)
+            options = ParamGroupOptions(rate / self.config.optimizer.learning_rate)
             add_options(layer.network.quantize.parameters(), options)
         return layer
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
-from megavis.checkpoint.format.manifest import MANIFEST, Manifest, WentBack
+from megavis.checkpoint.format.manifest import MANIFEST, CheckpointManifest, RollbackRecord
 from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import TrainingConfig
@@ -56,14 +56,18 @@ def go_back(
     changed = manifest.model_copy(
         update={
             "batches_skipped": row.next_batch + settings.rollback_margin - manifest.step,
-            "went_back": WentBack(times=times, first_bad_step=row.first, last_bad_step=row.last),
+            "went_back": RollbackRecord(
+                times=times, first_bad_step=row.first, last_bad_step=row.last
+            ),
         }
     )
     _agree_on(run_folder, folder, changed, context)
     return folder, changed
 
 
-def _agree_on(run_folder: Path, folder: Path, changed: Manifest, context: ParallelContext) -> None:
+def _agree_on(
+    run_folder: Path, folder: Path, changed: CheckpointManifest, context: ParallelContext
+) -> None:
     """Write the changed manifest; raises OSError on every process if the main one cannot."""
     failure = ""
     if context.is_main:
@@ -84,7 +88,7 @@ def _agree_on(run_folder: Path, folder: Path, changed: Manifest, context: Parall
         raise OSError(failure)
 
 
-def record_return(metrics: MetricsWriter, run_folder: Path, manifest: Manifest) -> None:
+def record_return(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:
     """Write the event's line at the step that was gone back to, unless it is there."""
     event = manifest.went_back
     if event is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """A key and the values that it takes, as they would be written."""
 
     key: str
@@ -19,7 +19,7 @@ class Axis:
         return self.key.rpartition(".")[2]
 
     @classmethod
-    def parse(cls, text: str) -> Axis:
+    def parse(cls, text: str) -> SweepAxis:
         """Read `KEY=V,V,...`, or `KEY=LOW..HIGH:COUNT` for a logarithmic grid.
 
         Raises:

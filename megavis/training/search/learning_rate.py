@@ -39,7 +39,7 @@ _GIVEN_UP = "given_up.json"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """What became of one rate."""
 
     rate: float
@@ -52,7 +52,7 @@ class Outcome:
     accuracy: float | None = None
     """The highest validation accuracy; None where none is measured or the run did not finish."""
 
-    def is_worse_than(self, other: Outcome) -> bool:
+    def is_worse_than(self, other: TrialResult) -> bool:
         """Compare by accuracy, as fine-tuning is (section 3.4), and by loss where there is none."""
         if self.accuracy is not None and other.accuracy is not None:
             return self.accuracy < other.accuracy
@@ -118,8 +118,8 @@ def search_rates(
     context: ParallelContext,
     *,
     patience: int = 10,
-    report: Callable[[Outcome], None],
-) -> list[Outcome]:
+    report: Callable[[TrialResult], None],
+) -> list[TrialResult]:
     """Try rates from large to small until the final validation loss starts to rise.
 
     Args:
@@ -139,7 +139,7 @@ def search_rates(
         raise UserError("the search compares validation losses: set data.validation")
     if not rates or not all(rate > 0 and math.isfinite(rate) for rate in rates):
         raise UserError(f"the rates must be numbers above 0, not {list(rates)}")
-    outcomes: list[Outcome] = []
+    outcomes: list[TrialResult] = []
     for rate in sorted(set(rates), reverse=True):
         config = config_for(loaded.config, rate)
         # The folder may look older on another node.
@@ -159,7 +159,7 @@ def search_rates(
     return outcomes
 
 
-def best_of(outcomes: Sequence[Outcome]) -> Outcome | None:
+def best_of(outcomes: Sequence[TrialResult]) -> TrialResult | None:
     """Return the run of the highest accuracy, or lowest final loss; None where none finished."""
     finished = [outcome for outcome in outcomes if outcome.state == "finished"]
     if any(outcome.accuracy is not None for outcome in finished):
@@ -180,7 +180,7 @@ def config_for(config: RunConfig, rate: float) -> RunConfig:
     )
 
 
-def read_outcome(config: RunConfig) -> Outcome:
+def read_outcome(config: RunConfig) -> TrialResult:
     """Return what the run's folder says of it."""
     folder, steps = Path(config.folder), config.training.steps
     rate = config.optimizer.learning_rate
@@ -189,18 +189,18 @@ def read_outcome(config: RunConfig) -> Outcome:
         record = json.loads(given_up.read_text(encoding="utf-8"))
         # Another schedule is another run: what it was given up for need not happen again.
         if record["steps"] == steps:
-            return Outcome(rate, str(folder), "given up", record["step"], math.inf)
+            return TrialResult(rate, str(folder), "given up", record["step"], math.inf)
     records = read_metrics(folder)
     last = records[-1] if records else {"step": 0}
     loss, step = last.get("validation_loss", math.nan), int(last["step"])
     # Other objectives than fine-tuning's may measure an accuracy, of something else.
     looks = looks_of(records) if config.finetune else []
     if step < steps and not _stopped_early(config, looks):
-        return Outcome(rate, str(folder), "unfinished", step, math.inf)
+        return TrialResult(rate, str(folder), "unfinished", step, math.inf)
     if not math.isfinite(loss):
-        return Outcome(rate, str(folder), "given up", step, math.inf)
+        return TrialResult(rate, str(folder), "given up", step, math.inf)
     accuracy = max((accuracy for _, accuracy in looks), default=None)
-    return Outcome(rate, str(folder), "finished", step, loss, accuracy)
+    return TrialResult(rate, str(folder), "finished", step, loss, accuracy)
 
 
 def _stopped_early(config: RunConfig, looks: Sequence[tuple[int, float]]) -> bool:

@@ -22,7 +22,7 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.run import TrainingRun
-from megavis.training.search.axis import Axis
+from megavis.training.search.axis import SweepAxis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ class Point:
         return self.step == self.loaded.config.training.steps
 
 
-def points_of(axes: Sequence[Axis], load: Load) -> list[Point]:
+def points_of(axes: Sequence[SweepAxis], load: Load) -> list[Point]:
     """Return the grid, the second key's values changing fastest; every config is checked.
 
     Raises:
@@ -78,7 +78,9 @@ def train_point(point: Point, context: ParallelContext) -> None:
             TrainingRun.open(point.loaded, context).train(signals)
 
 
-def rows_of(axes: Sequence[Axis], points: Sequence[Point], scores: Sequence[float]) -> list[Row]:
+def rows_of(
+    axes: Sequence[SweepAxis], points: Sequence[Point], scores: Sequence[float]
+) -> list[Row]:
     """Return one row a point; the score of a run that is not finished is empty."""
     first, second = axes
     return [
@@ -92,7 +94,9 @@ def rows_of(axes: Sequence[Axis], points: Sequence[Point], scores: Sequence[floa
     ]
 
 
-def draw_sweep(axes: Sequence[Axis], scores: Sequence[float], *, name: str, what: str) -> Figure:
+def draw_sweep(
+    axes: Sequence[SweepAxis], scores: Sequence[float], *, name: str, what: str
+) -> Figure:
     """Draw the heat-map: the first key to the right, the second upwards, as figure 3.
 
     Args:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, plain_axes, write_figure
-from megavis.training.search.learning_rate import Outcome, best_of
+from megavis.training.search.learning_rate import TrialResult, best_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+def rows_of(outcomes: Sequence[TrialResult]) -> list[Row]:
     """Return one row a rate; the loss of a run that did not finish is empty."""
     best = best_of(outcomes)
     return [
@@ -34,7 +34,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     ]
 
 
-def markdown_of(outcomes: Sequence[Outcome]) -> str:
+def markdown_of(outcomes: Sequence[TrialResult]) -> str:
     """Return the rows as a Markdown table."""
     rows = rows_of(outcomes)
     lines = [[key.replace("_", " ") for key in rows[0]], ["---"] * len(rows[0])]
@@ -42,7 +42,7 @@ def markdown_of(outcomes: Sequence[Outcome]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def draw_search(outcomes: Sequence[Outcome], *, name: str) -> Figure:
+def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
     """Draw the final validation loss over the rate; runs that were given up stand at the top.
 
     Args:
@@ -67,7 +67,7 @@ def draw_search(outcomes: Sequence[Outcome], *, name: str) -> Figure:
     return figure
 
 
-def write_search(folder: Path, outcomes: Sequence[Outcome], *, name: str) -> list[Path]:
+def write_search(folder: Path, outcomes: Sequence[TrialResult], *, name: str) -> list[Path]:
     """Write `search.png`, `search.csv` and `search.md`; returns them. Raises OSError."""
     written = write_figure(folder, "search", draw_search(outcomes, name=name), rows_of(outcomes))
     table = folder / "search.md"

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from megavis.checkpoint.format.folder import saved_steps
-from megavis.checkpoint.format.manifest import LogicalTensor, Manifest, Slice, read_manifest
+from megavis.checkpoint.format.manifest import (
+    CheckpointManifest,
+    LogicalTensor,
+    TensorSlice,
+    read_manifest,
+)
 from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.checkpoint.state.verify import damages
@@ -30,16 +35,16 @@ def write_step(run, step):
     parts[0]["weight/b.bias"] = whole["weight/b.bias"]
     names = ["rank-00000.safetensors", "rank-00001.safetensors"]
     files = {n: write_tensors(folder / n, part) for n, part in zip(names, parts, strict=True)}
-    matrix = [Slice(file=names[i], key="", start=4 * i, length=4) for i in (0, 1)]
+    matrix = [TensorSlice(file=names[i], key="", start=4 * i, length=4) for i in (0, 1)]
     tensors = {}
     for key, shape in SHAPES.items():
         if len(shape) == 2:
             slices = tuple(piece.model_copy(update={"key": key}) for piece in matrix)
             tensors[key] = LogicalTensor(shape=shape, dimension=0, slices=slices)
         else:
-            slices = (Slice(file=names[0], key=key, start=0, length=shape[0]),)
+            slices = (TensorSlice(file=names[0], key=key, start=0, length=shape[0]),)
             tensors[key] = LogicalTensor(shape=shape, dimension=None, slices=slices)
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         step=step,
         samples_seen=8 * step,
         optimizer_step=step,

@@ -17,10 +17,10 @@ from megavis.checkpoint.format.folder import (
     step_folder,
 )
 from megavis.checkpoint.format.manifest import (
+    CheckpointManifest,
     LogicalTensor,
-    Manifest,
-    Slice,
     StoredFile,
+    TensorSlice,
     read_manifest,
 )
 from megavis.checkpoint.format.reader import CheckpointReader
@@ -43,8 +43,8 @@ def write_checkpoint(run: Path, step: int) -> Path:
             size=(partial / name).stat().st_size, sha256=sha256_of_file(partial / name)
         )
         start = sum(piece.length for piece in slices)
-        slices.append(Slice(file=name, key="weight/w", start=start, length=part.shape[1]))
-    manifest = Manifest(
+        slices.append(TensorSlice(file=name, key="weight/w", start=start, length=part.shape[1]))
+    manifest = CheckpointManifest(
         step=step,
         samples_seen=step,
         optimizer_step=step,

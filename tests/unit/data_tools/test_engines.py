@@ -10,7 +10,7 @@ from image_files import tree
 from kill_sweep import write_images
 
 from data_tools.__main__ import main
-from data_tools.jobs import Slice
+from data_tools.jobs import JobSlice
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_the_slices_together_are_the_whole(order, command, tmp_path, capsys):
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "-1/3"])
 def test_what_is_no_slice(text):
     with pytest.raises(argparse.ArgumentTypeError, match="i/n"):
-        Slice.parse(text)
+        JobSlice.parse(text)
 
 
 @pytest.mark.skipif(

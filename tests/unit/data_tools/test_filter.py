@@ -17,11 +17,11 @@ import megavis
 from data_tools import measurements, run_features
 from data_tools.__main__ import main
 from data_tools.likeness import fit_likeness
-from data_tools.measurements import MeasureRecipe, features, read_measurements
+from data_tools.measurements import MeasurementEncoder, features, read_measurements
 from data_tools.photographs import Photograph, load_photograph
 from data_tools.run_features import RunFeatures
 from data_tools.source_formats import open_unlabelled
-from data_tools.sources import Picture
+from data_tools.sources import SourceImage
 from megavis.cli import main as train
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
@@ -146,7 +146,7 @@ def crops(numbers):
 
 def measure(content):
     """The measurement of one file."""
-    (((payload,),),) = MeasureRecipe().encode([Picture("key", "name", -1, content)])
+    (((payload,),),) = MeasurementEncoder().encode([SourceImage("key", "name", -1, content)])
     return np.frombuffer(payload, measurements.measurement())[0]
 
 

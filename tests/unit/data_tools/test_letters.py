@@ -10,7 +10,14 @@ from PIL import Image
 
 from data_tools.__main__ import main
 from data_tools.fonts import FONTS, font_path, glyph, licence_of
-from data_tools.letters import COLORS, LEAST_CONTRAST, Recipe, draw, letter_and_font, luminance
+from data_tools.letters import (
+    COLORS,
+    LEAST_CONTRAST,
+    LetterRecipe,
+    draw,
+    letter_and_font,
+    luminance,
+)
 
 COUNTS = {"train": 60, "selection": 21, "validation": 14}
 SMALL = ["--images", "60", "--selection-images", "21", "--validation-images", "14"]
@@ -18,7 +25,7 @@ SMALL = ["--images", "60", "--selection-images", "21", "--validation-images", "1
 
 def recipe(**changed):
     plain = {"size": 12, "letters": "ABCDEFG", "glyph": (85, 92), "colors": "eight"}
-    return Recipe(**{**plain, "clutter": "none", "seed": 0, **changed})
+    return LetterRecipe(**{**plain, "clutter": "none", "seed": 0, **changed})
 
 
 def read(folder):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_tools.report import Outcome, write_memory_figure
+from data_tools.report import JobOutcome, write_memory_figure
 from data_tools.shard_tasks import UnitResult
 
 pytestmark = pytest.mark.once
@@ -15,7 +15,7 @@ MEBIBYTE = 2**20
 
 def outcome(peaks, *, images=1000):
     """A job whose shards of so many images ended at these peaks, in MiB."""
-    return Outcome([UnitResult(images, (), (), False, peak * MEBIBYTE) for peak in peaks])
+    return JobOutcome([UnitResult(images, (), (), False, peak * MEBIBYTE) for peak in peaks])
 
 
 def test_the_course_is_a_running_maximum_of_what_this_run_made():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.densities.categorical import Choice
+from megavis.densities.categorical import CategoricalOptions
 
 
 def reference(logits, *, temperature=1.0, top_k=None, top_p=None):
@@ -37,14 +37,14 @@ def test_probabilities_equal_those_of_the_loops(temperature, top_k, top_p):
     logits = torch.randn(6, 11) * 2
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
-    got = Choice(**settings).probabilities(logits)
+    got = CategoricalOptions(**settings).probabilities(logits)
 
     expected = [reference(row, **settings) for row in logits.tolist()]
     np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
 
 
 def test_of_equal_logits_the_lower_ids_are_kept():
-    got = Choice(top_k=2).probabilities(torch.zeros(1, 5))
+    got = CategoricalOptions(top_k=2).probabilities(torch.zeros(1, 5))
     np.testing.assert_allclose(got.numpy(), [[0.5, 0.5, 0, 0, 0]])
 
 
@@ -52,7 +52,7 @@ def test_a_draw_inverts_the_cumulative_distribution():
     torch.manual_seed(2)
     logits, uniforms = torch.randn(200, 7), torch.rand(200)
 
-    got = Choice(top_k=4).draw(logits, uniforms)
+    got = CategoricalOptions(top_k=4).draw(logits, uniforms)
 
     for row, uniform, id_ in zip(logits.tolist(), uniforms.tolist(), got.tolist(), strict=True):
         probabilities = reference(row, top_k=4)
@@ -63,7 +63,7 @@ def test_a_draw_inverts_the_cumulative_distribution():
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
 def test_the_outermost_draws_never_take_an_id_that_was_filtered_out(uniform):
     logits = torch.tensor([[-50.0, 1.0, 0.5, 1.0, -50.0]])
-    got = Choice(top_k=3).draw(logits, torch.tensor([uniform]))
+    got = CategoricalOptions(top_k=3).draw(logits, torch.tensor([uniform]))
     assert got.item() in (1, 2, 3)
 
 
@@ -71,7 +71,7 @@ def test_a_tiny_temperature_is_greedy():
     torch.manual_seed(3)
     logits = torch.randn(50, 9)
     for temperature in (0.0, 1e-6):
-        got = Choice(temperature=temperature).draw(logits, torch.rand(50))
+        got = CategoricalOptions(temperature=temperature).draw(logits, torch.rand(50))
         assert got.tolist() == logits.argmax(1).tolist()
 
 
@@ -87,4 +87,4 @@ def test_a_tiny_temperature_is_greedy():
 )
 def test_a_value_out_of_range_is_refused(settings):
     with pytest.raises(UserError, match="must"):
-        Choice(**settings)
+        CategoricalOptions(**settings)

@@ -10,7 +10,7 @@ import pytest
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import PENALTIES, Selection, choose_penalty
+from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty
 from megavis.evaluation.low_data import score_low_data
 from megavis.evaluation.transfer import Task, TransferSettings, first_examples, transfer
 from megavis.evaluation.transfer_table import write_transfer
@@ -31,7 +31,7 @@ def features(count, *, seed):
 
 @pytest.fixture(scope="module")
 def task():
-    selection = Selection(np.arange(96), np.arange(96, 120))
+    selection = HeldOutSplit(np.arange(96), np.arange(96, 120))
     splits = {"train": "toy, training set", "test": "toy, test set"}
     return Task("toy", "trained", features(120, seed=0), features(80, seed=1), selection, splits)
 
@@ -119,7 +119,7 @@ def test_a_held_out_class_that_was_not_fitted_is_never_right(hidden):
     """Few examples may lack a class; its images are wrong answers of probability 0."""
     train = features(200, seed=3)
     y = train.labels
-    selection = Selection(np.flatnonzero(y[:150] != hidden), np.arange(150, 200))
+    selection = HeldOutSplit(np.flatnonzero(y[:150] != hidden), np.arange(150, 200))
     choice = choose_penalty(train.layers[1], y, [selection])
     x = train.layers[1]
     model = fitted(x[selection.fitted], y[selection.fitted], choice.penalty)

@@ -5,7 +5,7 @@ import torch
 
 from megavis.model import cpu_linear as product
 from megavis.model.core import Block
-from megavis.model.decoding import Decoder
+from megavis.model.decoding import IncrementalDecoder
 from megavis.schedules.base import Question
 from megavis.schedules.one_by_one import OneByOne
 
@@ -45,7 +45,7 @@ def test_single_tokens_give_what_the_whole_sequence_gives(
     called = []
     monkeypatch.setattr(Block, "attend", _counting(Block.attend, called))
     cache = runner.cache(16, num_sequences=num_images)
-    assert isinstance(cache, Decoder)
+    assert isinstance(cache, IncrementalDecoder)
     pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
     assert len(called) == 2, "modules run for the given tokens alone, once for each block"
@@ -82,7 +82,7 @@ def test_weights_that_are_elsewhere_leave_it_to_the_modules(build, tmp_path):
     block = runner.layers.modules[1]
     # As ZeRO-3 leaves a weight while its module does not run.
     block.mlp.linear_fc1.weight.data = torch.empty(0)
-    assert not isinstance(runner.cache(16, num_sequences=2), Decoder)
+    assert not isinstance(runner.cache(16, num_sequences=2), IncrementalDecoder)
 
 
 def _counting(function, calls):

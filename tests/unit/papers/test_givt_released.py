@@ -19,7 +19,7 @@ from latent_shards import write_latent_shards
 import megavis
 from megavis.cli import main
 from megavis.config.errors import UserError
-from megavis.config.load import LoadedConfig, Source, load_config
+from megavis.config.load import ConfigSource, LoadedConfig, load_config
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.papers import OBJECTIVES
@@ -264,7 +264,7 @@ def test_unlabelled_samples_in_labelled_shards_want_a_null_label(encoding, tmp_p
     folder = write_latent_shards(
         tmp_path / "some", shape=(8, 8, 8), num_classes=2, num_images=4, identity=vae.identity()
     )
-    loaded = LoadedConfig(objective.config, Source("config.yaml"))
+    loaded = LoadedConfig(objective.config, ConfigSource("config.yaml"))
     found = ShardDataset(folder)
     found.labels[1:3] = -1
     monkeypatch.setattr("megavis.training.open_data.ShardDataset", lambda *_, **__: found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.schedules.base import Progress
+from megavis.schedules.base import GenerationProgress
 from megavis.schedules.masked import MaskedShare, RoundOptions, Rounds, lowest
 from megavis.schedules.orders import Orders
 
@@ -41,7 +41,7 @@ def hidden_by_step(temperature, rounds=4, seed=0):
         assert torch.equal(step.plan.groups > 0, step.hidden)
         found.append(step.hidden)
         score = torch.arange(float(NUM_TOKENS)).expand(2, NUM_TOKENS)
-        step = rule.after(step, Progress(score, images, seed), options)
+        step = rule.after(step, GenerationProgress(score, images, seed), options)
     return found, options
 
 

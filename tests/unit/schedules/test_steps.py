@@ -6,13 +6,13 @@ import torch
 from megavis.config.errors import UserError
 from megavis.model.orders import random_orders
 from megavis.parallel.random import uniform
-from megavis.schedules.base import NoOptions, Progress
+from megavis.schedules.base import GenerationProgress, NoOptions
 from megavis.schedules.context import Context
 from megavis.schedules.groups import GroupOptions, Groups, evenly
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
 
-NOTHING = Progress(None, torch.arange(2), 0)
+NOTHING = GenerationProgress(None, torch.arange(2), 0)
 
 
 def steps_of(schedule, order, num_given, options):

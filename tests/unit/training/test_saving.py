@@ -7,7 +7,7 @@ from torch import nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.state import save
-from megavis.checkpoint.state.save import Progress, Snapshot
+from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.checkpoint.state.verify import damages
 from megavis.training.callbacks.base import StepState
 from megavis.training.callbacks.saving import SaveCheckpoint
@@ -28,7 +28,7 @@ def saving(context, tmp_path, monkeypatch):
     )
 
     def take(state):
-        progress = Progress(state.step, samples_seen=0, seed=0, tokenizer=None)
+        progress = TrainingProgress(state.step, samples_seen=0, seed=0, tokenizer=None)
         return Snapshot(tmp_path, progress, layers=layer, states=states, context=context)
 
     real = save.write_tensors

@@ -6,7 +6,7 @@ import pytest
 
 from megavis.cli import main
 from megavis.evaluation.feature_cache import kept_features
-from megavis.training.search.axis import Axis
+from megavis.training.search.axis import SweepAxis
 from megavis.training.search.sweep import points_of
 
 pytestmark = pytest.mark.once
@@ -33,8 +33,8 @@ def config(image_shards, tmp_path_factory):
 
 
 def test_axes_are_read():
-    assert Axis.parse("optimizer.learning_rate=1e-3,1e-4").values == ("1e-3", "1e-4")
-    axis = Axis.parse("objective.noise_a=0.1..10:5")
+    assert SweepAxis.parse("optimizer.learning_rate=1e-3,1e-4").values == ("1e-3", "1e-4")
+    axis = SweepAxis.parse("objective.noise_a=0.1..10:5")
     assert (axis.short, axis.values) == ("noise_a", ("0.1", "0.3162", "1", "3.162", "10"))
 
 
@@ -95,7 +95,7 @@ def test_names_of_runs():
         told.append(list(words))
         return SimpleNamespace(config=SimpleNamespace(name="base"))
 
-    points_of([Axis("a.x", ("1", "2")), Axis("b.y", ("3",))], load)
+    points_of([SweepAxis("a.x", ("1", "2")), SweepAxis("b.y", ("3",))], load)
     assert told[1:] == [
         ["a.x=1", "b.y=3", "name=base-x-1-y-3"],
         ["a.x=2", "b.y=3", "name=base-x-2-y-3"],
