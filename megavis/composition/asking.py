@@ -24,15 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavis.model.flops import Workload
-from megavis.model.relative import OFF_GRID
+from megavis.model.positions import NOWHERE, START
 from megavis.model.visibility import VisibilityKind
 from megavis.schedules.base import Arrangement, Question
 
 if TYPE_CHECKING:
-    from megavis.composition.reader import Reader, Role
-
-START = -1
-"""The place of a start token, which stands to the left of the first cell of the grid."""
+    from megavis.composition.reader import PositionRole, Reader, Role
 
 AskedRows = tuple[Tensor, ...]
 
@@ -43,12 +40,12 @@ class Embedded:
 
     Attributes:
         hidden: `[b, m, h]`.
-        coordinates: int64 `[b or 1, m, 2]`, row and column of each row on the grid.
+        places: int64 `[b or 1, m]`, the cell of each row on the grid, `START` or `NOWHERE`.
         carried: tensors that travel with the hidden states, by name.
     """
 
     hidden: Tensor
-    coordinates: Tensor
+    places: Tensor
     carried: Mapping[str, Tensor]
 
 
@@ -95,6 +92,10 @@ class Asking(ABC):
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return rows in which nothing is hidden that need not be, each of them a token's."""
 
+    def shape_of(self, rows: AskedRows) -> tuple[int, int]:
+        """Return images b and the rows of each that are embedded, but for those in front."""
+        return rows[0].shape[0], rows[0].shape[1]
+
     @abstractmethod
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """Embed rows.
@@ -137,7 +138,10 @@ class Shift(Asking):
         return ("content", "positions", *asked, "start")
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return tokens, their places with `START` in front, and the places (groups) asked for."""
+        """Return tokens, their places, and for each row its group, or the place that it adds last.
+
+        Where a start token is in front, there is one row more than tokens.
+        """
         return self._between(tokens, question.plan, since, question.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
@@ -147,39 +151,39 @@ class Shift(Asking):
 
     def _between(self, tokens: Tensor, plan: Arrangement, start: int, stop: int) -> AskedRows:
         """Return the rows [start, stop)."""
-        first = max(start - 1, 0)
-        before, places = tokens[:, first : stop - 1], plan.order[:, first : stop - 1]
-        if start == 0:
-            before, places = pad_front(before), F.pad(places, (1, 0), value=START)
-        if not self.by_groups:
-            return before, places, plan.order[:, start:stop]
-        assert self.place == "content"
-        groups = plan.groups[:, first : stop - 1]
-        groups = F.pad(groups, (1, 0)) if start == 0 else groups
-        return before, places, groups.expand(len(before), -1)
+        before = slice(max(start - 1, 0), stop - 1)
+        tokens, places = tokens[:, before], plan.order[:, before]
+        if self.place != "content":
+            return tokens, places, plan.order[:, start:stop]
+        # The start token is of group 0.
+        own, first = (plan.groups[:, before], 0) if self.by_groups else (places, START)
+        own = F.pad(own, (1, 0), value=first) if start == 0 else own
+        return tokens, places, own.expand(len(tokens), -1) if self.by_groups else own
+
+    def shape_of(self, rows: AskedRows) -> tuple[int, int]:
+        """Return images and rows, a start token among them."""
+        return rows[0].shape[0], rows[2].shape[1]
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
-        tokens, places, asked = rows
+        tokens, places, own = rows
         carried: dict[str, Tensor] = {}
         if reader.part("transform") is not None:
             carried[TRANSFORMED] = tokens if tokens.ndim == 3 else reader.transformed(tokens)
-        if tokens.ndim == 4:
-            tokens = pad_front(carried[TRANSFORMED])[:, :-1]
+            tokens = carried[TRANSFORMED][:, : places.shape[1]]
         hidden = reader.embed_content(tokens)
         if self.place != "asked":
-            own_cells = reader.cells(places.clamp(min=0))
-            hidden = reader.add_positions(hidden, own_cells, "positions")
-        hidden = reader.with_starts(hidden, places == START, known)
-        if self.place == "content":
-            if self.by_groups:
-                carried |= {"content_groups": asked, "query_groups": asked[:, :0]}
-            return Embedded(hidden, coordinates_of(reader, places), carried)
-        cells = reader.cells(asked)
-        hidden = reader.add_positions(
-            hidden, cells, "positions" if self.place == "asked" else "asked_positions"
-        )
-        return Embedded(hidden, cells, carried)
+            hidden = reader.add_positions(hidden, places, "positions")
+        starts = own.shape[1] > places.shape[1]
+        if starts:
+            hidden = reader.after_start(hidden, known)
+        if self.by_groups:
+            carried |= {"content_groups": own, "query_groups": own[:, :0]}
+            own = F.pad(places, (1, 0), value=START) if starts else places
+        elif self.place != "content":
+            role: PositionRole = "positions" if self.place == "asked" else "asked_positions"
+            hidden = reader.add_positions(hidden, own, role)
+        return Embedded(hidden, own, carried)
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return that of one causal stream."""
@@ -218,13 +222,13 @@ class Mask(Asking):
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, is_hidden = rows
-        hidden, cells = reader.embed_content(tokens), reader.cells(places)
+        hidden = reader.embed_content(tokens)
         filler = reader.vector("mask", hidden)
         hidden = torch.where(is_hidden[..., None], filler, hidden)
-        hidden = reader.add_positions(hidden, cells, "positions")
+        hidden = reader.add_positions(hidden, places, "positions")
         front = reader.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
-        return Embedded(hidden, F.pad(cells, (0, 0, front.shape[1], 0)), {})
+        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {})
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return that of one stream in which all see all."""
@@ -262,8 +266,9 @@ class Query(Asking):
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
         """Return the known tokens, their places and groups, and the places and groups asked for.
 
-        Queries of group 0 see what those of group 1 see; nothing is learned from them. Without
-        queries the last token of all predicts nothing.
+        A start token has a group, and neither token nor place. Queries of group 0 see what those of
+        group 1 see; nothing is learned from them. Without queries the last token of all predicts
+        nothing.
         """
         plan, known = question.plan, question.known
         if self.queries:
@@ -275,31 +280,32 @@ class Query(Asking):
         order, groups = plan.order.expand(count, -1), plan.groups.expand(count, -1)
         content, places, own = tokens[:, :known], order[:, :known], groups[:, :known]
         if self.starts:
-            content, own = pad_front(content), F.pad(own, (1, 0))
-            places = F.pad(places, (1, 0), value=START)
+            own = F.pad(own, (1, 0))
         return content, places, own, order[:, asked], groups[:, asked].clamp(min=1)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
         """Return the content stream alone."""
         return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
 
+    def shape_of(self, rows: AskedRows) -> tuple[int, int]:
+        """Return images and rows of both streams, a start token among them."""
+        return rows[0].shape[0], rows[2].shape[1] + rows[3].shape[1]
+
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, places, groups, asked, asked_groups = rows
-        own_cells = reader.cells(places.clamp(min=0))
-        hidden = reader.add_positions(reader.embed_content(tokens), own_cells, "positions")
+        hidden = reader.add_positions(reader.embed_content(tokens), places, "positions")
         if self.starts:
-            hidden = reader.with_starts(hidden, places == START, known)
-        cells = coordinates_of(reader, places)
-        asked_cells = reader.cells(asked)
+            hidden = reader.after_start(hidden, known)
+            places = F.pad(places, (1, 0), value=START)
         query = reader.vector("query", hidden).expand(*asked.shape, -1)
-        query = reader.add_positions(query, asked_cells, "positions")
+        query = reader.add_positions(query, asked, "positions")
         front = reader.front_rows(hidden, known)
         num_front = front.shape[1]
         return Embedded(
             torch.cat([front, hidden, query], dim=1),
             # A condition has no place: rotary positions do not turn it.
-            F.pad(torch.cat([cells, asked_cells], dim=1), (0, 0, num_front, 0)),
+            F.pad(torch.cat([places, asked], dim=1), (num_front, 0)),
             {
                 # It stands in group 0, which all see.
                 "content_groups": F.pad(groups, (num_front, 0)).contiguous(),
@@ -353,29 +359,17 @@ class InContext(Asking):
         """See `Asking`."""
         tokens, context, placed = rows
         hidden = reader.embed_content(tokens)
-        cells = reader.cells(torch.arange(hidden.shape[1], device=hidden.device)[None])
+        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
         shows = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         shows = shows.scatter(1, placed, True)[..., None]
-        placed_hidden = reader.add_positions(hidden, cells, "positions")
+        placed_hidden = reader.add_positions(hidden, places, "positions")
         hidden = torch.where(shows, placed_hidden, hidden)
         front = reader.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
-        cells = F.pad(cells, (0, 0, front.shape[1], 0), value=OFF_GRID)
-        return Embedded(hidden, cells, {"context": context})
+        places = F.pad(places, (front.shape[1], 0), value=NOWHERE)
+        return Embedded(hidden, places, {"context": context})
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Count keys and values of the context alone."""
         rows, seen = plan.num_positions + self.num_front, plan.num_content + self.num_front
         return Workload(rows, seen, float(seen), rows, num_outputs)
-
-
-def pad_front(tokens: Tensor) -> Tensor:
-    """Put a row of zeros in front of tokens `[b, c]` or `[b, c, d]`."""
-    return F.pad(tokens, (0, 0) * (tokens.ndim - 2) + (1, 0))
-
-
-def coordinates_of(reader: Reader, places: Tensor) -> Tensor:
-    """Return row and column int64 `[..., 2]` of places, some of them `START`."""
-    cells = reader.cells(places.clamp(min=0))
-    # The start token's clamped cell is row 0, column 0: it stands one to the left of it.
-    return torch.stack([cells[..., 0], cells[..., 1] - (places == START).long()], dim=-1)

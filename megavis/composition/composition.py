@@ -210,7 +210,10 @@ class Composition(Words):
         plan = self.schedule.for_features(index.to(read.device))
         rows = self.feature_rows(read, plan)
         known = self.condition.for_features(inputs)
-        return (*rows, *known, *self.density.nothing_more(rows[0]))
+        return (*rows, *known, *self._nothing_more(rows))
+
+    def _nothing_more(self, rows: AskedRows) -> tuple[Tensor, ...]:
+        return self.density.nothing_more(self.asks.shape_of(rows), rows[0].device)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the loss of a token, the mean over the predicted ones of each image.
@@ -279,7 +282,7 @@ class Composition(Words):
             since: positions whose keys and values are kept.
         """
         rows = self.asks.rows(tokens, question, since)
-        return (*rows, *known, *self.density.nothing_more(rows[0]))
+        return (*rows, *known, *self._nothing_more(rows))
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
         """Return tokens `[b, n, ...]` in raster order as the model predicts them.

@@ -21,7 +21,6 @@ from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import Fill, filled
 from megavis.model.layer_state import LayerState, PackedState, as_bits
-from megavis.model.positions import cell_coordinates
 from megavis.tokenizers.latents import to_grid, to_tokens
 
 Role = Literal[
@@ -38,6 +37,9 @@ Role = Literal[
 - `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
 - `memory`: an encoder of a condition, to which blocks attend.
 """
+
+
+PositionRole = Literal["positions", "asked_positions"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,6 @@ class Reader(nn.Module):
         asking: Asking,
         slots: Mapping[str, Slot],
         *,
-        num_columns: int,
         conditions: Sequence[Role] = (),
         extras: Sequence[str] = (),
     ) -> None:
@@ -79,12 +80,11 @@ class Reader(nn.Module):
             core: sizes and groups.
             asking: how tokens ask.
             slots: the parts, by the names of their parameters.
-            num_columns: of the grid of tokens.
             conditions: roles of the parts that take a condition, in the order of the inputs.
             extras: names of the floats, last among the inputs, that travel through to the head.
         """
         super().__init__()
-        self.core, self.asking, self.num_columns = core, asking, num_columns
+        self.core, self.asking = core, asking
         self.conditions, self.extras = tuple(conditions), tuple(extras)
         self._names = {slot.role: name for name, slot in slots.items()}
         for name, slot in slots.items():
@@ -100,11 +100,9 @@ class Reader(nn.Module):
         hidden: Tensor = self.part("content")(tokens)
         return hidden
 
-    def add_positions(
-        self, hidden: Tensor, cells: Tensor, role: Literal["positions", "asked_positions"]
-    ) -> Tensor:
-        """Add what absolute positions add to `hidden` `[b, m, h]` at cells `[b or 1, m, 2]`."""
-        placed: Tensor = self.part(role)(hidden, cells)
+    def add_positions(self, hidden: Tensor, places: Tensor, role: PositionRole) -> Tensor:
+        """Add what absolute positions add to `hidden` `[b, m, h]` at cells `[b or 1, m]`."""
+        placed: Tensor = self.part(role)(hidden, places)
         return placed
 
     def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
@@ -112,11 +110,12 @@ class Reader(nn.Module):
         part: Tensor | None = self.part(role)
         return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
 
-    def with_starts(self, hidden: Tensor, starts: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
-        """Put what stands before the first token into `hidden` `[b, m, h]` at `starts` `[b, m]`."""
+    def after_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
+        """Put what stands before the first token in front of `hidden`: `[b, 1 + m, h]`."""
         part = self.part("start")
         start: Tensor = part(known["start"])[:, None] if "start" in known else part
-        return torch.where(starts[..., None], start.to(hidden.dtype), hidden)
+        start = start.to(hidden.dtype).expand(len(hidden), 1, -1)
+        return torch.cat([start, hidden], dim=1)
 
     def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
         """Return the rows in front, `[b, S, h]` like `hidden`; none where there is no part."""
@@ -129,9 +128,9 @@ class Reader(nn.Module):
         vectors: Tensor = part.to(hidden.dtype).view(-1, hidden.shape[-1])
         return vectors.expand(len(hidden), -1, -1)
 
-    def coordinates_of(self, cells: Tensor) -> Mapping[str, Tensor]:
-        """Return what rotary and relative positions carry to the blocks."""
-        carried: Mapping[str, Tensor] = self.part("positions").carried(cells)
+    def carried(self, places: Tensor) -> Mapping[str, Tensor]:
+        """Return what rotary and relative positions carry to the blocks, for `Embedded.places`."""
+        carried: Mapping[str, Tensor] = self.part("positions").carried(places)
         return carried
 
     def transformed(self, tokens: Tensor) -> Tensor:
@@ -141,10 +140,6 @@ class Reader(nn.Module):
     def untransformed(self, tokens: Tensor, num_rows: int) -> Tensor:
         """Undo `transformed`, for a grid of so many rows: tokens `[b, n, d]`."""
         return to_tokens(self.part("transform").inverse(to_grid(tokens, height=num_rows)))
-
-    def cells(self, places: Tensor) -> Tensor:
-        """Return row and column int64 `[..., 2]` of places in raster order."""
-        return cell_coordinates(places, self.num_columns)
 
     def encoded(self, condition: Tensor) -> Tensor:
         """Encode a condition, once for all steps of generation: `[b, c, h]`."""
@@ -167,7 +162,7 @@ class Reader(nn.Module):
         embedded = self.asking.embed(self, rows, known)
         carried = {
             **embedded.carried,
-            **self.coordinates_of(embedded.coordinates),
+            **self.carried(embedded.places),
             **dict(zip(self.extras, extras, strict=True)),
         }
         if "memory" in known:

@@ -17,7 +17,6 @@ from megavis.model.embeddings import grid_positions
 from megavis.model.flops import Workload
 from megavis.model.init import filled, normal
 from megavis.model.parts import Bridge, block_plans, bridge_plan
-from megavis.model.positions import cell_coordinates
 from megavis.model.stack import LayerPlan
 
 
@@ -43,7 +42,7 @@ class MaskTokens(Bridge):
             positions: how the decoder knows where they stand.
         """
         super().__init__(below, above)
-        fill, self.num_front, self.num_columns = normal(0.02), num_front, grid[1]
+        fill, self.num_front = normal(0.02), num_front
         self.mask = filled(above.model.hidden_size, fill=fill)
         self.positions = grid_positions(above, positions, grid, fill=fill)
 
@@ -55,8 +54,7 @@ class MaskTokens(Bridge):
         visible = hidden[:, self.num_front :]
         num_hidden = order.shape[1] - visible.shape[1]
         masks = self.mask.to(hidden.dtype).expand(len(hidden), num_hidden, -1)
-        cells = cell_coordinates(order, self.num_columns)
-        patches = self.positions(torch.cat([visible, masks], dim=1), cells)
+        patches = self.positions(torch.cat([visible, masks], dim=1), order)
         return torch.cat([front, patches], dim=1), {}
 
 

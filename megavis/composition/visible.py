@@ -52,11 +52,11 @@ class Visible(Asking):
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
         """See `Asking`."""
         tokens, order = rows
-        cells = reader.cells(order[:, : tokens.shape[1]])
-        hidden = reader.add_positions(reader.embed_content(tokens), cells, "positions")
+        places = order[:, : tokens.shape[1]]
+        hidden = reader.add_positions(reader.embed_content(tokens), places, "positions")
         front = reader.front_rows(hidden, known)
         hidden = torch.cat([front, hidden], dim=1)
-        return Embedded(hidden, F.pad(cells, (0, 0, front.shape[1], 0)), {ORDER: order})
+        return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {ORDER: order})
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return that of the known tokens, which all see each other."""

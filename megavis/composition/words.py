@@ -145,7 +145,6 @@ class Words(Objective):
             self.core,
             self.asks,
             self.slots(),
-            num_columns=self.reads.grid[1],
             conditions=self.condition.roles,
             extras=self.extra_tensors,
         )

@@ -153,8 +153,8 @@ class Density(ABC):
         """
         return tokens, ()
 
-    def nothing_more(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return what stands for that where nothing is scored, for rows `[b, m, ...]`."""
+    def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
+        """Return what stands for that where nothing is scored, for b images of m rows."""
         return ()
 
     @abstractmethod

@@ -147,10 +147,9 @@ class Diffusion(Density):
                 raise UserError(f"gamma must lie in 0..1, not {chosen}")
         return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
 
-    def nothing_more(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
         """Return zeros `[b, m, d + 1]`."""
-        shape = (*rows.shape[:2], self.num_outputs + 1)
-        return (torch.zeros(shape, device=rows.device),)
+        return (torch.zeros(*shape, self.num_outputs + 1, device=device),)
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return L_SIMP's squared error a number: `[b, q]`."""

@@ -8,13 +8,14 @@ Legend: b images, H and W pixels, c patches of an image, h hidden size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megavis.model.core import Block, Core
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.norms import Norm
 from megavis.model.patches import PatchEmbedding
-from megavis.model.positions import Positions, grid_coordinates
+from megavis.model.positions import Positions
 from megavis.tokenizers.patches import patchify
 
 
@@ -51,7 +52,7 @@ class Encoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Encode float `[b, H, W, 3]`, -1 to 1: `[c, b, h]`, whole on every process."""
-        places = grid_coordinates(self.side, self.side, images.device)
+        places = torch.arange(self.side**2, device=images.device)[None]
         hidden = self.positions(self.linear_patches(patchify(images, self.patch_size)), places)
         hidden = hidden.transpose(0, 1).contiguous()
         for block in self.blocks:

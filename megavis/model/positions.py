@@ -1,9 +1,9 @@
 """Position encodings of tokens on a grid, in six kinds.
 
-Coordinates are data: int64 `[b, s, axes]` in units of patches (or pixels), b = 1 where all images
-share them; a permuted sequence is the same tokens with permuted coordinates. Absolute kinds are
-added to the embedding, rotary kinds turn queries and keys, and relative ones add to what attention
-weighs (`relative.py`).
+Places are data: int64 `[b, s]`, the number of a token's cell in raster order, b = 1 where all
+images share them; a permuted sequence is the same tokens with permuted places. Absolute kinds are
+added to the embedding, rotary kinds turn queries and keys by row and column, and relative ones add
+to what attention weighs (`relative.py`).
 
 Sources: sin-cos, "Attention Is All You Need" (section 3.5), in two dimensions as MAE's released
 code has it; rotary, "RoFormer"; decomposed rotary, "Denoising Autoregressive Representation
@@ -20,21 +20,30 @@ from torch import Tensor, nn
 from megavis.config.choices import PositionKind
 from megavis.model.declarations import set_start
 from megavis.model.init import Fill, filled
+from megavis.model.relative import OFF_GRID
 
 LEARNED = "embedding.positions.weight"
 """The name of learned positions in every paper's model."""
 
+START = -1
+"""The place of a start token: one column to the left of the first cell."""
+NOWHERE = -2
+"""The place of a token that stands on no cell, such as a class token."""
+
 _WAVELENGTH = 10_000.0
-
-
-def grid_coordinates(height: int, width: int, device: torch.device | None = None) -> Tensor:
-    """Return row and column of each cell in raster order: int64 `[1, height · width, 2]`."""
-    return cell_coordinates(torch.arange(height * width, device=device)[None], width)
 
 
 def cell_coordinates(cells: Tensor, width: int) -> Tensor:
     """Return row and column, int64 `[..., 2]`, of cells int64 `[...]` of rows of `width` cells."""
     return torch.stack([cells // width, cells % width], dim=-1)
+
+
+def place_coordinates(places: Tensor, width: int) -> Tensor:
+    """Return row and column, int64 `[..., 2]`, of places, some of them `START` or `NOWHERE`."""
+    cells = cell_coordinates(places.clamp(min=0), width)
+    # The start token's clamped cell is row 0, column 0.
+    cells = torch.stack([cells[..., 0], cells[..., 1] - (places == START).long()], dim=-1)
+    return torch.where(places[..., None] == NOWHERE, OFF_GRID, cells)
 
 
 class Positions(nn.Module):
@@ -72,35 +81,39 @@ class Positions(nn.Module):
             self.weight = filled(height * width, hidden_size, fill=fill)
             set_start([self.weight], "saved or fresh")
 
-    def forward(self, hidden: Tensor, coordinates: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Add to `hidden` `[b, s, h]` what absolute kinds add.
 
         Args:
             hidden: embeddings of the tokens.
-            coordinates: int64 `[b or 1, s, 2]`, row and column of each.
+            places: int64 `[b or 1, s]`, the cell of each.
         """
         if self.weight is not None:
-            places = coordinates[..., 0] * self.width + coordinates[..., 1]
             return hidden + nn.functional.embedding(places, self.weight)
         if self.kind == "sincos":
+            coordinates = cell_coordinates(places, self.width)
             # A row has one axis, as in the sequences of "Attention Is All You Need".
             coordinates = coordinates[..., 1:] if self.is_row else coordinates
             return hidden + sincos(self.scale * coordinates, self.hidden_size).to(hidden.dtype)
         return hidden
 
-    def carried(self, coordinates: Tensor) -> dict[str, Tensor]:
+    def carried(self, places: Tensor) -> dict[str, Tensor]:
         """Return what rotary and relative kinds carry to the blocks, under the name they know.
 
         Args:
-            coordinates: int64 `[b or 1, s, 2]`, row and column of each token.
+            places: int64 `[b or 1, s]`, the cell of each token, `START` or `NOWHERE`.
 
         Returns:
             Nothing for other kinds; else int64 `[b or 1, s, axes]`: `rope_1d` numbers the cells in
             raster order, the others take row and column as they are.
         """
+        names = carried_names(self.kind)
+        if not names:
+            return {}
+        coordinates = place_coordinates(places, self.width)
         if self.kind == "rope_1d":
             coordinates = coordinates[..., :1] * self.width + coordinates[..., 1:]
-        return dict.fromkeys(carried_names(self.kind), coordinates.contiguous())
+        return dict.fromkeys(names, coordinates.contiguous())
 
 
 def is_grid(num_cells: int) -> bool:

@@ -59,12 +59,11 @@ class MaskedReader(Reader):
         # As released, every second number of each.
         both = torch.cat([marks[..., ::2], embedded[..., ::2]], dim=-1)
         label = self.part("start")(labels)[:, None]
-        cells = self.cells(places)
         label = label + self.front_rows(label, {}).sum(1, keepdim=True)
-        hidden = torch.cat([label, self.add_positions(both, cells, "positions")], dim=1)
+        hidden = torch.cat([label, self.add_positions(both, places, "positions")], dim=1)
         carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
         # For rotary positions the label stands in the corner.
-        carried |= self.coordinates_of(F.pad(cells, (0, 0, 1, 0)))
+        carried |= self.carried(F.pad(places, (1, 0)))
         return LayerState(to_stream(hidden, self.core), carried).pack()
 
     def _special(self, row: int) -> Tensor:
@@ -103,6 +102,4 @@ class GIVTMaskGIT(GIVT):
 
     def build_embedding(self) -> MaskedReader:
         """Return labels, latents, marks of what is hidden, and positions."""
-        return MaskedReader(
-            self.paper, self.core, self.asks, self.slots(), num_columns=self.reads.grid[1]
-        )
+        return MaskedReader(self.paper, self.core, self.asks, self.slots())

@@ -117,7 +117,7 @@ def test_neither_features_nor_classes_change_with_the_labels(make, name, words):
 def test_features_are_those_of_the_null_label_with_nothing_hidden(make, name):
     objective, _ = make(name)
     tokens, _, third, rows = objective.backbone.feature_inputs(random_batch(name, 5))
-    assert tokens.shape == (5, 16, 4)
+    assert tokens.shape == (5, 15 if name == "causal" else 16, 4)
     assert rows.tolist() == [objective.condition.null_row] * 5
     assert objective.condition.null_row == objective.condition.num_rows - 1
     assert name == "causal" or not third.any()

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from megavis.model.init import normal
-from megavis.model.positions import Positions, grid_coordinates, rotate, sincos
+from megavis.model.positions import NOWHERE, START, Positions, rotate, sincos
+
+
+def cells(height, width):
+    return torch.arange(height * width)[None]
 
 
 def draw(*shape):
@@ -61,8 +65,8 @@ def test_half_the_scale_interpolates_sines_and_cosines():
         Positions("sincos", height=n, width=n, hidden_size=16, fill=normal(0), scale=3 / n)
         for n in (6, 3)
     )
-    everywhere = fine(torch.zeros(1, 36, 16), grid_coordinates(6, 6)).view(6, 6, 16)
-    expected = coarse(torch.zeros(1, 9, 16), grid_coordinates(3, 3)).view(3, 3, 16)
+    everywhere = fine(torch.zeros(1, 36, 16), cells(6, 6)).view(6, 6, 16)
+    expected = coarse(torch.zeros(1, 9, 16), cells(3, 3)).view(3, 3, 16)
     torch.testing.assert_close(everywhere[::2, ::2], expected)
     between = sincos(torch.tensor([[0.5, 1.5]]), 16)[0]
     torch.testing.assert_close(everywhere[1, 3], between)
@@ -71,7 +75,7 @@ def test_half_the_scale_interpolates_sines_and_cosines():
 def added(side, hidden_size):
     """What sin-cos positions add to each cell of a square grid, `[side², hidden_size]`."""
     kind = Positions("sincos", height=side, width=side, hidden_size=hidden_size, fill=normal(0))
-    return kind(torch.zeros(1, side**2, hidden_size), grid_coordinates(side, side))[0]
+    return kind(torch.zeros(1, side**2, hidden_size), cells(side, side))[0]
 
 
 @pytest.mark.parametrize(("side", "hidden_size"), [(3, 16), (14, 768), (24, 1024)])
@@ -111,19 +115,26 @@ def test_sines_and_cosines_are_those_of_transformers_mae():
 )
 def test_each_kind_adds_or_carries(kind, parameters, carried, adds):
     positions = Positions(kind, height=3, width=4, hidden_size=16, fill=normal(0.5))
-    cells, hidden = grid_coordinates(3, 4), draw(2, 12, 16)
+    places, hidden = cells(3, 4), draw(2, 12, 16)
     assert sum(p.numel() for p in positions.parameters()) == parameters
-    assert {k: v.shape[-1] for k, v in positions.carried(cells).items()} == carried
-    assert torch.equal(positions(hidden, cells), hidden) != adds
+    assert {k: v.shape[-1] for k, v in positions.carried(places).items()} == carried
+    assert torch.equal(positions(hidden, places), hidden) != adds
     # A permuted sequence is the same tokens with permuted coordinates.
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
-        positions(hidden[:, order], cells[:, order]), positions(hidden, cells)[:, order]
+        positions(hidden[:, order], places[:, order]), positions(hidden, places)[:, order]
     )
 
 
 def test_one_axis_numbers_the_cells():
     positions = Positions("rope_1d", height=3, width=4, hidden_size=16, fill=normal(0.5))
-    assert positions.carried(grid_coordinates(3, 4))["coordinates"].flatten().tolist() == list(
-        range(12)
-    )
+    assert positions.carried(cells(3, 4))["coordinates"].flatten().tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("kind", ["rope_2d", "relative_2d"])
+def test_what_stands_on_no_cell(kind):
+    positions = Positions(kind, height=3, width=4, hidden_size=16, fill=normal(0.5))
+    places = torch.tensor([[NOWHERE, START, 0, 6]])
+    assert positions.carried(places)["coordinates"].tolist() == [
+        [[-1, -1], [0, -1], [0, 0], [1, 2]]
+    ]

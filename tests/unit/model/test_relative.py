@@ -7,7 +7,7 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.evaluation.attention_maps import attention_weights
-from megavis.model.positions import grid_coordinates
+from megavis.model.positions import NOWHERE, place_coordinates
 from megavis.model.relative import RelativeBias
 
 CONFIG = """\
@@ -30,7 +30,7 @@ finetune: {num_classes: 3, read_out: first}
 def test_a_pair_gets_the_entry_of_its_offset():
     bias = RelativeBias(2, (2, 3))
     torch.nn.init.normal_(bias.weight)
-    cells = torch.cat([torch.full((1, 1, 2), -1), grid_coordinates(2, 3)], dim=1)
+    cells = place_coordinates(torch.tensor([[NOWHERE, *range(6)]]), 3)
     found = bias(cells, cells)
     assert found.shape == (1, 2, 7, 7)
     # Rows from -1 to 1, in each columns from -2 to 2; then the three entries off the grid.

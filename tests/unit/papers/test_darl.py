@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from small_batches import batch_of, photographs, run_layers
 
-from megavis.composition.asking import START
 from megavis.config.errors import UserError
 from megavis.densities.diffusion import with_gamma
 from megavis.model.layer_state import from_bits
@@ -60,8 +59,8 @@ def test_a_patch_is_predicted_from_those_before_it_alone(build, order, positions
             (predictions[:, place] * weights).sum(), tokens, retain_graph=True
         )
         moved = gradient.abs().sum(-1) > 0
-        # Token 0 is the start token, whose numbers nobody reads; token j is patch j - 1.
-        expected = (torch.arange(PATCHES) > 0) & (torch.arange(PATCHES) <= place)
+        # The last patch is not read.
+        expected = torch.arange(PATCHES - 1) < place
         assert torch.equal(moved, expected.expand(2, -1)), place
 
 
@@ -85,11 +84,11 @@ def test_targets_and_inputs_stand_in_order(build, order):
     patches = objective.reads.of(images)
     orders = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
     for image in range(2):
-        assert places.expand(2, -1)[image].tolist() == [START, *orders[image, :-1].tolist()]
+        assert places.expand(2, -1)[image].tolist() == orders[image, :-1].tolist()
         for place, cell in enumerate(orders[image].tolist()):
             assert torch.equal(targets[image, place], patches[image, cell])
             if place + 1 < PATCHES:
-                assert torch.equal(tokens[image, place + 1], patches[image, cell])
+                assert torch.equal(tokens[image, place], patches[image, cell])
     if objective.paper.two_streams:
         assert torch.equal(inputs[3], orders)
     assert noisy.shape == (2, PATCHES, WIDTH + 1)
@@ -221,8 +220,8 @@ def test_features_read_every_patch(build):
     objective, runner = build(*DIFFUSION, *ORDERS["random"])
     batch = batch_of(photographs(2, SIDE))
     tokens, places, _, asked, *_ = objective.feature_inputs(batch)
-    assert places[0].tolist() == [START, *range(PATCHES)]
-    assert torch.equal(tokens[:, 1:], objective.reads.of(batch.inputs))
+    assert places[0].tolist() == [*range(PATCHES)]
+    assert torch.equal(tokens, objective.reads.of(batch.inputs))
     assert asked.shape == (2, 0)
     assert runner.features(objective.feature_inputs(batch)).shape == (3, 2, 16)
 

@@ -44,7 +44,7 @@ def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, w
     # The last patch is read by nobody, the first by all but the first place.
     tokens, *rest = sequence.inputs
     moved = tokens.clone()
-    moved[:, 1] += 1.0
+    moved[:, 0] += 1.0
     changed = (objective.outputs(runner.predictions((moved, *rest))) != logits).any(-1)
     assert changed.tolist() == [[False] + [True] * 15] * 2
 

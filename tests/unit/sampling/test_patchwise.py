@@ -59,7 +59,7 @@ def sequence_of(objective, patches, order):
     """Return the inputs of training for patches that stand in the order already."""
     plan = OneByOne.along(order)
     rows = objective.asks.rows(patches, plan.question)
-    return (*rows, *objective.density.nothing_more(rows[0]))
+    return (*rows, *objective.density.nothing_more(objective.asks.shape_of(rows), rows[0].device))
 
 
 def drawn_by_whole_passes(runner, objective, order, prefix, numbers, seed):
