@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import parser
+from megavis.config.data import DataConfig
 from megavis.config.schema import (
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

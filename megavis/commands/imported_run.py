@@ -30,7 +30,8 @@ def imported_config(
         validation: folder of held-out shards, which a `finetune` section wants.
         **sections: further ones, such as `model`.
     """
-    from megavis.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+    from megavis.config.data import DataConfig
+    from megavis.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 
     is_validated = validation is not None
     return RunConfig(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megavis.config.data import DataConfig
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.finetune_checks import (
     check_finetuning,
@@ -16,7 +17,6 @@ from megavis.config.finetune_checks import (
 )
 from megavis.config.schema import (
     ConfigIssue,
-    DataConfig,
     ParallelConfig,
     RunConfig,
 )

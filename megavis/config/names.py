@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megavis.config.data import UNION_LABELS
 from megavis.config.papers import PAPER_CONFIGS
-from megavis.config.schema import UNION_LABELS, ConfigIssue, RunConfig
+from megavis.config.schema import ConfigIssue, RunConfig
 from megavis.config.shorthand import shorthand_keys
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from megavis.config.schema import DataConfig
+from megavis.config.data import DataConfig
 from megavis.data.codecs.augment import NUM_DRAWS, RandAugment
 from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,

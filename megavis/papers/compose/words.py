@@ -8,7 +8,8 @@ from pydantic import Field
 
 from megavis.composition.shared_keys import DecoderConfig
 from megavis.config.choices import DecoderKind, OrderKind, ScaleActivation
-from megavis.config.schema import DataConfig, Fraction, NonNegative, Positive
+from megavis.config.data import DataConfig
+from megavis.config.schema import Fraction, NonNegative, Positive
 from megavis.config.section import Above0, AtLeast0, Section
 
 

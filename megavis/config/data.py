@@ -1,0 +1,74 @@
+"""What a YAML file may say about images: where they come from, and what is cut out of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from megavis.config.section import Above0, AtLeast0, NonNegative, Positive, Section, Share
+
+
+class MixedSource(Section):
+    """One of several shard folders that training mixes."""
+
+    path: str
+    """Folder of shards."""
+    weight: Above0
+    """Share of the training images that come from it; weights need not sum to 1."""
+
+
+def _form(train: object) -> str:
+    return UNION_LABELS[isinstance(train, list | tuple)]
+
+
+# The labels of the two forms are not keys: `SchemaNames` takes them out of what pydantic reports.
+UNION_LABELS = ("one folder", "several folders")
+TrainData = Annotated[
+    Annotated[str, Tag(UNION_LABELS[0])]
+    | Annotated[tuple[MixedSource, ...], Field(strict=False), Tag(UNION_LABELS[1])],
+    Discriminator(_form),
+]
+
+
+class DataConfig(Section):
+    """Where the images come from."""
+
+    train: TrainData
+    """Folder of training shards (made by `python -m data_tools`) or its URL, or a list of folders,
+    each with `path` and `weight`, that are mixed."""
+    validation: str | None = None
+    """Folder of held-out shards; without it no validation loss is computed."""
+    cache: str | None = None
+    """Local folder in which data sets are kept that are read from a URL."""
+    image_size: NonNegative = 0
+    """Side of the square images in pixels; without a crop it must be that of the shards. Frames
+    have none."""
+    frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
+    """Frames of a sample and numbers of a frame, where shards hold no images but frames."""
+    crop: Literal["random_resized", "window", "shifted", "center", "none"] = "none"
+    """What is cut out of images when they are read: `random_resized` a random part for training
+    and the middle for validation, `center` the middle, both resized, of JPEG shards alone; of
+    palette shards too `window` a random square out of larger stored images, in validation the
+    middle one, and `shifted` moves training images by up to 4 pixels; `none` nothing."""
+    scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
+    """Smallest and largest share of an image's area that a `random_resized` crop takes."""
+    short_side: Positive | None = None
+    """What the shorter side is resized to before the middle is cut; `image_size` when absent."""
+    flip: bool = False
+    """Mirror every second training image, at random; ids cannot, and latents must hold the
+    mirrored ones too."""
+    rand_augment: (
+        Annotated[tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0], Field(strict=False)] | None
+    ) = None
+    """RandAugment of training images, of JPEG shards alone: magnitude of 10, and its deviation from
+    one operation to the next; none when absent."""
+    threads: Positive = 4
+    """Threads of each process that read and decode ahead; they change the speed alone."""
+
+    @property
+    def train_sources(self) -> tuple[MixedSource, ...]:
+        """The training folders, one or several."""
+        if isinstance(self.train, str):
+            return (MixedSource(path=self.train, weight=1.0),)
+        return self.train
