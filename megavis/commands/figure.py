@@ -86,8 +86,8 @@ def _add_likelihood(figures: Any) -> None:
         help="accuracy over validation loss of all checkpoints (iGPT, Figure 3)",
         description="Compute the validation loss and the best layer's linear probe of every"
         " checkpoint in a run folder, and draw one over the other, a line a run. What is written"
-        " lies in the first run's folder. Set checkpoint.keep_every in training, so that there are"
-        " checkpoints to draw.",
+        " lies in the first run's folder. Set checkpoint.keep_at or keep_every in training, so that"
+        " there are checkpoints to draw.",
         epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",
     )
     add_runs(parser)

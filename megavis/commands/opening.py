@@ -53,7 +53,9 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
     from megavis.data.loading.dataset import ShardDataset
 
     data = opened.config.data
-    dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache)
+    # The run's own copy: the file that the config names may have gone.
+    palette = opened.palette if data.palette else None
+    dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache, palette=palette)
     for complaint in opened.objective.check_data(dataset.manifest):
         raise UserError(f"{folder} {complaint}")
     if dataset.manifest.kind == "palette" and dataset.manifest.identity != opened.palette.sha256:

@@ -45,6 +45,13 @@ def add_parser(subparsers: Any) -> None:
         default=0,
         help="also the features of N adjacent layers around the best one; default: no",
     )
+    parser.add_argument(
+        "--classifier",
+        choices=("standardized", "plain"),
+        default="standardized",
+        help="standardized: each feature standardised, the best of five penalties; plain: features"
+        " as they are and scikit-learn's own penalty (C = 1), as iGPT, section 3.4, reads",
+    )
     add_few_label_arguments(parser)
     add_data_arguments(parser)
     add_layout_argument(parser)
@@ -62,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from megavis.commands.quiet import quietly
 
     with quietly():
+        from megavis.evaluation.linear import RECIPES
         from megavis.evaluation.probe import ProbeSettings
 
     with feature_job(args):
@@ -72,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
             concatenate=args.concatenate,
             images_per_class=args.images_per_class,
             draws=args.draws,
+            recipe=RECIPES[args.classifier],
         )
         result = probe_run(opened, args, settings)
     if result is None:

@@ -200,7 +200,8 @@ class Colours(Vocabulary):
         """Want palette shards of this size, with no more colours than logits."""
         size = self.grid[0]
         if manifest.kind != "palette":
-            yield f"holds {manifest.kind} shards; {name} wants palette shards"
+            text = f"holds {manifest.kind} shards; {name} wants palette shards"
+            yield text + (", or data.palette" if manifest.kind == "jpeg" else "")
         if manifest.image_size != size and not self.windows:
             yield f"holds images of {manifest.image_size}² pixels; data.image_size is {size}"
         if manifest.vocabulary_size > self.vocabulary_size:

@@ -157,6 +157,11 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
         yield "data.train", "names no folder: give one, or a list of `path` and `weight`"
     if data.scale[0] > data.scale[1]:
         yield "data.scale", f"{list(data.scale)} must begin with the smaller share"
+    if data.short_sides[0] > data.short_sides[1]:
+        yield "data.short_sides", f"{list(data.short_sides)} must begin with the smaller length"
+    if data.crop == "scaled" and data.crop_size > data.short_sides[0]:
+        text = f"{data.crop_size} is too large to cut it out of data.short_sides"
+        yield "data.crop_size", f"{text} = {list(data.short_sides)}"
     if data.short_side is not None and data.short_side < data.image_size:
         yield (
             "data.short_side",

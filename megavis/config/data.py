@@ -46,11 +46,20 @@ class DataConfig(Section):
     have none."""
     frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
     """Frames of a sample and numbers of a frame, where shards hold no images but frames."""
-    crop: Literal["random_resized", "window", "shifted", "center", "none"] = "none"
-    """What is cut out of images when they are read: `random_resized` a random part for training
-    and the middle for validation, `center` the middle, both resized, of JPEG shards alone; of
-    palette shards too `window` a random square out of larger stored images, in validation the
-    middle one, and `shifted` moves training images by up to 4 pixels; `none` nothing."""
+    palette: str | None = None
+    """Palette with which JPEG shards are read as colours: a file of `data_tools palette fit`. With
+    it, the augmentation of images is that of JPEG shards."""
+    crop: Literal["random_resized", "scaled", "window", "shifted", "center", "none"] = "none"
+    """What is cut out of images when they are read. Of JPEG shards alone: `random_resized` a random
+    part, resized; `scaled` a random square of `crop_size`, once the shorter side has a random
+    length of `short_sides`, resized (iGPT, section 3.1); `center` the middle, resized. Of palette
+    shards too: `window` a random square out of larger stored images, and `shifted` moves training
+    images by up to 4 pixels. `none`: nothing. Validation reads the middle."""
+    short_sides: Annotated[tuple[Positive, Positive], Field(strict=False)] = (256, 384)
+    """With `scaled`: smallest and largest length of the shorter side."""
+    crop_size: Positive = 224
+    """With `scaled`: side of the square in pixels before it is resized to `image_size`; in
+    validation the shorter side, too."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
     """Smallest and largest share of an image's area that a `random_resized` crop takes."""
     short_side: Positive | None = None

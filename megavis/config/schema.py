@@ -296,6 +296,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept."""
     keep_every: NonNegative = 0
     """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
+    keep_at: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
+    """Steps whose checkpoints are saved, whatever `every` says, and kept for good."""
 
 
 class RunConfig(Section):

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import HeldOutSplit, LayerScore, score_layers
+from megavis.evaluation.linear import (
+    STANDARDIZED,
+    FitRecipe,
+    HeldOutSplit,
+    LayerScore,
+    score_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ def score_concatenated(
     *,
     centre: int,
     count: int,
+    recipe: FitRecipe = STANDARDIZED,
 ) -> ConcatenatedScore:
     """Score `count` adjacent layers together, by the procedure of a single one.
 
@@ -73,13 +80,15 @@ def score_concatenated(
         selection: division of `train`.
         centre: the best single layer.
         count: how many layers.
+        recipe: of the fits.
 
     Raises:
         UserError: when there are not so many.
     """
     layers = adjacent_layers(centre, count=count, num_features=len(train.layers))
     together = train.concatenated(layers)
-    score: LayerScore = score_layers(together, validation.concatenated(layers), selection)[0]
+    others = validation.concatenated(layers)
+    score: LayerScore = score_layers(together, others, selection, recipe=recipe)[0]
     return ConcatenatedScore(
         features=name,
         layers=layers,

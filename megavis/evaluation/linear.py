@@ -3,6 +3,9 @@
 iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
 chosen on a held-out part of the training features; then the classifier is fitted again on all of
 them (section 3.1) and meets the validation set once.
+
+The paper names scikit-learn's L-BFGS and neither a standardisation nor a penalty: `PLAIN` takes
+features as they are, and scikit-learn's one penalty.
 """
 
 from __future__ import annotations
@@ -20,6 +23,30 @@ from megavis.evaluation.features import LabelledFeatures
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Candidates for the weight of ½‖w‖², relative to the mean cross-entropy."""
+
+
+@dataclass(frozen=True)
+class FitRecipe:
+    """How a classifier is fitted.
+
+    Attributes:
+        standardize: subtract the mean of each feature and divide by its deviation, both of the
+            features that are fitted.
+        search: choose the penalty from `PENALTIES`; else that of scikit-learn, C = 1.
+    """
+
+    standardize: bool = True
+    search: bool = True
+
+    def penalties(self, count: int) -> Sequence[float]:
+        """Return the candidates for a fit of `count` images."""
+        # scikit-learn's C = 1 weighs the sum of cross-entropies, ours their mean.
+        return PENALTIES if self.search else (1.0 / count,)
+
+
+STANDARDIZED, PLAIN = FitRecipe(), FitRecipe(standardize=False, search=False)
+RECIPES = {"standardized": STANDARDIZED, "plain": PLAIN}
+"""By the names of `megavis probe --classifier`."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +141,7 @@ def score_layers(
     selection: HeldOutSplit,
     *,
     layers: Sequence[int] | None = None,
+    recipe: FitRecipe = STANDARDIZED,
 ) -> list[LayerScore]:
     """Score each layer's features; raises nothing, a slow convergence only warns in sklearn.
 
@@ -122,9 +150,10 @@ def score_layers(
         validation: features that only report.
         selection: division of `train`.
         layers: which; all when absent.
+        recipe: of the fits.
     """
     chosen = range(len(train.layers)) if layers is None else layers
-    return [_score(layer, train, validation, selection) for layer in chosen]
+    return [_score(layer, train, validation, selection, recipe) for layer in chosen]
 
 
 def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
@@ -133,11 +162,15 @@ def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
 
 
 def _score(
-    layer: int, train: LabelledFeatures, validation: LabelledFeatures, selection: HeldOutSplit
+    layer: int,
+    train: LabelledFeatures,
+    validation: LabelledFeatures,
+    selection: HeldOutSplit,
+    recipe: FitRecipe,
 ) -> LayerScore:
     x, y = train.layers[layer], train.labels
-    best = choose_penalty(x, y, [selection])
-    classifier = fit_classifier(x, y, penalty=best.penalty)
+    best = choose_penalty(x, y, [selection], recipe)
+    classifier = fit_classifier(x, y, penalty=best.penalty, standardize=recipe.standardize)
     answers = np.stack([classifier.predict(view[layer]) for view in validation.views])
     accuracy = float((answers[0] == validation.labels).mean())
     vote = None
@@ -149,25 +182,34 @@ def _score(
 
 
 def choose_penalty(
-    x: np.ndarray, y: np.ndarray, selections: Sequence[HeldOutSplit]
+    x: np.ndarray,
+    y: np.ndarray,
+    selections: Sequence[HeldOutSplit],
+    recipe: FitRecipe = STANDARDIZED,
 ) -> HeldOutScore:
-    """Return the penalty that does best on held-out features, and how well.
+    """Return the penalty that does best on held-out features, for a fit of all, and how well.
 
     Args:
         x: features `[b, width]`.
         y: int64 `[b]`.
         selections: divisions of the features, over which scores are averaged.
+        recipe: of the fits.
     """
 
-    def score(penalty: float) -> HeldOutScore:
+    def score(place: int, penalty: float) -> HeldOutScore:
         scores = []
         for part in selections:
-            classifier = fit_classifier(x[part.fitted], y[part.fitted], penalty=penalty)
+            classifier = fit_classifier(
+                x[part.fitted],
+                y[part.fitted],
+                penalty=recipe.penalties(len(part.fitted))[place],
+                standardize=recipe.standardize,
+            )
             scores.append(_score_held_out(classifier, x[part.held_out], y[part.held_out]))
         accuracy, log_likelihood = map(fmean, zip(*scores, strict=True))
         return HeldOutScore(accuracy, log_likelihood, -penalty)
 
-    return max(score(penalty) for penalty in PENALTIES)
+    return max(score(place, penalty) for place, penalty in enumerate(recipe.penalties(len(y))))
 
 
 def commonest(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
@@ -206,18 +248,21 @@ def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[floa
     return float(accuracy), float(np.log(right.clip(min=1e-12)).mean())
 
 
-def fit_classifier(x: np.ndarray, y: np.ndarray, *, penalty: float) -> Any:
-    """Fit logistic regression on standardised features by L-BFGS.
+def fit_classifier(
+    x: np.ndarray, y: np.ndarray, *, penalty: float, standardize: bool = True
+) -> Any:
+    """Fit logistic regression by L-BFGS, on standardised features or on features as they are.
 
-    It minimises mean cross-entropy + penalty · ½‖w‖², w of the standardised features, biases free.
+    It minimises mean cross-entropy + penalty · ½‖w‖², w of the features that it sees, biases free.
 
     Args:
         x: features `[b, width]`.
         y: int64 `[b]`.
         penalty: more than 0.
+        standardize: see `FitRecipe`.
 
     Returns:
-        A scikit-learn pipeline of `StandardScaler` and `LogisticRegression`.
+        A scikit-learn pipeline of `StandardScaler`, or nothing, and `LogisticRegression`.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -226,7 +271,8 @@ def fit_classifier(x: np.ndarray, y: np.ndarray, *, penalty: float) -> Any:
 
     # scikit-learn minimises C · (sum of cross-entropies) + ½‖w‖².
     regression = LogisticRegression(C=1.0 / (penalty * len(x)), max_iter=300)
-    classifier = make_pipeline(StandardScaler(), regression)
+    scaler = StandardScaler() if standardize else "passthrough"
+    classifier = make_pipeline(scaler, regression)
     with warnings.catch_warnings():
         # A weakly penalised fit of separable features creeps on for ever; it is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)

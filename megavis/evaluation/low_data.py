@@ -15,7 +15,13 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
-from megavis.evaluation.linear import HeldOutSplit, choose_penalty, fit_classifier
+from megavis.evaluation.linear import (
+    STANDARDIZED,
+    FitRecipe,
+    HeldOutSplit,
+    choose_penalty,
+    fit_classifier,
+)
 
 MAXIMUM_FOLDS = 5
 """Parts of a subset that take turns in being held out; as many as images a class, if fewer."""
@@ -79,6 +85,7 @@ def score_low_data(
     images_per_class: Sequence[int],
     draws: int,
     seed: int,
+    recipe: FitRecipe = STANDARDIZED,
 ) -> list[LowDataScore]:
     """Score one layer's features with so many labels a class, each drawn several times.
 
@@ -90,23 +97,30 @@ def score_low_data(
         images_per_class: each at least 2.
         draws: subsets of each size, at least 2.
         seed: of the subsets: the same for all features.
+        recipe: of the fits.
     """
     scores = []
     for count in images_per_class:
         subsets = [draw_images(train.labels, count, seed=seed, draw=i) for i in range(draws)]
         accuracies = [
-            _accuracy(train.subset(images), validation, layer, count) for images in subsets
+            _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets
         ]
         mean, deviation = statistics.fmean(accuracies), statistics.stdev(accuracies)
         scores.append(LowDataScore(name, layer, count, tuple(accuracies), mean, deviation))
     return scores
 
 
-def _accuracy(few: LabelledFeatures, validation: LabelledFeatures, layer: int, count: int) -> float:
+def _accuracy(
+    few: LabelledFeatures,
+    validation: LabelledFeatures,
+    layer: int,
+    count: int,
+    recipe: FitRecipe,
+) -> float:
     from sklearn.model_selection import StratifiedKFold
 
     x, y = few.layers[layer], few.labels
     folds = StratifiedKFold(min(count, MAXIMUM_FOLDS), shuffle=True, random_state=0)
-    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)])
-    classifier = fit_classifier(x, y, penalty=best.penalty)
+    best = choose_penalty(x, y, [HeldOutSplit(*parts) for parts in folds.split(x, y)], recipe)
+    classifier = fit_classifier(x, y, penalty=best.penalty, standardize=recipe.standardize)
     return float(classifier.score(validation.layers[layer], validation.labels))

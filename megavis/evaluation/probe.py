@@ -17,7 +17,15 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import Shards, refuse_overlap
 from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
 from megavis.evaluation.features import LabelledFeatures, pixel_features
-from megavis.evaluation.linear import HeldOutSplit, LayerScore, best_layer, divide, score_layers
+from megavis.evaluation.linear import (
+    STANDARDIZED,
+    FitRecipe,
+    HeldOutSplit,
+    LayerScore,
+    best_layer,
+    divide,
+    score_layers,
+)
 from megavis.evaluation.low_data import LowDataScore, score_low_data
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe_result import ProbeResult
@@ -132,6 +140,7 @@ class ProbeSettings:
         concatenate: score also so many adjacent layers together, around the best one; 0: none.
         images_per_class: score also with only so many labels, one after another.
         draws: random subsets of each such size.
+        recipe: how classifiers are fitted.
 
     Raises:
         UserError: when a number is too small.
@@ -143,6 +152,7 @@ class ProbeSettings:
     concatenate: int = 0
     images_per_class: Sequence[int] = ()
     draws: int = 5
+    recipe: FitRecipe = STANDARDIZED
 
     def __post_init__(self) -> None:
         if min(self.images_per_class, default=2) < 2 or self.draws < 2:
@@ -174,17 +184,26 @@ def probe(
     settings = settings or ProbeSettings()
     pixels = data.pixels()
     selection = data.divide(pixels[0].labels, settings)
-    pixel_score = score_layers(*pixels, selection)[0]
+    pixel_score = score_layers(*pixels, selection, recipe=settings.recipe)[0]
     low_data = _low_data("pixels", pixels, pixel_score, settings)
     scores: list[tuple[LayerScore, ...]] = []
     concatenated: list[ConcatenatedScore] = []
     for number, features in enumerate(itertools.chain([trained], untrained)):
         name = "untrained" if number else "trained"
-        scores.append(tuple(score_layers(*features, selection, layers=settings.layers)))
+        scores.append(
+            tuple(
+                score_layers(*features, selection, layers=settings.layers, recipe=settings.recipe)
+            )
+        )
         best, count = best_layer(scores[-1]), settings.concatenate
         if count:
             together = score_concatenated(
-                name, *features, selection, centre=best.layer, count=count
+                name,
+                *features,
+                selection,
+                centre=best.layer,
+                count=count,
+                recipe=settings.recipe,
             )
             concatenated.append(together)
         if number < 2:
@@ -229,4 +248,5 @@ def _low_data(
         images_per_class=settings.images_per_class,
         draws=settings.draws,
         seed=settings.seed,
+        recipe=settings.recipe,
     )

@@ -8,6 +8,7 @@ from megavis.config.load import LoadedConfig
 from megavis.data.codecs.transforms import Transform, evaluation_transform
 from megavis.data.loading.blended_dataset import MixedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset
+from megavis.tokenizers.palette import Palette
 
 
 def open_data(
@@ -25,11 +26,13 @@ def open_data(
     Raises:
         UserError: with the key and its line.
     """
+    palette = _open_palette(loaded)
     try:
-        dataset = ShardDataset(path, transform, cache=loaded.config.data.cache)
+        dataset = ShardDataset(path, transform, cache=loaded.config.data.cache, palette=palette)
     except UserError as error:
         raise loaded.source.error([(key, str(error))]) from None
-    complaints = [(key, f"{path} {text}") for text in objective.check_data(dataset.manifest)]
+    what = f"{path}, read with data.palette," if palette else path
+    complaints = [(key, f"{what} {text}") for text in objective.check_data(dataset.manifest)]
     missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
     if missing and not complaints:
         text = f"{path} holds {missing} samples without a label, of {len(dataset)} in all"
@@ -37,6 +40,14 @@ def open_data(
     if complaints:
         raise loaded.source.error(complaints)
     return dataset
+
+
+def _open_palette(loaded: LoadedConfig) -> Palette | None:
+    path = loaded.config.data.palette
+    try:
+        return Palette.load(path) if path else None
+    except UserError as error:
+        raise loaded.source.error([("data.palette", str(error))]) from None
 
 
 def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Trainable) -> Samples:

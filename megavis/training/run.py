@@ -140,6 +140,7 @@ class TrainingRun:
             config.checkpoint.every,
             functools.partial(self._snapshot, bad_steps=bad_steps),
             published=self._prune,
+            also_at=config.checkpoint.keep_at,
         )
         validate = self._validate(interruption)
         side_jobs = [*extra_hooks, bad_steps, *self._checks(bad_steps)]
@@ -242,11 +243,12 @@ class TrainingRun:
         if self.context.is_main:
             keep = self.config.checkpoint
             best = self.finetuning.stopping.best_step if self.finetuning else None
+            keep_at = keep.keep_at if best is None else (*keep.keep_at, best)
             prune(
                 self.folder,
                 keep_last=keep.keep_last,
                 keep_every=keep.keep_every,
-                keep_step=best,
+                keep_at=keep_at,
             )
 
     def refuse_another_run(self) -> None:
@@ -264,7 +266,7 @@ class TrainingRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_partial(self.folder)
         write_atomically(self.folder / "config.yaml", dump_config(self.config).encode())
-        palette = self.train_data.directory / PALETTE_NAME
+        palette = Path(self.config.data.palette or self.train_data.directory / PALETTE_NAME)
         if palette.exists():
             shutil.copyfile(palette, self.folder / PALETTE_NAME)
         device = self.context.device

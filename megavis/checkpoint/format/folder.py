@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megavis.config.errors import UserError
@@ -119,9 +119,9 @@ def publish(run_folder: Path, step: int) -> Path:
 
 
 def prune(
-    run_folder: Path, *, keep_last: int, keep_every: int, keep_step: int | None = None
+    run_folder: Path, *, keep_last: int, keep_every: int, keep_at: Collection[int] = ()
 ) -> None:
-    """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_step`.
+    """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_at`.
 
     Those that were set aside go when they are older than the ones that are kept.
     """
@@ -132,7 +132,7 @@ def prune(
             shutil.rmtree(folder)
     for step in steps[:-keep_last]:
         folder = step_folder(run_folder, step)
-        if (keep_every and step % keep_every == 0) or step == keep_step or folder == latest:
+        if (keep_every and step % keep_every == 0) or step in keep_at or folder == latest:
             continue
         # Renamed first: a checkpoint is there completely or not at all, also while it goes.
         doomed = partial_folder(run_folder, step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -25,6 +25,22 @@ Refusals = dict[int, str]
 
 MAX_IDS = 1 << 16
 UNKNOWN_ID = "token beyond the vocabulary"
+
+
+class PaletteLike(Protocol):
+    """A palette, as far as reading images needs it (`tokenizers/palette.py`).
+
+    Attributes:
+        sha256: its identity.
+    """
+
+    @property
+    def sha256(self) -> str: ...  # noqa: D102 - see above
+
+    def __len__(self) -> int: ...
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Return the ids uint16 `[...]` of pixels uint8 `[..., 3]`."""
 
 
 class Codec(ABC):

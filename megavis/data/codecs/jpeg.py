@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 from PIL import Image
 
-from megavis.data.codecs.base import Codec, Payloads, Refusals
+from megavis.data.codecs.base import Codec, PaletteLike, Payloads, Refusals
 from megavis.data.codecs.crops import WrongSizeError
 from megavis.data.codecs.transforms import Transform
 
@@ -25,19 +25,30 @@ class DamagedImageError(ValueError):
 
 
 class JpegCodec(Codec):
-    """JPEG files, as cropped pixels: uint8 `[b, size, size, 3]`.
+    """JPEG files, as cropped pixels: uint8 `[b, size, size, 3]`; or as the ids of their colours.
 
     Args:
         transform: says what is cut out of each image; None for writing alone.
+        palette: gives each pixel its id; pixels stay as they are where None.
     """
 
     suffix = "jpg"
 
-    def __init__(self, transform: Transform | None = None) -> None:
-        self._transform = transform
+    def __init__(
+        self, transform: Transform | None = None, *, palette: PaletteLike | None = None
+    ) -> None:
+        self._transform, self._palette = transform, palette
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return pixels uint8 `[b, size, size, 3]`."""
+        """Return pixels uint8 `[b, size, size, 3]`, or ids uint16 `[b, size · size]`."""
+        pixels, refused = self._decode_pixels(payloads, positions)
+        if self._palette is None:
+            return pixels, refused
+        return self._palette.encode(pixels).reshape(len(pixels), -1), refused
+
+    def _decode_pixels(
+        self, payloads: Payloads, positions: np.ndarray
+    ) -> tuple[np.ndarray, Refusals]:
         assert self._transform is not None
         size = self._transform.image_size
         pixels = np.empty((len(payloads), size, size, 3), np.uint8)

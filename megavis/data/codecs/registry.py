@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import Codec, IdsCodec, PaletteCodec
+from megavis.data.codecs.base import Codec, IdsCodec, PaletteCodec, PaletteLike
 from megavis.data.codecs.frames import FramesCodec
 from megavis.data.codecs.jpeg import JpegCodec
 from megavis.data.codecs.latents import LatentsCodec
@@ -14,22 +15,44 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import Manifest, ShardKind
 
 
-def codec_of(manifest: Manifest, transform: Transform | None = None) -> Codec:
+def codec_of(
+    manifest: Manifest, transform: Transform | None = None, *, palette: PaletteLike | None = None
+) -> Codec:
     """Return what reads the samples of a shard folder.
 
     Args:
         manifest: of the folder.
         transform: what is cut out of images; where None, they are read as they are stored.
+        palette: reads JPEG shards as ids of its colours; pixels where None.
 
     Raises:
         UserError: the transform asks for what this kind of shard cannot give.
     """
-    return _CODECS[manifest.kind](manifest, transform)
+    if transform is not None and transform.crop == "scaled_center":
+        transform = _unless_small(manifest, transform)
+    if palette is None:
+        return _CODECS[manifest.kind](manifest, transform)
+    if manifest.kind == "jpeg":
+        return _jpeg(manifest, transform, palette)
+    if manifest.kind != "palette":
+        raise UserError(
+            f"holds {manifest.kind} shards, which no palette reads: leave data.palette out"
+        )
+    if manifest.identity != palette.sha256:
+        raise UserError("was made with another palette than data.palette")
+    return _palette(manifest, transform)
 
 
 def suffix_of(manifest: Manifest) -> str:
     """Return the suffix of a shard folder's tar members."""
     return _SUFFIXES[manifest.kind]
+
+
+def _unless_small(manifest: Manifest, transform: Transform) -> Transform:
+    """Return a transform that leaves images alone which have been resized already."""
+    if manifest.image_size != transform.image_size:
+        return transform
+    return replace(transform, crop="none")
 
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
@@ -58,7 +81,9 @@ def _frames(manifest: Manifest, transform: Transform | None) -> Codec:
     return FramesCodec(manifest.frame_shape)
 
 
-def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
+def _jpeg(
+    manifest: Manifest, transform: Transform | None, palette: PaletteLike | None = None
+) -> Codec:
     stored = manifest.image_size
     if transform is None and stored is not None:
         transform = Transform(image_size=stored)
@@ -66,8 +91,10 @@ def _jpeg(manifest: Manifest, transform: Transform | None) -> Codec:
     if transform is None or (as_stored and transform.image_size != stored):
         sizes = f"images of {stored}x{stored} pixels" if stored else "images of many sizes"
         wanted = f", not {transform.image_size}x{transform.image_size}" if transform else ""
-        raise UserError(f"holds {sizes}{wanted}; set data.crop to random_resized, window or center")
-    return JpegCodec(transform)
+        raise UserError(
+            f"holds {sizes}{wanted}; set data.crop to random_resized, scaled, window or center"
+        )
+    return JpegCodec(transform, palette=palette)
 
 
 def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
@@ -95,7 +122,7 @@ def _want_unaugmented(manifest: Manifest, transform: Transform) -> None:
 
 def _want_pixels(manifest: Manifest, transform: Transform) -> None:
     side, size = manifest.image_size or 0, transform.image_size
-    if transform.crop in ("random_resized", "center"):
+    if transform.crop in ("random_resized", "scaled", "center", "scaled_center"):
         raise UserError(
             f"holds {manifest.kind} shards, which cannot be resized: set data.crop to none,"
             " shifted or window, or crop when they are made"

@@ -19,6 +19,7 @@ from megavis.data.codecs.crops import (
     WrongSizeError,
     cut,
     cut_center,
+    cut_scaled,
     mirror,
     random_window,
     resize,
@@ -26,9 +27,11 @@ from megavis.data.codecs.crops import (
     square_window,
 )
 
-CropKind = Literal["random_resized", "window", "shifted", "center", "middle", "none"]
+CropKind = Literal[
+    "random_resized", "scaled", "window", "shifted", "center", "scaled_center", "middle", "none"
+]
 
-_CROP_DRAWS = {"random_resized": NUM_WINDOW_DRAWS, "window": 2, "shifted": 2}
+_CROP_DRAWS = {"random_resized": NUM_WINDOW_DRAWS, "scaled": 3, "window": 2, "shifted": 2}
 """Numbers that decide about a crop."""
 
 
@@ -38,13 +41,17 @@ class Transform:
 
     Attributes:
         image_size: side of the square in pixels.
-        crop: `random_resized`: a random part, resized; `window`: a random square of the size, as
-            it is stored; `shifted`: the image as it is stored, moved by up to 4 pixels either way;
-            `center`: the middle, resized; `middle`: the square of the size in the middle, as it is
-            stored; `none`: the image as it is stored. `shifted` and `none` want images of the
-            size, `window` and `middle` none that are smaller.
+        crop: `random_resized`: a random part, resized; `scaled`: a random square of the image at
+            a random scale, resized; `window`: a random square of the size, as it is stored;
+            `shifted`: the image as it is stored, moved by up to 4 pixels either way; `center`: the
+            middle, resized; `scaled_center`: the middle square of `crop_size`, which is the shorter
+            side, resized; `middle`: the square of the size in the middle, as it is stored; `none`:
+            the image as it is stored. `shifted` and `none` want images of the size, `window` and
+            `middle` none that are smaller.
         scale: smallest and largest share of the image's area that a random crop takes.
         ratio: smallest and largest width / height of a random crop.
+        short_sides: smallest and largest length of the shorter side for `scaled`.
+        crop_size: side of the squares of `scaled` and `scaled_center` before they are resized.
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
             None.
         flip: mirror every second image, at random.
@@ -56,6 +63,8 @@ class Transform:
     crop: CropKind = "none"
     scale: tuple[float, float] = (0.2, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    short_sides: tuple[int, int] = (256, 384)
+    crop_size: int = 224
     short_side: int | None = None
     flip: bool = False
     augment: RandAugment | None = None
@@ -98,22 +107,41 @@ class Transform:
             WrongSizeError: nothing is resized and the image has not the size, or is too small to
                 cut a square out of it.
         """
-        height, width = image.shape[:2]
-        size, of_crop = self.image_size, draws[1 : 1 + _CROP_DRAWS.get(self.crop, 0)]
-        if self.crop == "random_resized":
-            window = random_window(height, width, of_crop, scale=self.scale, ratio=self.ratio)
-            # Cut first: the filter must not look across the border of the crop.
-            image = resize(cut(image, window), height=size, width=size)
-        elif self.crop == "center":
-            image = cut_center(image, short_side=self.short_side or size, size=size)
-        elif self.crop in ("window", "middle"):
-            image = cut(image, square_window(height, width, of_crop, size=size))
-        elif (height, width) != (size, size):
-            raise WrongSizeError(f"not {size}x{size} pixels")
-        elif self.crop == "shifted":
-            image = shift(image, of_crop)
+        of_crop = draws[1 : 1 + _CROP_DRAWS.get(self.crop, 0)]
+        part = self._part(image, of_crop)
+        image = self._stored(image, of_crop) if part is None else self._resized(part)
         image = mirror(image) if draws[0] else image
         return image if self.augment is None else self.augment(image, draws[-NUM_DRAWS:])
+
+    def _part(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
+        """Return the part that is resized to the square; None where nothing is resized."""
+        size = self.crop_size
+        height, width = image.shape[:2]
+        if self.crop == "random_resized":
+            window = random_window(height, width, draws, scale=self.scale, ratio=self.ratio)
+            # Cut first: the filter must not look across the border of the crop.
+            return cut(image, window)
+        if self.crop == "scaled":
+            return cut_scaled(image, draws, short_sides=self.short_sides, size=size)
+        if self.crop == "scaled_center":
+            return cut_center(image, short_side=size, size=size)
+        if self.crop == "center":
+            short_side = self.short_side or self.image_size
+            return cut_center(image, short_side=short_side, size=self.image_size)
+        return None
+
+    def _resized(self, part: np.ndarray) -> np.ndarray:
+        return resize(part, height=self.image_size, width=self.image_size)
+
+    def _stored(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """Return pixels as they are stored."""
+        height, width = image.shape[:2]
+        size = self.image_size
+        if self.crop in ("window", "middle"):
+            return cut(image, square_window(height, width, draws, size=size))
+        if (height, width) != (size, size):
+            raise WrongSizeError(f"not {size}x{size} pixels")
+        return shift(image, draws) if self.crop == "shifted" else image
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
@@ -122,6 +150,8 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
         image_size=config.image_size,
         crop=config.crop,
         scale=config.scale,
+        short_sides=config.short_sides,
+        crop_size=config.crop_size,
         short_side=config.short_side,
         flip=config.flip,
         augment=None if config.rand_augment is None else RandAugment(*config.rand_augment),
@@ -131,9 +161,18 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
 
 def evaluation_transform(config: DataConfig) -> Transform:
     """Return the transform of held-out images: the middle where training crops at random."""
-    middles: dict[CropKind, CropKind] = {"none": "none", "shifted": "none", "window": "middle"}
-    crop = middles.get(config.crop, "center")
-    return Transform(image_size=config.image_size, crop=crop, short_side=config.short_side)
+    middles: dict[CropKind, CropKind] = {
+        "none": "none",
+        "shifted": "none",
+        "window": "middle",
+        "scaled": "scaled_center",
+    }
+    return Transform(
+        image_size=config.image_size,
+        crop=middles.get(config.crop, "center"),
+        crop_size=config.crop_size,
+        short_side=config.short_side,
+    )
 
 
 def _uniform(positions: np.ndarray, count: int, *, seed: int, purpose: str) -> np.ndarray:

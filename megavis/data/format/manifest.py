@@ -115,6 +115,12 @@ class Manifest(_Strict):
         """What to call the tokenizer in a message."""
         return self.tokenizer.kind if self.tokenizer else "tokenizer"
 
+    def read_as_palette(self, sha256: str, num_colours: int, *, image_size: int) -> Manifest:
+        """Return what the samples are once a palette has given each pixel its id."""
+        identity = TokenizerIdentity(kind="palette", sha256=sha256, num_tokens=num_colours)
+        size = {"image_size": image_size, "num_tokens": image_size**2}
+        return self.model_copy(update={"kind": "palette", "tokenizer": identity, **size})
+
     @model_validator(mode="after")
     def _check_kind(self) -> Manifest:
         has_ids = self.kind in ("palette", "ids")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import Refusals
+from megavis.data.codecs.base import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file
@@ -40,10 +40,11 @@ class ShardDataset:
         directory: the shard folder, or a URL of one (`remote.py`).
         transform: what is cut out of images; where None, they are read as they are stored.
         cache: local folder in which to keep what is fetched from a URL.
+        palette: reads JPEG shards as ids of its colours; palette shards must be of its colours.
 
     Attributes:
         directory: the shard folder; of a URL its place in the cache.
-        manifest: what the folder says about itself.
+        manifest: what the folder says about itself; where a palette reads it, what the samples are.
         transform: as given.
         class_names: names of the classes; a label indexes them.
         labels: int64 `[N]`, -1 where a sample has none; a replaced sample has its stand-in's.
@@ -59,6 +60,7 @@ class ShardDataset:
         transform: Transform | None = None,
         *,
         cache: Path | str | None = None,
+        palette: PaletteLike | None = None,
     ) -> None:
         remote = is_remote(directory)
         self._remote = RemoteFolder.open(str(directory), cache) if remote else None
@@ -66,7 +68,7 @@ class ShardDataset:
         self.manifest = Manifest.read(self.directory)
         self.transform = transform
         try:
-            self.codec = codec_of(self.manifest, transform)
+            self.codec = codec_of(self.manifest, transform, palette=palette)
         except UserError as error:
             raise UserError(f"{self.directory} {error}") from None
         self.class_names = self.manifest.class_names
@@ -78,6 +80,11 @@ class ShardDataset:
             raise UserError(f"{self.directory} holds no sample: every source file was refused")
         if self.manifest.kind == "palette":
             _check_palette(self.directory, self.manifest)
+        elif palette is not None:
+            size = (transform or self.manifest).image_size or 0
+            self.manifest = self.manifest.read_as_palette(
+                palette.sha256, len(palette), image_size=size
+            )
         indexes = [self._open_index(shard) for shard in self.manifest.shards]
         self._keys = [index.keys for index in indexes]
         self._first = np.cumsum([0] + [len(index) for index in indexes])

@@ -106,7 +106,8 @@ def _list_of_files(manifest: Manifest) -> tuple[str, int]:
 
 
 def _are_comparable(one: Shards, other: Shards) -> bool:
-    if one.manifest.kind != other.manifest.kind:
+    # Of the folders: a palette may read jpeg shards as ids.
+    if Manifest.read(one.directory).kind != Manifest.read(other.directory).kind:
         return False
     return all(
         sum(shard.num_bytes for shard in folder.manifest.shards) <= READ_AT_MOST

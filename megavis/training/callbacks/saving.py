@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from threading import Thread
 
 from tqdm import tqdm
@@ -25,7 +25,12 @@ class SaveCheckpoint:
     """
 
     def __init__(
-        self, every: int, take: Callable[[StepState], Snapshot], *, published: Callable[[], None]
+        self,
+        every: int,
+        take: Callable[[StepState], Snapshot],
+        *,
+        published: Callable[[], None],
+        also_at: Collection[int] = (),
     ) -> None:
         """Prepare; every process calls this.
 
@@ -33,8 +38,10 @@ class SaveCheckpoint:
             every: steps between two checkpoints; 0: only where a hook wants one, and at the end.
             take: copies the run as it is after a step.
             published: called when a checkpoint has appeared.
+            also_at: steps at which one is saved whatever `every` says.
         """
         self.every, self._take, self._published = every, take, published
+        self._also_at = frozenset(also_at)
         self.failures = 0
         self._agreement = AsyncFlag()
         self._snapshot: Snapshot | None = None
@@ -44,7 +51,8 @@ class SaveCheckpoint:
     def __call__(self, state: StepState) -> None:
         """Save where it is due, and let appear what all processes have written."""
         began = time.perf_counter()
-        due = state.is_due(self.every) or state.wants_checkpoint or state.step == state.last_step
+        due = state.is_due(self.every) or state.step in self._also_at
+        due = due or state.wants_checkpoint or state.step == state.last_step
         due = due and not state.goes_back
         if due or state.is_last or self._all_have_written():
             self._publish(required=state.is_last and not due and not state.goes_back)

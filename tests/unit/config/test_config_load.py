@@ -100,8 +100,8 @@ def test_a_legal_file_is_read_with_its_defaults(read):
         (
             "  image_size: 8\n",
             "  image_size: 8\n  crop: Centre\n",
-            "config.yaml:11: data.crop: input should be 'random_resized', 'window', 'shifted',"
-            " 'center' or 'none', not 'Centre'; did you mean 'center'?",
+            "config.yaml:11: data.crop: input should be 'random_resized', 'scaled', 'window',"
+            " 'shifted', 'center' or 'none', not 'Centre'; did you mean 'center'?",
         ),
         (
             "  name: igpt\n",

@@ -10,6 +10,7 @@ from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import (
     PENALTIES,
+    PLAIN,
     LayerScore,
     best_layer,
     commonest,
@@ -163,6 +164,27 @@ def test_the_whole_procedure_is_that_of_scikit_learns_own_search():
     assert ours.selection_accuracy == pytest.approx(scores[best][0])
     assert ours.selection_loss == pytest.approx(-scores[best][1], rel=1e-3)
     assert ours.accuracy == pytest.approx(pipeline.score(validation.layers[0], validation.labels))
+
+
+def test_a_plain_fit_is_scikit_learns_logistic_regression_with_its_defaults():
+    """iGPT, section 3.4: L-BFGS, (Pedregosa et al., 2011), and not a word on scaling or penalty."""
+    from sklearn.linear_model import LogisticRegression
+
+    train, validation = (blobs(100, spread=2.0, width=20, seed=seed) for seed in (0, 1))
+    train, validation = (replace(data, layers=data.layers / 5) for data in (train, validation))
+    x, y = train.layers[0].astype(float), train.labels
+    selection = divide(y, share=0.2, seed=0)
+    half = LogisticRegression(max_iter=10_000, tol=1e-8)
+    half.fit(x[selection.fitted], y[selection.fitted])
+    whole = LogisticRegression(max_iter=10_000, tol=1e-8).fit(x, y)
+
+    ours = score_layers(train, validation, selection, recipe=PLAIN)[0]
+
+    held_out = half.predict_log_proba(x[selection.held_out])
+    right = held_out[np.arange(len(held_out)), y[selection.held_out]]
+    assert ours.selection_loss == pytest.approx(-right.mean(), rel=1e-3)
+    assert ours.accuracy == whole.score(validation.layers[0], validation.labels)
+    assert ours.penalty == 1 / 100
 
 
 def test_the_first_of_equally_good_layers_is_best():

@@ -42,7 +42,7 @@ def test_a_resumed_run_remembers_what_it_has_seen(tmp_path, context):
 def test_pruning_spares_the_best_checkpoint(tmp_path):
     for step in (1, 2, 3, 4):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    prune(tmp_path, keep_last=1, keep_every=0, keep_step=2)
+    prune(tmp_path, keep_last=1, keep_every=0, keep_at=[2])
     assert saved_steps(tmp_path) == [2, 4]
 
 

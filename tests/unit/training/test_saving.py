@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
+from megavis.checkpoint.format.folder import latest_checkpoint, prune, saved_steps
 from megavis.checkpoint.state import save
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.checkpoint.state.verify import damages
@@ -41,6 +41,20 @@ def saving(context, tmp_path, monkeypatch):
 
     monkeypatch.setattr(save, "write_tensors", write)
     return SaveCheckpoint(2, take, published=lambda: None), dies
+
+
+def test_steps_of_their_own_are_saved_whatever_every_says_and_kept(saving, tmp_path):
+    """iGPT's Figure 3 wants 65,536 · 2^i, of which no `keep_every` makes a list."""
+    every_second, _ = saving
+    after_step = SaveCheckpoint(
+        2,
+        every_second._take,
+        published=lambda: prune(tmp_path, keep_last=1, keep_every=0, keep_at=(1, 3)),
+        also_at=(1, 3),
+    )
+    for step in range(1, LAST + 1):
+        after_step(StepState(step, LAST, None, None))
+    assert saved_steps(tmp_path) == [1, 3, LAST]
 
 
 def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd):
