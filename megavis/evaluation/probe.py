@@ -184,26 +184,19 @@ def probe(
     settings = settings or ProbeSettings()
     pixels = data.pixels()
     selection = data.divide(pixels[0].labels, settings)
-    pixel_score = score_layers(*pixels, selection, recipe=settings.recipe)[0]
+    recipe = settings.recipe
+    pixel_score = score_layers(*pixels, selection, recipe=recipe)[0]
     low_data = _low_data("pixels", pixels, pixel_score, settings)
     scores: list[tuple[LayerScore, ...]] = []
     concatenated: list[ConcatenatedScore] = []
     for number, features in enumerate(itertools.chain([trained], untrained)):
         name = "untrained" if number else "trained"
-        scores.append(
-            tuple(
-                score_layers(*features, selection, layers=settings.layers, recipe=settings.recipe)
-            )
-        )
+        of_layers = score_layers(*features, selection, layers=settings.layers, recipe=recipe)
+        scores.append(tuple(of_layers))
         best, count = best_layer(scores[-1]), settings.concatenate
         if count:
             together = score_concatenated(
-                name,
-                *features,
-                selection,
-                centre=best.layer,
-                count=count,
-                recipe=settings.recipe,
+                name, *features, selection, centre=best.layer, count=count, recipe=recipe
             )
             concatenated.append(together)
         if number < 2:
@@ -229,13 +222,15 @@ def probe(
 def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
     """Return the score of raw pixels alone; raises as `probe`."""
     pixels = data.pixels()
-    return score_layers(*pixels, data.divide(pixels[0].labels, settings))[0]
+    selection = data.divide(pixels[0].labels, settings)
+    return score_layers(*pixels, selection, recipe=settings.recipe)[0]
 
 
 def score_best_layer(features: Pair, data: ProbeData, settings: ProbeSettings) -> LayerScore:
     """Return the score of a network's best layer alone; raises as `probe`."""
     selection = data.divide(features[0].labels, settings)
-    return best_layer(score_layers(*features, selection, layers=settings.layers))
+    scores = score_layers(*features, selection, layers=settings.layers, recipe=settings.recipe)
+    return best_layer(scores)
 
 
 def _low_data(

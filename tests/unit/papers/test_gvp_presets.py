@@ -63,12 +63,68 @@ def test_rows_of_the_tables(load, table):
             assert config.training.steps == round(200 * 1_281_167 / 4096)
 
 
-@pytest.mark.parametrize("variant", ["p2p", "p2d", "d2d"])
-def test_fine_tuning_drops_the_mask(load, variant):
-    config = load(f"vit_b_{variant}_finetune")
-    assert config.objective.variant == variant
+def test_the_first_row_of_table_10_has_one_stream_without_causal_masks(load):
+    config = load("vit_b_p2p_masked_one_stream")
+    words = config.objective
+    assert (words.reads.kind, words.density.kind) == ("patches", "squared_error")
+    # SimMIM's numbers, and so its ratio; every patch is a row, hidden or not.
+    assert (words.schedule.kind, words.schedule.mask_ratio, words.asks.kind) == (
+        "masked",
+        0.6,
+        "mask",
+    )
+    other = load("vit_b_p2p")
+    assert (config.optimizer, config.training, config.data) == (
+        other.optimizer,
+        other.training,
+        other.data,
+    )
+
+
+EVALUATED = {
+    "p2p": "vit_b_p2p",
+    "p2d": "vit_b_p2d",
+    "d2d": "vit_b_d2d",
+    "p2p_masked_one_stream": "vit_b_p2p_masked_one_stream",
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_fine_tuning_drops_the_mask_and_is_maes_recipe(load, name):
+    """MAE's table 9, and the authors' FINETUNE.md for rate and layer decay of ViT-B."""
+    config, before = load(f"vit_b_{name}_finetune"), load(EVALUATED[name])
+    assert config.objective == before.objective
     assert config.finetune.visibility == "full"
-    assert config.finetune.from_run == f"runs/{load(f'vit_b_{variant}').name}"
+    assert config.finetune.from_run == f"runs/{before.name}"
+    assert config.optimizer.learning_rate == pytest.approx(5e-4 * 1024 / 256)
+    assert (config.optimizer.betas, config.optimizer.weight_decay) == ((0.9, 0.999), 0.05)
+    assert config.training.steps == -(-100 * 1_281_167 // 1024)
+    assert config.schedule.warmup_steps == -(-5 * 1_281_167 // 1024)
+    data, tuning = config.data, config.finetune
+    assert (data.rand_augment, data.scale, data.flip) == ((9, 0.5), (0.08, 1.0), True)
+    assert (tuning.mixup, tuning.cutmix, tuning.label_smoothing) == (0.8, 1.0, 0.1)
+    assert (tuning.layer_decay, config.drop_path) == (0.65, 0.1)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_linear_probing_keeps_the_mask_and_is_maes_recipe(load, name):
+    """MAE's table 10; "for linear probing, we keep the causal mask" (section 5)."""
+    config, before = load(f"vit_b_{name}_linear"), load(EVALUATED[name])
+    assert config.objective == before.objective
+    assert (config.finetune.visibility, config.finetune.linear_evaluation) == ("kept", True)
+    assert config.finetune.from_run == f"runs/{before.name}"
+    assert (config.optimizer.algorithm, config.optimizer.weight_decay) == ("lars", 0.0)
+    assert config.optimizer.learning_rate == pytest.approx(0.1 * 16384 / 256)
+    assert config.training.steps == -(-90 * 1_281_167 // 16384)
+    assert config.schedule.warmup_steps == -(-10 * 1_281_167 // 16384)
+    assert (config.data.scale, config.data.rand_augment) == ((0.08, 1.0), None)
+
+
+def test_linear_probing_of_table_7_is_on_imagenet_100(load):
+    config = load("vit_b_p2p_features_linear")
+    assert config.objective == load("vit_b_p2p_features").objective
+    assert config.finetune.num_classes == 100
+    assert config.training.steps == -(-90 * 126_689 // 16384)
 
 
 @pytest.mark.parametrize("name", ["vit_b_p2p_scratch", "vit_b_d2d_scratch"])
