@@ -5,8 +5,8 @@
 The ImageGPT has random weights; megavis has the same ones, as `megavis import` makes them. Both are
 given the same first token each and must choose the same ids. A further line is megavis without a
 cache: the whole sequence again for each id, of which `--uncached-tokens` are timed and the rest is
-extrapolated. The bound is what no way of writing it in torch can go below: for each id the products
-with packed weights, and the two of attention with all keys and values so far.
+extrapolated. The bound is what no way of writing it in torch can go below: for each id the
+products, and the two of attention with all keys and values so far.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from benchmarks.twins import (
     sizes,
 )
 from megavis.config.schema import RunConfig
-from megavis.model.cpu_linear import PackedLinear
 from megavis.model.inference import Inference
 from megavis.papers.igpt.paper import IGPT
 
@@ -98,10 +97,7 @@ def bare_products(config: RunConfig) -> Callable[[], None]:
     kept = (batch * model.num_attention_heads, num_tokens, head_size)
     blocks = [
         (
-            [
-                (width, PackedLinear(torch.randn(outputs, width), None, num_rows=batch))
-                for width, outputs in matrix_shapes(config)
-            ],
+            [(width, torch.randn(width, outputs)) for width, outputs in matrix_shapes(config)],
             torch.randn(kept),
             torch.randn(kept),
         )
@@ -112,8 +108,8 @@ def bare_products(config: RunConfig) -> Callable[[], None]:
     def run() -> None:
         for count in range(1, num_tokens):
             for products, keys, values in blocks:
-                for width, product in products:
-                    product(rows[width])
+                for width, weight in products:
+                    rows[width] @ weight
                 scores = torch.bmm(query, keys[:, :count].transpose(1, 2))
                 torch.bmm(scores, values[:, :count])
             rows[model.hidden_size] @ head

@@ -28,7 +28,6 @@ from benchmarks.twins import (
 )
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.model.cpu_linear import product
 
 
 def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:
@@ -97,9 +96,9 @@ def _product(rows: int, num_inputs: int, num_outputs: int) -> Callable[[], None]
     weight = torch.randn(num_outputs, num_inputs)
 
     def run() -> None:
-        product(inputs, weight)
-        product(gradient, weight.t())
-        product(gradient.t(), inputs.t())
+        inputs @ weight.t()
+        gradient @ weight
+        gradient.t() @ inputs
 
     return run
 

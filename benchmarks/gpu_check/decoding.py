@@ -122,7 +122,7 @@ def graphed_place(runner: Inference, objective: IGPT, batch: int, settings: Sett
     """Return the seconds of one place as a CUDA graph, which leaves out the host's work."""
     device, given = runner.context.device, objective.num_tokens // 2
     ids = torch.zeros(batch, objective.num_tokens, dtype=torch.int64, device=device)
-    cache = runner.cache(objective.num_tokens, num_sequences=batch)
+    cache = runner.cache(objective.num_tokens)
     plan = OneByOne.along(torch.arange(objective.num_tokens, device=device)[None])
 
     def inputs_at(place: int, since: int) -> tuple[Tensor, ...]:

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from megavis.model.activations import QUICK_GELU_FACTOR, quick_gelu
 from megavis.model.attention import Attention
 from megavis.model.core import Block
-from megavis.model.cpu_linear import PackedLinear
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.norms import Norm
 from megavis.model.positions import angles
@@ -43,9 +42,9 @@ class IncrementalDecoder(KeyValueCache):
     It holds a copy of the blocks' matrices.
     """
 
-    def __init__(self, blocks: Sequence[Block], capacity: int, *, num_sequences: int) -> None:
+    def __init__(self, blocks: Sequence[Block], capacity: int) -> None:
         super().__init__(capacity)
-        self._blocks = [_Block.of(block, num_rows=num_sequences) for block in blocks]
+        self._blocks = [_Block.of(block) for block in blocks]
         self._places_of = {block.self_attention: i for i, block in enumerate(blocks)}
         self._carries = blocks[0].core.carries
         self._all: Tensor | None = None
@@ -99,8 +98,18 @@ class IncrementalDecoder(KeyValueCache):
         return self._all[self._places_of[module]]
 
 
-class _Projection(PackedLinear):
+class _Projection:
     """One of a block's four projections of single tokens, `[b, in]` to `[b, out]`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Copy a weight `[out, in]`; the bias is `[out]`."""
+        self._weight, self._bias = weight.t().contiguous(), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[b, in]` to `[b, out]`."""
+        if self._bias is None:
+            return torch.mm(x, self._weight)
+        return torch.addmm(self._bias, x, self._weight)
 
     @classmethod
     def after_norm(
@@ -110,7 +119,6 @@ class _Projection(PackedLinear):
         bias: Tensor | None,
         *,
         gain: float,
-        num_rows: int,
         factor: float = 1.0,
     ) -> _Projection:
         """Take weights `[out, in]` and what the norm in front multiplies with and adds.
@@ -120,7 +128,6 @@ class _Projection(PackedLinear):
             weight: of the projection.
             bias: likewise, `[out]`.
             gain: multiplies the norm's own.
-            num_rows: b.
             factor: multiplies what the projection gives.
         """
         wide = weight.float() * factor
@@ -129,18 +136,16 @@ class _Projection(PackedLinear):
             shift = wide @ norm.bias.float()
             bias = shift if bias is None else bias + shift
         matrix = (wide * (norm.weight.float() * gain)).to(weight.dtype)
-        return cls(matrix, None if bias is None else bias.to(weight.dtype), num_rows=num_rows)
+        return cls(matrix, None if bias is None else bias.to(weight.dtype))
 
     @classmethod
-    def of_part(
-        cls, linear: Any, group: dist.ProcessGroup, *, num_rows: int, factor: float = 1.0
-    ) -> _Projection:
+    def of_part(cls, linear: Any, group: dist.ProcessGroup, *, factor: float = 1.0) -> _Projection:
         """Take a layer that is split over its inputs; the weight, not the bias, is multiplied.
 
         The bias is on the first process alone, since `add_to_` sums over the group.
         """
         bias = linear.bias if group.rank() == 0 else None
-        return cls(linear.weight * factor, bias, num_rows=num_rows)
+        return cls(linear.weight * factor, bias)
 
     def add_to_(self, hidden: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
         """Add what `x` `[b, in]` gives to hidden states `[b, out]`, summed over the group."""
@@ -167,7 +172,7 @@ class _Block:
     rotary_scale: float
 
     @classmethod
-    def of(cls, block: Block, *, num_rows: int) -> _Block:
+    def of(cls, block: Block) -> _Block:
         """Take the weights of a block as they are now."""
         with torch.no_grad():
             attention, mlp = block.self_attention, block.mlp
@@ -177,19 +182,16 @@ class _Block:
             activation, factor = _activation(block.config.activation_func)
             group = block.core.groups.tp
             return cls(
-                _Projection.after_norm(
-                    norms[0], *_queries_keys_values(attention), gain=gains[0], num_rows=num_rows
-                ),
-                _Projection.of_part(attention.linear_proj, group, num_rows=num_rows),
+                _Projection.after_norm(norms[0], *_queries_keys_values(attention), gain=gains[0]),
+                _Projection.of_part(attention.linear_proj, group),
                 _Projection.after_norm(
                     norms[1],
                     mlp.linear_fc1.weight,
                     mlp.linear_fc1.bias,
                     gain=gains[1],
-                    num_rows=num_rows,
                     factor=factor,
                 ),
-                _Projection.of_part(mlp.linear_fc2, group, num_rows=num_rows, factor=1.0 / factor),
+                _Projection.of_part(mlp.linear_fc2, group, factor=1.0 / factor),
                 activation,
                 normalise,
                 group,

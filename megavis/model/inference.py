@@ -72,15 +72,15 @@ class Inference:
             raise TypeError(f"{type(last).__name__} is no head")
         return last
 
-    def cache(self, capacity: int, *, num_sequences: int) -> KeyValueCache:
-        """Return a cache for so many sequences of so many tokens, for `predictions`.
+    def cache(self, capacity: int) -> KeyValueCache:
+        """Return a cache for sequences of so many tokens, for `predictions`.
 
         Where it can, it runs blocks by itself when a single token follows others.
         """
         blocks = [layer for layer in self.layers.modules if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
-        return IncrementalDecoder(blocks, capacity, num_sequences=num_sequences)
+        return IncrementalDecoder(blocks, capacity)
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -1,10 +1,11 @@
-"""Megatron's linear layers, on a CPU with the faster product, and with whole bias gradients."""
+"""Megatron's linear layers, plain on a CPU, and with whole bias gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -12,7 +13,6 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megavis.model.cpu_linear import product
 from megavis.model.sequence_parallel import splits_tokens
 
 
@@ -29,8 +29,8 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         if learns:
             input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
         if self.skip_bias_add:
-            return product(input_, self.weight), self.bias
-        return product(input_, self.weight, self.bias), None
+            return F.linear(input_, self.weight), self.bias
+        return F.linear(input_, self.weight, self.bias), None
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -52,7 +52,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         splits = splits_tokens(self)
         # Megatron's own forward pass reads the flag of the layer, which says what training does.
         if not splits and (input_.is_cpu or self.sequence_parallel):
-            part = product(input_, self.weight)
+            part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias
         output, bias = super().forward(input_)
         if bias is not None and splits:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megavis.model.core import Core
-from megavis.model.cpu_linear import product
 from megavis.model.heads import Head
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
@@ -36,7 +36,7 @@ class WholeLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `[..., num_inputs]` to `[..., num_outputs]`."""
-        return product(inputs.to(self.weight.dtype), self.weight, self.bias)
+        return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
 
 
 class PatchEmbedding(WholeLinear):

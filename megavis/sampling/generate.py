@@ -88,7 +88,7 @@ def generate_in_steps(
     )
     cache = None
     if cached and paper.keeps_keys:
-        cache = runner.cache(paper.num_tokens, num_sequences=lanes.num_rows)
+        cache = runner.cache(paper.num_tokens)
     if step is None:
         yield lanes.best(), None
     with runner.evaluating():
@@ -132,10 +132,6 @@ class _Lanes:
             tokens[:, : given.shape[1]] = given.repeat_interleave(settings.beams, dim=0)
         log_prob = torch.zeros(len(images), settings.beams, device=images.device)
         return cls(tokens, images, log_prob, settings)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.tokens) * self.settings.drawing.num_lanes
 
     def repeated(self) -> Tensor:
         """Return the tokens of all rows."""

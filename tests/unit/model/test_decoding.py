@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megavis.model import cpu_linear as product
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
 from megavis.schedules.base import Question
@@ -11,11 +10,11 @@ from megavis.schedules.one_by_one import OneByOne
 
 LAYER_NORM = "model.normalization=layer_norm"
 SHAPES = [
-    # words of the config, tokens given at once, images, multiply-adds from which weights are packed
-    ([], 1, 1, 1 << 19),
-    (["model.num_attention_heads=4", "model.positions=rope_2d"], 3, 2, 1),
-    ([LAYER_NORM, "model.add_bias=true", "model.activation=gelu"], 1, 3, 1),
-    ([LAYER_NORM, "model.norm_bias=last", "model.positions=rope_1d"], 5, 2, 1 << 19),
+    # words of the config, tokens given at once, images
+    ([], 1, 1),
+    (["model.num_attention_heads=4", "model.positions=rope_2d"], 3, 2),
+    ([LAYER_NORM, "model.add_bias=true", "model.activation=gelu"], 1, 3),
+    ([LAYER_NORM, "model.norm_bias=last", "model.positions=rope_1d"], 5, 2),
 ]
 
 
@@ -34,17 +33,16 @@ def logits_piece_by_piece(runner, objective, cache, ids, num_given):
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize(("words", "num_given", "num_images", "smallest_packed"), SHAPES)
+@pytest.mark.parametrize(("words", "num_given", "num_images"), SHAPES)
 def test_single_tokens_give_what_the_whole_sequence_gives(
-    build, tmp_path, words, num_given, num_images, smallest_packed, monkeypatch
+    build, tmp_path, words, num_given, num_images, monkeypatch
 ):
-    monkeypatch.setattr(product, "SMALLEST_PACKED", smallest_packed)
     objective, runner = build(tmp_path / "c.yaml", *words)
     ids = torch.randint(32, (num_images, 16), generator=torch.Generator().manual_seed(0))
     whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
     called = []
     monkeypatch.setattr(Block, "attend", _counting(Block.attend, called))
-    cache = runner.cache(16, num_sequences=num_images)
+    cache = runner.cache(16)
     assert isinstance(cache, IncrementalDecoder)
     pieces = logits_piece_by_piece(runner, objective, cache, ids, num_given)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
@@ -55,7 +53,7 @@ def test_sequences_are_exchanged_in_the_cache(build, tmp_path):
     objective, runner = build(tmp_path / "c.yaml")
     ids = torch.randint(32, (3, 16), generator=torch.Generator().manual_seed(0))
     order = torch.tensor([2, 0, 0])
-    cache = runner.cache(16, num_sequences=3)
+    cache = runner.cache(16)
     logits_piece_by_piece(runner, objective, cache, ids[:, :9], 1)
     cache.select(order)
     inputs = inputs_at(objective, ids[order], 9, 10)
@@ -70,7 +68,7 @@ def test_half_precision_keeps_its_type(build, tmp_path):
         layer.to(torch.bfloat16)
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     whole = objective.outputs(runner.predictions(objective.inputs_from(ids)))
-    cache = runner.cache(16, num_sequences=2)
+    cache = runner.cache(16)
     pieces = logits_piece_by_piece(runner, objective, cache, ids, 1)
     assert pieces.dtype == whole.dtype == torch.bfloat16
     error = (pieces - whole).float().norm() / whole.float().norm()
@@ -82,7 +80,7 @@ def test_weights_that_are_elsewhere_leave_it_to_the_modules(build, tmp_path):
     block = runner.layers.modules[1]
     # As ZeRO-3 leaves a weight while its module does not run.
     block.mlp.linear_fc1.weight.data = torch.empty(0)
-    assert not isinstance(runner.cache(16, num_sequences=2), IncrementalDecoder)
+    assert not isinstance(runner.cache(16), IncrementalDecoder)
 
 
 def _counting(function, calls):
