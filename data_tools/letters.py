@@ -1,6 +1,6 @@
 """`letters`: capital letters in matplotlib's fonts; validation fonts are never seen in training.
 
-Class = letter. Colours, and which of ink and ground is lighter, are random, so that neither colours
+Class = letter. Colors, and which of ink and ground is lighter, are random, so that neither colours
 nor single pixels name a letter, its shape does. Every image is a function of the seed, its part and
 its number, computed in whole numbers alone, and stored without compression: the same bytes on every
 processor that has the same Pillow (with its FreeType) and matplotlib.

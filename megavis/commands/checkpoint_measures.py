@@ -12,7 +12,7 @@ from megavis.commands import sample_fid as drawn_distance
 if TYPE_CHECKING:
     import numpy as np
 
-    from megavis.commands.sample_fid import DrawnDistance
+    from megavis.commands.sample_fid import SampleFID
     from megavis.data.loading.dataset import ShardDataset
     from megavis.evaluation.linear import HeldOutSplit
     from megavis.evaluation.probe import Pair, ProbeData
@@ -27,7 +27,7 @@ class CheckpointMeasures:
     """The measures of one opened checkpoint; what they share is computed once."""
 
     def __init__(
-        self, opened: Run, args: argparse.Namespace, distance: DrawnDistance | None = None
+        self, opened: Run, args: argparse.Namespace, distance: SampleFID | None = None
     ) -> None:
         """Remember the run, the options of `add_data_arguments`, and what `frechet` measures by."""
         self.opened, self.args, self.distance = opened, args, distance

@@ -64,7 +64,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
         UserError: images or tokenizer cannot be used.
     """
     from megavis.data.format.files import write_atomically
-    from megavis.evaluation.images.classifier import fit_classifier, shares_named
+    from megavis.evaluation.images.classifier import fit_classifier, class_accuracies
     from megavis.evaluation.images.image_files import NpzImages, ShardImages
 
     device, file = device_of(args), samples_of(args.samples)
@@ -75,7 +75,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
         images, labels, num_classes=len(names), epochs=args.epochs, seed=args.seed
     )
     result = {
-        part: shares_named(classifier, images, labels, names)
+        part: class_accuracies(classifier, images, labels, names)
         for part, (images, labels) in _to_name(args, real, samples, len(names), device).items()
     }
     words = (

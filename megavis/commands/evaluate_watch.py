@@ -22,7 +22,7 @@ from megavis.commands.options import refuse_options
 from megavis.commands.probing import add_data_arguments
 from megavis.commands.quiet import quietly
 from megavis.commands.sample_fid import MEASURE as DISTANCE
-from megavis.commands.sample_fid import DrawnDistance, add_distance_arguments
+from megavis.commands.sample_fid import SampleFID, add_distance_arguments
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
@@ -107,7 +107,7 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> None:
-    distance = DrawnDistance(args) if DISTANCE in args.what else None
+    distance = SampleFID(args) if DISTANCE in args.what else None
     pruned: set[int] = set()
     is_last_look = False
     while True:
@@ -184,7 +184,7 @@ def _wait(args: argparse.Namespace) -> bool:
 
 
 def _measured(
-    args: argparse.Namespace, step: int, distance: DrawnDistance | None
+    args: argparse.Namespace, step: int, distance: SampleFID | None
 ) -> dict[str, Any] | None:
     """Measure a checkpoint; None where it was pruned meanwhile."""
     from megavis.checkpoint.format.folder import step_folder

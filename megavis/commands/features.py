@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.arguments import add_run
 
 if TYPE_CHECKING:
-    from megavis.evaluation.feature_cache import KeptFile
+    from megavis.evaluation.feature_cache import CachedFile
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
 
     with quietly():
         from megavis.checkpoint.format.folder import require_run_folder
-        from megavis.evaluation.feature_cache import clear_features, kept_features
+        from megavis.evaluation.feature_cache import clear_features, cached_features
 
     require_run_folder(args.run_folder)
     if args.clear:
         sys.stdout.write(f"deleted {clear_features(args.run_folder) / 1e6:.1f} MB\n")
         return 0
-    files = kept_features(args.run_folder)
+    files = cached_features(args.run_folder)
     for file in files:
         sys.stdout.write(f"{file.path.name}  {_words(file)}\n")
     total = sum(file.path.stat().st_size for file in files)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _words(file: KeptFile) -> str:
+def _words(file: CachedFile) -> str:
     if file.key is None:
         return "damaged"
     layers, images, width = file.shape

@@ -15,7 +15,7 @@ from megavis.commands.networks import (
     feature_job,
     network_of,
     probe_run,
-    tell_cache,
+    report_cache,
 )
 from megavis.commands.opening import open_run
 from megavis.commands.options import refuse_options
@@ -27,7 +27,7 @@ from megavis.commands.probing import (
     add_probe_arguments,
     probe_data,
 )
-from megavis.commands.save_figure import keep_figure
+from megavis.commands.save_figure import save_figure
 from megavis.commands.token_figures import add_token_figures
 from megavis.config.errors import UserError
 
@@ -110,7 +110,7 @@ def draw_depth(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     picture = figures.draw_depth(result, name=args.run_folder.name)
-    keep_figure(args.run_folder / "evaluation", "depth", picture, figures.depth_rows(result))
+    save_figure(args.run_folder / "evaluation", "depth", picture, figures.depth_rows(result))
     if args.probe is None:
         result.write(args.run_folder / "evaluation" / "depth.json")
     with quietly():
@@ -149,7 +149,7 @@ def draw_likelihood(args: argparse.Namespace) -> int:
         pixels = _pixel_accuracy(args)
     picture = figures.draw_likelihood(scores, pixels=pixels)
     folder = args.run_folders[0] / "evaluation"
-    keep_figure(folder, "likelihood", picture, figures.likelihood_rows(scores))
+    save_figure(folder, "likelihood", picture, figures.likelihood_rows(scores))
     return 0
 
 
@@ -176,7 +176,7 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
             f"{score.run} step {step}: validation loss {score.validation_loss:.4f},"
             f" best layer {score.layer} {score.accuracy:.1%}\n"
         )
-        tell_cache(cache)
+        report_cache(cache)
         sys.stdout.flush()
         yield score
 

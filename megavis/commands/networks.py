@@ -79,7 +79,7 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
         if not opened.context.is_main:
             return None
     result = probe(next(pairs), pairs, data, step=opened.step, settings=settings)
-    tell_cache(cache)
+    report_cache(cache)
     return result
 
 
@@ -90,7 +90,7 @@ def feature_cache(opened: Run, args: argparse.Namespace) -> FeatureCache | None:
     return None if args.no_cache else FeatureCache(opened.folder / FOLDER)
 
 
-def tell_cache(cache: FeatureCache | None) -> None:
+def report_cache(cache: FeatureCache | None) -> None:
     """Say in one line what was read and what was computed."""
     if cache is not None:
         sys.stdout.write(f"{cache.report()}\n")

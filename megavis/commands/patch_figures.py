@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.arguments import add_device, add_run, add_step
 from megavis.commands.opening import job_closed, open_held_out, open_run, read_in_turn
 from megavis.commands.sampling_options import spelled
-from megavis.commands.save_figure import keep_figure
+from megavis.commands.save_figure import save_figure
 from megavis.config.arguments import positive
 from megavis.config.errors import UserError
 
@@ -96,7 +96,7 @@ def draw_patches(args: argparse.Namespace) -> int:
             num_images=args.num_images,
         )
     picture = measured.draw_patch_errors(errors, name=args.run_folder.name)
-    keep_figure(args.run_folder / "evaluation", "patches", picture, measured.patch_rows(errors))
+    save_figure(args.run_folder / "evaluation", "patches", picture, measured.patch_rows(errors))
     return 0
 
 

@@ -93,7 +93,7 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     from megavis.papers import build_objective
     from megavis.parallel.context import close_context, open_context
     from megavis.parallel.launch import read_launch
-    from megavis.planning.boundary_activations import ends_of_layouts
+    from megavis.planning.boundary_activations import boundary_activations_of_layouts
     from megavis.planning.layouts import all_layouts, with_layout
     from megavis.planning.shape import shape_of
 
@@ -104,7 +104,7 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     finally:
         close_context()
     layouts = all_layouts(config, num_processes)
-    ends = ends_of_layouts(with_layout(config, layout.parallel) for layout in layouts)
+    ends = boundary_activations_of_layouts(with_layout(config, layout.parallel) for layout in layouts)
     return replace(shape, ends=ends)
 
 

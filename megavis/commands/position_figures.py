@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.opening import job_closed, open_run, read_in_turn
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
-from megavis.commands.save_figure import keep_figure
+from megavis.commands.save_figure import save_figure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ def draw_positions(args: argparse.Namespace) -> int:
     words = ", ".join(f"{score.mask_ratio:.1f}: {score.accuracy:.1%}" for score in scores[::2])
     sys.stdout.write(f"in their place by mask ratio (chance {scores[0].chance:.1%}): {words}\n")
     rows = [asdict(score) for score in scores]
-    keep_figure(args.run_folder / "evaluation", "positions", picture, rows)
+    save_figure(args.run_folder / "evaluation", "positions", picture, rows)
     return 0
 
 

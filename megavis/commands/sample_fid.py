@@ -37,7 +37,7 @@ def add_distance_arguments(parser: argparse.ArgumentParser) -> None:
     add_network_arguments(parser)
 
 
-class DrawnDistance:
+class SampleFID:
     """The network and the statistics, opened once for all checkpoints.
 
     Args:

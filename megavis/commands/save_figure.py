@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megavis.evaluation.figures import Row
 
 
-def keep_figure(folder: Path, name: str, picture: Figure, rows: Sequence[Row]) -> None:
+def save_figure(folder: Path, name: str, picture: Figure, rows: Sequence[Row]) -> None:
     """Write `name.png` and `name.csv` into a folder, and print a line for each. Raises OSError."""
     from megavis.evaluation.figures import write_figure
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megavis.commands.arguments import add_config, add_device, load_user_config
 from megavis.commands.options import refuse_options
-from megavis.commands.save_figure import keep_figure
+from megavis.commands.save_figure import save_figure
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.training.search.axis import SweepAxis
@@ -145,7 +145,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
     what = "accuracy of a linear probe" if args.measure == "probe" else f"validation {args.measure}"
     figure = draw_sweep(args.grid, scores, name=name, what=what)
     folder = Path(config.output) / f"{name}-sweep"
-    keep_figure(folder, "sweep", figure, rows_of(args.grid, points, scores))
+    save_figure(folder, "sweep", figure, rows_of(args.grid, points, scores))
     return 0
 
 

@@ -10,13 +10,13 @@ from megavis.commands.networks import (
     feature_cache,
     feature_job,
     network_of,
-    tell_cache,
+    report_cache,
     untrained_network,
 )
 from megavis.commands.opening import job_closed, open_run, open_shards, training_shards
 from megavis.commands.patch_figures import add_image_arguments, held_out_images
 from megavis.commands.probing import add_feature_arguments
-from megavis.commands.save_figure import keep_figure
+from megavis.commands.save_figure import save_figure
 from megavis.config.arguments import positive
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _neighbor_scores(
         )
         for network in (network_of(opened, cache), fresh)
     ]
-    tell_cache(cache)
+    report_cache(cache)
     columns = [measured.accuracy_by_layer(*pair, k=args.neighbors) for pair in pairs]
     record = {
         "step": opened.step,
@@ -169,5 +169,5 @@ def draw_correlation(args: argparse.Namespace) -> int:
 
 def _write(args: argparse.Namespace, name: str, picture: Any, rows: Any, line: str) -> int:
     sys.stdout.write(f"{line}\n")
-    keep_figure(args.run_folder / "evaluation", name, picture, rows)
+    save_figure(args.run_folder / "evaluation", name, picture, rows)
     return 0

@@ -16,7 +16,7 @@ from megavis.commands.networks import (
     feature_cache,
     feature_job,
     network_of,
-    tell_cache,
+    report_cache,
     untrained_networks,
 )
 from megavis.commands.opening import open_run, open_shards, training_shards
@@ -145,7 +145,7 @@ def _results(
         transfer(_task(name, data[name], features, pair, args), settings)
         for name, features, pair in seen
     ]
-    tell_cache(cache)
+    report_cache(cache)
     order = list(data)
     return sorted(results, key=lambda result: order.index(result.data_set))
 

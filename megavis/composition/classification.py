@@ -33,7 +33,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
 from megavis.model.norms import Norm
-from megavis.model.stack import GivesFeatures, LayerPlan, num_up_to_features
+from megavis.model.stack import FeatureLayer, LayerPlan, num_up_to_features
 
 NO_LABEL = -1
 """The label of an image that has none."""
@@ -129,7 +129,7 @@ class Classification(Trainable):
         if self.is_joint:
             assert isinstance(top, Head)
             return add_classifier(top, classifier)
-        norm = cast(GivesFeatures, top).feature_norm
+        norm = cast(FeatureLayer, top).feature_norm
         assert isinstance(norm, Norm)
         return ClassHead(core, norm, classifier)
 

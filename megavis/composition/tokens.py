@@ -1,6 +1,6 @@
 """What a model reads or predicts of an image, and the way back.
 
-- `Colours`: palette ids, a token a pixel.
+- `Colors`: palette ids, a token a pixel.
 - `Patches`: squares of standardised pixels; `Frames`: those of a spectrogram.
 - `Ids`: of a codebook, as shards hold them or as a frozen tokenizer makes them (`codebook.py`).
 - `Latents`: real-valued, drawn from a frozen VAE's posterior (`latents.py`).
@@ -170,7 +170,7 @@ class Vectors(Tokens):
         return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
 
 
-class Colours(Vocabulary):
+class Colors(Vocabulary):
     """Ids of a palette: a pixel each, as palette shards hold them."""
 
     sample_type = torch.int64

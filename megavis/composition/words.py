@@ -18,7 +18,7 @@ from megavis.composition.codebook import Ids
 from megavis.composition.condition import Condition
 from megavis.composition.objective import Objective
 from megavis.composition.reader import Reader, Role, Slot
-from megavis.composition.tokens import Colours, Patches, Tokens
+from megavis.composition.tokens import Colors, Patches, Tokens
 from megavis.model.core import MEMORY
 from megavis.model.embeddings import grid_positions
 from megavis.model.init import Initialization, filled, normal, vision_transformer
@@ -85,11 +85,11 @@ class Words(Objective):
             tokenizer=paper.tokenizer,
         )
 
-    def colours(self) -> Colours:
+    def colours(self) -> Colors:
         """Return ids of a palette of `objective.vocabulary_size` colours."""
         data, count = self.config.data, self.paper.vocabulary_size
         windows = data.crop == "window"
-        return Colours(image_size=data.image_size, vocabulary_size=count, windows=windows)
+        return Colors(image_size=data.image_size, vocabulary_size=count, windows=windows)
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:

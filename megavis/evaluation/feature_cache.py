@@ -152,7 +152,7 @@ class FeatureCache:
 
 
 @dataclass(frozen=True)
-class KeptFile:
+class CachedFile:
     """One file of features.
 
     Attributes:
@@ -166,17 +166,17 @@ class KeptFile:
     shape: tuple[int, ...]
 
 
-def kept_features(run_folder: Path) -> list[KeptFile]:
+def cached_features(run_folder: Path) -> list[CachedFile]:
     """Return what a run folder keeps, sorted by path; reads no features."""
     return [_describe(path) for path in sorted((run_folder / FOLDER).glob("*.safetensors"))]
 
 
-def _describe(path: Path) -> KeptFile:
+def _describe(path: Path) -> CachedFile:
     about = _about(path)
     if about is None:
-        return KeptFile(path, None, ())
+        return CachedFile(path, None, ())
     with safe_open(path, framework="pt") as file:
-        return KeptFile(path, about["key"], tuple(file.get_slice("layers").get_shape()))
+        return CachedFile(path, about["key"], tuple(file.get_slice("layers").get_shape()))
 
 
 def clear_features(run_folder: Path) -> int:

@@ -21,7 +21,7 @@ class Workload:
 
     Attributes:
         num_tokens: go through the blocks.
-        num_seen: have keys and values.
+        num_visible: have keys and values.
         mean_visible: keys that a query sees, on average; what no kernel leaves out counts.
         num_read: are read by the head, and alone leave the last block.
         num_outputs: numbers that the head gives for each of them.
@@ -30,7 +30,7 @@ class Workload:
     """
 
     num_tokens: int
-    num_seen: int
+    num_visible: int
     mean_visible: float
     num_read: int
     num_outputs: int
@@ -56,7 +56,7 @@ def forward_flops(model: ModelConfig, work: Workload) -> float:
         own = 2 * width * width + 2 * width * model.mlp_size + 2 * width * work.mean_visible
         if work.num_memory:
             own += 2 * width * width + 2 * width * work.num_memory
-        return 2 * (num_tokens * own + (work.num_seen + work.num_memory) * 2 * width * width)
+        return 2 * (num_tokens * own + (work.num_visible + work.num_memory) * 2 * width * width)
 
     head = 2 * work.num_read * width * work.num_outputs
     return (model.num_layers - 1) * block(work.num_tokens) + block(work.num_read) + head

@@ -26,7 +26,7 @@ Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
 """From what the last layer gives and the targets to a scalar."""
 
 
-class GivesFeatures(Protocol):
+class FeatureLayer(Protocol):
     """A layer off which features may be read."""
 
     @property
@@ -79,7 +79,7 @@ class LayerPlan:
     flops: float = 0.0
     """Operations of the forward pass for one image that no stack's workload counts."""
     gives_features: bool = False
-    """Features are read off this layer's norm; see `GivesFeatures`."""
+    """Features are read off this layer's norm; see `FeatureLayer`."""
 
     @property
     def own_flops(self) -> float:
@@ -141,7 +141,7 @@ class LocalLayers:
     def feature_norms(self) -> list[nn.Module]:
         """Return the norms off which features are read, from below."""
         return [
-            cast(GivesFeatures, module).feature_norm
+            cast(FeatureLayer, module).feature_norm
             for plan, module in zip(self.plans, self.modules, strict=True)
             if plan.gives_features
         ]

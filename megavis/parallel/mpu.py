@@ -5,7 +5,7 @@ from __future__ import annotations
 from megavis.parallel.context import Group, ParallelContext
 
 
-class DeepSpeedView:
+class ModelParallelUnit:
     """The groups under the names that `deepspeed.initialize(mpu=...)` asks for.
 
     Without a pipeline the model-parallel group is the tensor group; with one, DeepSpeed makes its

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megavis.planning.boundary_activations import Ends
-from megavis.planning.layouts import Layout, way_of
+from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
 
@@ -68,9 +68,9 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     # Where tokens are chosen, they are chosen from the whole sequence.
     inputs = work.num_tokens / (1 if chooses else shape.token_parts(layout))
     if shape.visibility == "context":
-        inputs += work.num_seen
+        inputs += work.num_visible
     # Queries, keys and values, what the output matrix takes; a rotated key beside the first one.
-    split = 2 * read + (2 + shape.is_rotary) * work.num_seen
+    split = 2 * read + (2 + shape.is_rotary) * work.num_visible
     num_kernels = 1
     if work.num_memory:
         # Of the memory, which all blocks share, only keys and values; queries from all tokens.
@@ -83,9 +83,9 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
         states = num_kernels * 4 * shape.num_heads
         kernel = read * (size * width * copies + states) / layout.tensor
         if shape.visibility == "two_stream":
-            kernel += read * (size * work.num_seen + 1)
+            kernel += read * (size * work.num_visible + 1)
     # Sines and cosines in float32, half as many as a head has channels, for queries and for keys.
-    angles = shape.is_rotary * 4 * (width // shape.num_heads) * (read + work.num_seen)
+    angles = shape.is_rotary * 4 * (width // shape.num_heads) * (read + work.num_visible)
     return size * width * (inputs + split / layout.tensor) + kernel + angles
 
 
@@ -142,7 +142,7 @@ class ActivationMemory:
 
 def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> ActivationMemory:
     """Return what a process of a pipeline stage keeps, at the worst moment of a step."""
-    images, ends = layout.micro_batch_size, shape.ends[way_of(layout.parallel)]
+    images, ends = layout.micro_batch_size, shape.ends[layout_key(layout.parallel)]
     holds = shape.layers.stages(layout.pipeline)[stage]
     here = _stacks_on(shape, holds, ends, layout)
     *lower, upper = here

@@ -24,7 +24,7 @@ from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
-from megavis.planning.layouts import Way, way_of
+from megavis.planning.layouts import Way, layout_key
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Two images, so that a dimension of one image is not taken for one that is shared by all.
@@ -57,19 +57,19 @@ class Ends:
     widest: float = 0.0
 
 
-def ends_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
+def boundary_activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
     """Measure both ends in every way in which they run in these layouts of a config.
 
     No context may be open.
     """
-    ways = {way_of(config.parallel): config for config in layouts}
+    ways = {layout_key(config.parallel): config for config in layouts}
     found: dict[Way, Ends] = {}
     for size in sorted({way[0] for way in ways}):
         context = open_virtual_context(0, size, tensor_model_parallel_size=size, device="meta")
         try:
             for way, config in ways.items():
                 if way[0] == size:
-                    found[way] = ends_of(_objective(config, context))
+                    found[way] = boundary_activations_of(_objective(config, context))
         finally:
             close_context()
     return found
@@ -79,7 +79,7 @@ def _objective(config: RunConfig, context: ParallelContext) -> Objective:
     return build_objective(config, context).backbone.composition()
 
 
-def ends_of(objective: Objective) -> Ends:
+def boundary_activations_of(objective: Objective) -> Ends:
     """Measure the layers that are no blocks in the objective's own context."""
     dtype = DTYPES[objective.config.training.precision]
     first_plan, *between, last_plan = objective.layer_plans()

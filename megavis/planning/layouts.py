@@ -14,7 +14,7 @@ Way = tuple[int, bool, str]
 what is recomputed."""
 
 
-def way_of(parallel: ParallelConfig) -> Way:
+def layout_key(parallel: ParallelConfig) -> Way:
     """Return how layers run in a `parallel` section."""
     size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
     return size, parallel.sequence_parallel, recomputes

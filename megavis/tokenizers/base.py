@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.format.reader import complaint_about, read_weights
+from megavis.checkpoint.format.reader import file_damage, read_weights
 from megavis.config.errors import UserError
 
 TOKENIZERS: dict[str, str] = {
@@ -134,7 +134,7 @@ def open_tokenizer(
     if checkpoint is None:
         raise UserError(f"{run_folder} has no checkpoint yet: train it first")
     for name, stored in read_manifest(checkpoint).files.items():
-        if complaint := complaint_about(checkpoint / name, stored):
+        if complaint := file_damage(checkpoint / name, stored):
             raise UserError(complaint)
     try:
         tokenizer.load_state_dict(read_weights(checkpoint, tokenizer.prefix))

@@ -24,7 +24,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
 from megavis.model.stack import LayerPlan, LayerStack, LocalLayers
 from megavis.parallel.context import ParallelContext
-from megavis.parallel.mpu import DeepSpeedView
+from megavis.parallel.mpu import ModelParallelUnit
 from megavis.parallel.random import derive_seed
 from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.stages import stage_bounds
@@ -69,7 +69,7 @@ class Engine:
             model=module,
             optimizer=optimizer,
             config=settings,
-            mpu=None if self._pipelined else DeepSpeedView(context),
+            mpu=None if self._pipelined else ModelParallelUnit(context),
             dist_init_required=False,
         )
         decay = config.optimizer.ema_decay
@@ -237,7 +237,7 @@ class _Split:
             module=layer,
             # The group says where weights are split, the view how batch sizes multiply.
             data_parallel_group=self._context.data.group,
-            mpu=DeepSpeedView(self._context),
+            mpu=ModelParallelUnit(self._context),
             config_dict_or_path=self._settings,
             param_swapper=self._swapper,
         )

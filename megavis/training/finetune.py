@@ -28,7 +28,7 @@ from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.early_stopping import EarlyStopping
 from megavis.training.engine import Engine
-from megavis.training.finetune_checks import check_source, label_complaints, source_checkpoint
+from megavis.training.finetune_checks import check_source, label_issues, source_checkpoint
 from megavis.training.open_data import open_held_out
 
 
@@ -76,7 +76,7 @@ class Finetuning:
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
         for key, dataset in datasets.items():
             if dataset is not None:
-                complaints = list(label_complaints(key, dataset, settings, train.class_names))
+                complaints = list(label_issues(key, dataset, settings, train.class_names))
                 if complaints:
                     raise loaded.source.error(complaints)
         _refuse_overlap(loaded, validation, test)

@@ -100,7 +100,7 @@ def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Ite
         )
 
 
-def label_complaints(
+def label_issues(
     key: str, dataset: Samples, settings: FinetuneConfig, class_names: tuple[str, ...]
 ) -> Iterator[ConfigIssue]:
     """Yield what is wrong with the labels of a data set.

@@ -6,7 +6,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.codecs.transforms import Transform, evaluation_transform
-from megavis.data.loading.blended_dataset import MixedDataset, Samples
+from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
@@ -60,7 +60,7 @@ def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Tr
         for place, source in enumerate(data.train)
     ]
     try:
-        return MixedDataset(parts, [source.weight for source in data.train])
+        return BlendedDataset(parts, [source.weight for source in data.train])
     except UserError as error:
         raise loaded.source.error([("data.train", str(error))]) from None
 

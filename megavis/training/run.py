@@ -13,7 +13,7 @@ import torch
 from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
 from megavis.checkpoint.state.load import load_training_state
-from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
+from megavis.checkpoint.state.recovery import Found, newest_intact_checkpoint
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
@@ -30,13 +30,13 @@ from megavis.parallel.launch import Launch
 from megavis.training.callbacks.base import Hook, StepState, Validate
 from megavis.training.callbacks.eval_worker import evaluate_during
 from megavis.training.callbacks.saving import SaveCheckpoint
-from megavis.training.callbacks.standard import build_hooks, make_up_for
+from megavis.training.callbacks.standard import build_callbacks, make_up_for
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import BadStepStreak, WatchBadSteps
 from megavis.training.faults.corruption_check import CheckReplicas
 from megavis.training.faults.interruption import Signals, StopOnSignal
 from megavis.training.faults.restarts import count_restart
-from megavis.training.faults.rollback import go_back, record_return
+from megavis.training.faults.rollback import go_back, record_rollback
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import hold_run, open_job
@@ -90,12 +90,12 @@ class TrainingRun:
         tuning = Finetuning.open(loaded, network, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
-    def train(self, signals: Signals, extra_hooks: Sequence[Hook] = ()) -> None:
+    def train(self, signals: Signals, extra_callbacks: Sequence[Hook] = ()) -> None:
         """Train to the last step, from the newest checkpoint if there is one; inside `hold_run`.
 
         Args:
             signals: what asks this process to stop.
-            extra_hooks: side jobs besides the usual ones.
+            extra_callbacks: side jobs besides the usual ones.
 
         Raises:
             UnfinishedError: a signal asked this or another process to stop; the run is saved.
@@ -103,7 +103,7 @@ class TrainingRun:
         """
         config, context = self.config, self.context
         self.refuse_another_run()
-        found = newest_whole_checkpoint(self.folder, context)
+        found = newest_intact_checkpoint(self.folder, context)
         if found is not None:
             check_same_tokenizer(found[1], self.train_data, self.tokenizer)
         first_step = found[1].step if found else 0
@@ -111,7 +111,7 @@ class TrainingRun:
         count_restart(self.folder, first_step, config.training.max_restarts, context)
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
-        while row := self._train_from(found, engine, interruption, extra_hooks):
+        while row := self._train_from(found, engine, interruption, extra_callbacks):
             found = go_back(self.folder, row, config.training, context)
         if interruption.has_stopped:
             raise UnfinishedError(f"{self.folder} is saved; start it again and it goes on")
@@ -123,7 +123,7 @@ class TrainingRun:
         found: Found | None,
         engine: Engine,
         interruption: StopOnSignal,
-        extra_hooks: Sequence[Hook],
+        extra_callbacks: Sequence[Hook],
     ) -> BadStepStreak | None:
         """Train from a checkpoint, or from the start; return for which steps it is to go back."""
         config, context = self.config, self.context
@@ -143,8 +143,8 @@ class TrainingRun:
             also_at=config.checkpoint.keep_at,
         )
         validate = self._validate(interruption)
-        side_jobs = [*extra_hooks, bad_steps, *self._checks(bad_steps)]
-        hooks = build_hooks(self, first_step, validate, interruption, save, side_jobs)
+        side_jobs = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
+        hooks = build_callbacks(self, first_step, validate, interruption, save, side_jobs)
         metrics = self._open_metrics(first_step, start) if context.is_main else None
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
@@ -216,7 +216,7 @@ class TrainingRun:
     def _open_metrics(self, first_step: int, start: CheckpointManifest | None) -> MetricsWriter:
         metrics = MetricsWriter(self.folder, first_step=first_step)
         if start is not None:
-            record_return(metrics, self.folder, start)
+            record_rollback(metrics, self.folder, start)
         return metrics
 
     @property

@@ -13,7 +13,7 @@ from megavis.checkpoint.format.folder import step_folder
 from megavis.cli import main
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
-from megavis.evaluation.feature_cache import kept_features
+from megavis.evaluation.feature_cache import cached_features
 from megavis.evaluation.images import feature_networks
 from megavis.training.callbacks import eval_worker
 from megavis.training.metrics import read_json_lines
@@ -79,7 +79,7 @@ def test_the_probe_is_that_of_the_likelihood_figure(copied):
     for step in (4, 8):
         shutil.rmtree(step_folder(copied, step))
     assert main(["evaluate", "watch", str(copied), "--what", "probe", *FEW]) == 0
-    assert len(kept_features(copied)) == 2
+    assert len(cached_features(copied)) == 2
     assert main(["figure", "likelihood", str(copied), *FEW, "--no-cache"]) == 0
     with (copied / "evaluation" / "likelihood.csv").open() as file:
         (row,) = csv.DictReader(file)

@@ -10,7 +10,7 @@ import pytest
 from run_jobs import train_run
 
 from megavis.cli import main
-from megavis.evaluation.feature_cache import FOLDER, kept_features
+from megavis.evaluation.feature_cache import FOLDER, cached_features
 from megavis.parallel.launch import Launch
 
 pytestmark = pytest.mark.once
@@ -52,7 +52,7 @@ def read_features(folder: Path) -> dict[str, np.ndarray]:
     """Return what a run folder keeps, by file, and empty it."""
     from safetensors.numpy import load_file
 
-    found = {file.path.name: load_file(file.path)["layers"] for file in kept_features(folder)}
+    found = {file.path.name: load_file(file.path)["layers"] for file in cached_features(folder)}
     assert len(found) == 4
     for name in found:
         (folder / FOLDER / name).unlink()

@@ -17,7 +17,7 @@ from megavis.data.loading.batch import Batch
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
-from megavis.planning.boundary_activations import ends_of_layouts, num_bytes, saved_tensors
+from megavis.planning.boundary_activations import boundary_activations_of_layouts, num_bytes, saved_tensors
 from megavis.planning.memory import BUCKET
 from megavis.planning.shape import shape_of
 from megavis.training.engine import Engine
@@ -26,7 +26,7 @@ from megavis.training.engine import Engine
 def measure_shape(launch: Launch, path: str, overrides: list[str]):
     """Return the shape of a model, on one process, for the config's own layout."""
     config = read(path, overrides)
-    ends, context = ends_of_layouts([config]), open_context(launch, device="cpu")
+    ends, context = boundary_activations_of_layouts([config]), open_context(launch, device="cpu")
     try:
         return shape_of(build_objective(config, context), ends)
     finally:

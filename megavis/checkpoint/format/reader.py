@@ -129,7 +129,7 @@ def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
         }
 
 
-def complaint_about(path: Path, stored: StoredFile) -> str | None:
+def file_damage(path: Path, stored: StoredFile) -> str | None:
     """Return what is wrong with a file of a checkpoint; None where its size and SHA-256 agree."""
     if not path.exists():
         return f"{path}: missing, although the checkpoint's manifest lists it"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
-from megavis.checkpoint.format.reader import CheckpointReader, complaint_about
+from megavis.checkpoint.format.reader import CheckpointReader, file_damage
 from megavis.checkpoint.state.parameter_states import (
     AVERAGE,
     ParameterStates,
@@ -30,7 +30,7 @@ def load_training_state(
     """Read weights, moments and step count into a DeepSpeed engine of any layout.
 
     Args:
-        folder: a checkpoint whose files were checked (`newest_whole_checkpoint`).
+        folder: a checkpoint whose files were checked (`newest_intact_checkpoint`).
         layers: this process's.
         states: of the engine.
         context: of the job.
@@ -104,7 +104,7 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     manifest = read_manifest(folder)
     files = sorted(manifest.files.items())
     mine = files[context.world.rank :: context.world.size]
-    found = (complaint_about(folder / name, stored) for name, stored in mine)
+    found = (file_damage(folder / name, stored) for name, stored in mine)
     complaint = next((text for text in found if text), None)
     complaints: list = [None] * context.world.size
     dist.all_gather_object(complaints, complaint, group=context.world.group)

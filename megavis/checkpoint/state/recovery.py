@@ -14,7 +14,7 @@ from megavis.parallel.context import ParallelContext
 Found = tuple[Path, CheckpointManifest]
 
 
-def newest_whole_checkpoint(
+def newest_intact_checkpoint(
     run_folder: Path, context: ParallelContext, *, up_to: int | None = None
 ) -> Found | None:
     """Return the newest checkpoint, up to a step, whose every byte is right; None where is none.

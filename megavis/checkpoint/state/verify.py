@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megavis.checkpoint.format.manifest import CHECKSUMS, StoredFile, read_manifest
-from megavis.checkpoint.format.reader import complaint_about
+from megavis.checkpoint.format.reader import file_damage
 from megavis.config.errors import UserError
 
 _PIECE = 1 << 24
@@ -27,7 +27,7 @@ def damages(folder: Path) -> Iterator[str]:
         yield str(error)
         return
     for name, stored in sorted(manifest.files.items()):
-        complaint = complaint_about(folder / name, stored)
+        complaint = file_damage(folder / name, stored)
         if complaint is not None:
             yield f"{complaint}: {', '.join(_hit(folder / name, stored))}"
 

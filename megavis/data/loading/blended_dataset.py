@@ -12,7 +12,7 @@ import numpy as np
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import MANIFEST_NAME, Manifest
 from megavis.data.loading.dataset import ShardDataset, checked_indices
-from megavis.data.loading.order import MixedOrder, Order, block_counts
+from megavis.data.loading.order import BlendedOrder, Order, block_counts
 
 
 class Samples(Protocol):
@@ -51,14 +51,14 @@ class Samples(Protocol):
         """Return samples `[b, ...]` and labels `[b]` of indices int64 `[b]`."""
 
 
-class MixedDataset:
+class BlendedDataset:
     """The samples of several shard folders, one folder after another.
 
     Classes are known by name: those of the first folder keep their numbers, new ones follow.
 
     Args:
         parts: the folders, which must hold samples of one form.
-        weights: share of each in training; see `MixedOrder`.
+        weights: share of each in training; see `BlendedOrder`.
 
     Attributes:
         parts: the folders.
@@ -107,9 +107,9 @@ class MixedDataset:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def order(self, seed: int) -> MixedOrder:
+    def order(self, seed: int) -> BlendedOrder:
         """Return the order in which training sees the samples."""
-        return MixedOrder([len(part) for part in self.parts], self._weights, seed=seed)
+        return BlendedOrder([len(part) for part in self.parts], self._weights, seed=seed)
 
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None

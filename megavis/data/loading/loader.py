@@ -18,7 +18,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
-from megavis.data.loading.prefetch import ReadAhead
+from megavis.data.loading.prefetch import Prefetcher
 
 DEFAULT_THREADS = 4
 
@@ -86,7 +86,7 @@ class BatchLoader:
         self.start_step = start_step
         self.threads = threads
         self.device = device or torch.device("cpu")
-        self._ahead: ReadAhead[Batch] | None = None
+        self._ahead: Prefetcher[Batch] | None = None
         self._closed = False
 
     def positions(self, step: int, *, micro_step: int) -> np.ndarray:
@@ -132,9 +132,9 @@ class BatchLoader:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _start(self) -> ReadAhead[Batch]:
+    def _start(self) -> Prefetcher[Batch]:
         first = self.start_step * self.accumulation_steps
-        return ReadAhead(_Reader(self), first=first, threads=self.threads)
+        return Prefetcher(_Reader(self), first=first, threads=self.threads)
 
 
 class _Reader:
@@ -195,7 +195,7 @@ def _evaluate(
         return read_batch(dataset, indices, indices)
 
     num_batches = -(-count // (batch_size * num_ranks))
-    batches = ReadAhead(read, end=num_batches, threads=DEFAULT_THREADS)
+    batches = Prefetcher(read, end=num_batches, threads=DEFAULT_THREADS)
     try:
         yield from batches
     finally:
@@ -228,7 +228,7 @@ def batches_in_turn(
         indices = np.arange(start, min(start + batch_size, num_samples), dtype=np.int64)
         return read_batch(dataset, indices, indices)
 
-    batches = ReadAhead(read, end=last // data_parallel_size + 1, threads=DEFAULT_THREADS)
+    batches = Prefetcher(read, end=last // data_parallel_size + 1, threads=DEFAULT_THREADS)
     try:
         yield from batches
     finally:

@@ -100,7 +100,7 @@ class SampleOrder:
         return left * self._columns + right
 
 
-class MixedOrder:
+class BlendedOrder:
     """Maps positions of the endless stream to samples of several data sets laid end to end.
 
     Each source runs through its own epochs, `SampleOrder` by `SampleOrder`; epochs of different

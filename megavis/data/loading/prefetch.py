@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 _SPARE = 2
 
 
-class ReadAhead(Generic[Item]):
+class Prefetcher(Generic[Item]):
     """Iterator over `read(first)`, `read(first + 1)`, ..., computed in threads.
 
     Decoders and numpy let go of Python's lock, so threads share the work of one process. Results

@@ -76,12 +76,12 @@ def fit_classifier(
     return classifier.eval().requires_grad_(False)
 
 
-def name_images(classifier: ImageClassifier, images: Tensor) -> Tensor:
+def classify_images(classifier: ImageClassifier, images: Tensor) -> Tensor:
     """Return the likeliest class of each image uint8 `[N, H, W, 3]`: int64 `[N]`."""
     return torch.cat([classifier(batch).argmax(1) for batch in images.split(_BATCH_SIZE)])
 
 
-def shares_named(
+def class_accuracies(
     classifier: ImageClassifier, images: Tensor, labels: Tensor, class_names: Sequence[str]
 ) -> dict[str, Any]:
     """Return how many `images` there are and what share is named as labelled.
@@ -96,7 +96,7 @@ def shares_named(
         `images`, the number; `all`, the share of all; and `classes`, the share of each class that
         occurs, by its name.
     """
-    right = name_images(classifier, images) == labels
+    right = classify_images(classifier, images) == labels
     shares = {
         name: right[labels == label].float().mean().item()
         for label, name in enumerate(class_names)

@@ -24,7 +24,7 @@ from megavis.composition.latents import Latents
 from megavis.composition.pooled_features import PooledFeatures
 from megavis.composition.reader import Role
 from megavis.composition.second_stack import SecondStack
-from megavis.composition.tokens import Colours, Frames, Patches, Tokens, Vectors
+from megavis.composition.tokens import Colors, Frames, Patches, Tokens, Vectors
 from megavis.composition.visible import Visible
 from megavis.config.choices import PositionKind
 from megavis.densities.base import Density
@@ -99,7 +99,7 @@ class Compose(Composition):
         data, size = self.config.data, self.config.data.image_size
         if isinstance(keys, PaletteTokens):
             windows = data.crop == "window"
-            return Colours(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
+            return Colors(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
         if isinstance(keys, IdTokens):
             return Ids(
                 image_size=size,
@@ -223,7 +223,7 @@ class Compose(Composition):
     def density(self) -> Density:
         """How a token is predicted, scored and drawn."""
         keys, predicted = self.paper.density, self.predicts
-        if isinstance(predicted, Colours | Ids):
+        if isinstance(predicted, Colors | Ids):
             return Categorical(self.core, predicted.vocabulary_size, fill=normal(0.02))
         if isinstance(keys, PlaceDensity):
             count, skipped = predicted.num_tokens, self.asks.num_front

@@ -18,7 +18,7 @@ class PaletteTokens(Section):
 
     kind: Literal["palette"]
     vocabulary_size: Annotated[int, Field(gt=1)] = 512
-    """Colours of the palette."""
+    """Colors of the palette."""
 
     def grid(self, data: DataConfig) -> tuple[int, int]:
         """Return rows and columns of the tokens."""

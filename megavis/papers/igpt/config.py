@@ -51,7 +51,7 @@ class IGPTConfig(ObjectiveConfig):
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """BERT: probability that a pixel is masked."""
     vocabulary_size: Annotated[int, Field(gt=1)] = 512
-    """Colours of the palette (section 3.2)."""
+    """Colors of the palette (section 3.2)."""
     order: Annotated[
         str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
     ] = "raster"

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from megavis.composition.asking import Asking, Mask, Shift
 from megavis.composition.composition import Composition
-from megavis.composition.tokens import Colours
+from megavis.composition.tokens import Colors
 from megavis.composition.trainable import Likelihood
 from megavis.densities.categorical import Categorical
 from megavis.model.init import Initialization, scaled_by_size, zeros
@@ -40,7 +40,7 @@ class IGPT(Composition):
         return self.paper.order == "random"
 
     @cached_property
-    def reads(self) -> Colours:
+    def reads(self) -> Colors:
         """Palette ids."""
         return self.colours()
 

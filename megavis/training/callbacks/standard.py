@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megavis.training.run import TrainingRun
 
 
-def build_hooks(
+def build_callbacks(
     run: TrainingRun,
     first_step: int,
     validate: Validate | None,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
 from megavis.checkpoint.format.manifest import MANIFEST, CheckpointManifest, RollbackRecord
-from megavis.checkpoint.state.recovery import Found, newest_whole_checkpoint
+from megavis.checkpoint.state.recovery import Found, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import TrainingConfig
 from megavis.data.format.files import write_atomically
@@ -38,7 +38,7 @@ def go_back(
     advice = "lower optimizer.learning_rate, or look at the images at the positions above"
     if not settings.max_rollbacks:
         raise UserError(f"{what}: {advice}, or let it go back (training.max_rollbacks)")
-    found = newest_whole_checkpoint(
+    found = newest_intact_checkpoint(
         run_folder, context, up_to=row.first - 1 - settings.rollback_margin
     )
     if found is None:
@@ -88,7 +88,7 @@ def _agree_on(
         raise OSError(failure)
 
 
-def record_return(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:
+def record_rollback(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:
     """Write the event's line at the step that was gone back to, unless it is there."""
     event = manifest.went_back
     if event is None:

@@ -25,7 +25,7 @@ from megavis.checkpoint.format.manifest import (
 )
 from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.checkpoint.state.load import check_files
-from megavis.checkpoint.state.recovery import newest_whole_checkpoint
+from megavis.checkpoint.state.recovery import newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
 
@@ -119,17 +119,17 @@ def test_a_run_goes_on_from_what_latest_names_or_else_from_the_newest(tmp_path, 
     pointer.unlink()
     if named is not None:
         pointer.write_text(named)
-    found = newest_whole_checkpoint(tmp_path, context)
+    found = newest_intact_checkpoint(tmp_path, context)
     assert found is not None
     assert found[1].step == (2 if named == "step-00000002" else 3)
-    assert newest_whole_checkpoint(tmp_path / "nothing", context) is None
+    assert newest_intact_checkpoint(tmp_path / "nothing", context) is None
 
 
 def test_what_was_set_aside_goes_when_newer_ones_are_kept(tmp_path, context):
     for step in (1, 2, 3):
         folder = write_checkpoint(tmp_path, step)
     (folder / "manifest.json").write_bytes(b"\xff{")
-    found = newest_whole_checkpoint(tmp_path, context)
+    found = newest_intact_checkpoint(tmp_path, context)
     assert found is not None
     assert found[1].step == 2
     assert latest_checkpoint(tmp_path) == found[0]

@@ -50,9 +50,9 @@ def read(tmp_path: Path) -> Read:
 def complain(read: Read, tmp_path: Path) -> Callable[..., str]:
     """Read what must be refused, and return the message without the folder."""
 
-    def complaint_about(text: str = SMALL, *words: str) -> str:
+    def file_damage(text: str = SMALL, *words: str) -> str:
         with pytest.raises(UserError) as caught:
             read(text, *words)
         return str(caught.value).replace(f"{tmp_path}/", "")
 
-    return complaint_about
+    return file_damage

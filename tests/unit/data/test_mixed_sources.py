@@ -10,10 +10,10 @@ import torch
 from shard_folder import write_folder
 
 from megavis.config.errors import UserError
-from megavis.data.loading.blended_dataset import MixedDataset
+from megavis.data.loading.blended_dataset import BlendedDataset
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
-from megavis.data.loading.order import MixedOrder, SampleOrder, block_counts
+from megavis.data.loading.order import BlendedOrder, SampleOrder, block_counts
 
 GOLDEN = [5, 13, 16, 3, 2, 12, 7, 9, 8, 11, 0, 1, 14, 6, 10]
 MIXTURES = [
@@ -45,7 +45,7 @@ def plain_order(order, sizes, num_blocks):
 
 @pytest.mark.parametrize(("sizes", "weights", "counts"), MIXTURES)
 def test_shares_and_order_against_a_counting_loop(sizes, weights, counts):
-    order = MixedOrder(sizes, weights, seed=11)
+    order = BlendedOrder(sizes, weights, seed=11)
     assert order.counts == counts
     block = sum(counts)
     stream = order.dataset_index(np.arange(60 * block))
@@ -56,17 +56,17 @@ def test_shares_and_order_against_a_counting_loop(sizes, weights, counts):
 
 
 def test_every_source_runs_through_its_own_epochs():
-    order = MixedOrder([6, 4], [3, 2], seed=0)  # both end an epoch after two blocks
+    order = BlendedOrder([6, 4], [3, 2], seed=0)  # both end an epoch after two blocks
     stream = order.dataset_index(np.arange(100)).reshape(10, 10)
     assert (np.sort(stream, axis=1) == np.arange(10)).all()
     assert len({tuple(epoch) for epoch in stream.tolist()}) == 10
 
 
 def test_any_place_at_once():
-    order = MixedOrder([1_281_167, 100_000_000], [0.3, 0.7], seed=3)
+    order = BlendedOrder([1_281_167, 100_000_000], [0.3, 0.7], seed=3)
     far = 10**12 + np.arange(50)
     assert order.dataset_index(far)[17] == order.dataset_index(far[17:18])[0]
-    near = MixedOrder([10, 7], [0.6, 0.4], seed=1).dataset_index(np.arange(15))
+    near = BlendedOrder([10, 7], [0.6, 0.4], seed=1).dataset_index(np.arange(15))
     assert near.tolist() == GOLDEN
 
 
@@ -80,7 +80,7 @@ def test_weights_that_fit_no_short_block():
 @pytest.mark.parametrize("weights", [[1, 0], [1, -1], [], [1, 1e-9], [1]])
 def test_weights_that_cannot_be(weights):
     with pytest.raises(ValueError, match="weights"):
-        MixedOrder([5, 5], weights, seed=0)
+        BlendedOrder([5, 5], weights, seed=0)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def mixed(tmp_path):
         class_names=["c", "d"],
     )
     parts = [ShardDataset(tmp_path / name) for name in ("one", "two")]
-    return MixedDataset(parts, [3, 1]), tokens, labels
+    return BlendedDataset(parts, [3, 1]), tokens, labels
 
 
 def test_reads_from_all_and_renumbers_classes(mixed):
@@ -160,7 +160,7 @@ def test_manifests_that_do_not_agree(tmp_path, key):
     with pytest.raises(
         UserError, match=rf"{other}/manifest\.json: {key} is .* and .*one/manifest\.json"
     ):
-        MixedDataset(parts, [1, 1])
+        BlendedDataset(parts, [1, 1])
 
 
 def test_replaced_samples_keep_their_folder(tmp_path):
@@ -174,7 +174,7 @@ def test_replaced_samples_keep_their_folder(tmp_path):
             vocabulary=200,
             class_names=["x", "y", name],
         )
-    dataset = MixedDataset([ShardDataset(tmp_path / name) for name in ("one", "two")], [1, 1])
+    dataset = BlendedDataset([ShardDataset(tmp_path / name) for name in ("one", "two")], [1, 1])
     samples, labels = dataset.read(np.array([0, 3, 2]))
     assert samples[:, 0].tolist() == [1, 0, 0]
     assert [dataset.class_names[label] for label in labels] == ["x", "two", "x"]

@@ -105,14 +105,14 @@ def test_features_are_those_of_the_lower_stack(two_stacks):
 def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
     """Of both stacks, the bridge and both ends, whole and cut into two stages."""
     from megavis.planning.activations import activation_memory
-    from megavis.planning.boundary_activations import ends_of, num_bytes, saved_tensors
-    from megavis.planning.layouts import Layout, way_of
+    from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
+    from megavis.planning.layouts import Layout, layout_key
     from megavis.planning.shape import shape_of
 
     words = (f"parallel.activation_checkpointing={checkpointing}", "model.num_layers=4")
     objective, _ = two_stacks_of(*words, "objective.upper_layers=3")
     parallel = objective.config.parallel
-    shape = shape_of(objective, {way_of(parallel): ends_of(objective)})
+    shape = shape_of(objective, {layout_key(parallel): boundary_activations_of(objective)})
     layers = [plan.build().train() for plan in objective.layer_plans()]
     sequence = objective.blank_sequence(2, torch.device("cpu"))
 

@@ -13,10 +13,10 @@ from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig
 from megavis.papers import build_objective
 from megavis.planning.activations import activation_memory, block_activations
-from megavis.planning.boundary_activations import ends_of, num_bytes, saved_tensors
+from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
 from megavis.planning.communication import Group, data_group, transfers
 from megavis.planning.hardware import Cluster, open_device
-from megavis.planning.layouts import Layout, way_of
+from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.plan import plan_layout
 from megavis.planning.shape import shape_of
 from megavis.planning.time import bubble_fraction
@@ -54,7 +54,7 @@ def build(context, name, *words):
 
 def measured(objective):
     """Return its shape, for the layout of its config on one process."""
-    return shape_of(objective, {way_of(objective.config.parallel): ends_of(objective)})
+    return shape_of(objective, {layout_key(objective.config.parallel): boundary_activations_of(objective)})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_operations_are_what_torch_counts(context, name):
     work, model = objective.workload(), objective.config.model
     # torch counts scores that causal attention leaves out as well.
     queries = (model.num_layers - 1) * work.num_tokens + work.num_read
-    left_out = 4 * model.hidden_size * (work.num_seen - work.mean_visible) * queries
+    left_out = 4 * model.hidden_size * (work.num_visible - work.mean_visible) * queries
     planned = objective.flops_per_image() / 3 + left_out
     assert planned == pytest.approx(counter.get_total_flops() / IMAGES, rel=0.02)
 

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from megavis.cli import main
-from megavis.evaluation.feature_cache import kept_features
+from megavis.evaluation.feature_cache import cached_features
 from megavis.training.search.axis import SweepAxis
 from megavis.training.search.sweep import points_of
 
@@ -78,7 +78,7 @@ def test_a_grid_in_two_goes(config, capsys):
     assert main([*command, "--draw", "--train-images", "100"]) == 0
     with (folder / "sweep.csv").open() as file:
         assert all(0 <= float(row["score"]) <= 1 for row in csv.DictReader(file))
-    assert len(kept_features(config.parent / runs[0])) == 2
+    assert len(cached_features(config.parent / runs[0])) == 2
 
 
 def test_an_index_beyond_the_grid(config, capsys):

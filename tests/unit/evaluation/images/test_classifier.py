@@ -14,8 +14,8 @@ from megavis.cli import main
 from megavis.evaluation.images.classifier import (
     ImageClassifier,
     fit_classifier,
-    name_images,
-    shares_named,
+    classify_images,
+    class_accuracies,
 )
 from megavis.evaluation.images.image_files import open_images
 from megavis.tokenizers.base import open_tokenizer
@@ -43,7 +43,7 @@ def classifier():
 
 def test_shapes_that_it_has_not_seen_are_named(classifier):
     images, labels = striped(60, seed=1)
-    assert name_images(classifier, images).tolist() == labels.tolist()
+    assert classify_images(classifier, images).tolist() == labels.tolist()
 
 
 def test_the_shares_are_those_of_a_plain_loop(classifier):
@@ -52,7 +52,7 @@ def test_the_shares_are_those_of_a_plain_loop(classifier):
     labels = torch.arange(60) % 3
     labels[torch.arange(0, 60, 6)] = 1
     named = [int(classifier(image[None]).argmax()) for image in images]
-    found = shares_named(classifier, images, labels, CLASSES)
+    found = class_accuracies(classifier, images, labels, CLASSES)
     assert found["images"] == 60
     right = [a == b for a, b in zip(named, labels.tolist(), strict=True)]
     assert found["all"] == pytest.approx(sum(right) / 60)
@@ -64,7 +64,7 @@ def test_the_shares_are_those_of_a_plain_loop(classifier):
 
 def test_a_class_without_images_has_no_share(classifier):
     images, labels = striped(60, seed=1)
-    found = shares_named(classifier, images[labels < 2], labels[labels < 2], CLASSES)
+    found = class_accuracies(classifier, images[labels < 2], labels[labels < 2], CLASSES)
     assert list(found["classes"]) == ["across", "down"]
 
 
@@ -131,7 +131,7 @@ def test_the_command_compares_samples_real_images_and_reconstructions(folders, c
     tokenizer = open_tokenizer(vqgan)
     made = tokenizer.decode(tokenizer.encode(torch.from_numpy(real.read(np.arange(60)))))
     labels = torch.from_numpy(real.labels).long()
-    assert record["reconstructions"] == shares_named(fitted, made, labels, CLASSES)
+    assert record["reconstructions"] == class_accuracies(fitted, made, labels, CLASSES)
 
 
 def test_other_classes_are_refused(folders, tmp_path, capsys):
