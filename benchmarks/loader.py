@@ -44,7 +44,7 @@ class Stopwatch:
 
 
 class Laps:
-    """A hook of the loop: seconds of each step, and of them those that were waited."""
+    """A callback of the loop: seconds of each step, and of them those that were waited."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch, self.laps = watch, list[tuple[float, float]]()
@@ -119,7 +119,7 @@ def row(name: str, engine: Engine, watch: Stopwatch, num_steps: int) -> dict[str
         watch,
         first_step=0,
         last_step=num_steps + 1,
-        hooks=[laps],
+        callbacks=[laps],
         metrics=None,
         save=_keep_nothing,
         watchdog=Watchdog(engine.context, patience=0.0),

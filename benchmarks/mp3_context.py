@@ -51,7 +51,7 @@ class MAE(nn.Module):
         from megavis.model.core import Block
         from megavis.model.patches import LastNorm, PatchEmbedding
 
-        core = objective.core.with_stack(visibility_kind="full", carries=())
+        core = objective.core.with_stack(visibility_kind="full", carried_names=())
         size = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 16}
         decoder = core.with_stack(name="decoder", model=core.model.model_copy(update=size))
         wide, self.count = core.model.hidden_size, objective.num_places

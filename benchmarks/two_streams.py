@@ -61,7 +61,7 @@ def step_of(objective: GVP, layers: list[nn.Module], batch: Batch) -> Callable[[
         state = sequence.inputs
         for layer in layers[:-1]:
             state = layer(state)
-        stream = LayerState.unpack(state, objective.carries)
+        stream = LayerState.unpack(state, objective.carried_names)
         queries = objective.num_tokens
         predictions = layers[-1](stream.with_hidden(stream.hidden[-queries:]).pack())
         loss = objective.loss(predictions, sequence.targets)

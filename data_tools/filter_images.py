@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         jobs[f"evaluation-{number}"] = open_unlabelled(place)
     evaluation = [arguments.out / name for name in jobs if name != MEASURED]
     if arguments.like is not None:
-        jobs[LIKE] = Beginning(open_unlabelled(arguments.like), arguments.like_count)
+        jobs[LIKE] = FirstParts(open_unlabelled(arguments.like), arguments.like_count)
     finished: list[ImageSource] = []
     for name, job in jobs.items():
         failed = run_job(
@@ -134,7 +134,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class FirstParts:
     """The first parts of a source, shuffled where it can be: enough for `count` pictures."""
 
     source: ImageSource

@@ -17,7 +17,7 @@ from typing import Any
 
 import gallery
 
-from megavis.reports.eval_metrics import Measure, measures, spelled
+from megavis.reports.eval_metrics import EvalMetric, eval_metrics, spelled
 from megavis.reports.run_record import RunRecord
 
 Key = tuple[str, str]
@@ -114,21 +114,21 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
             yield prefix + key
 
 
-def numbers_of(run: RunRecord) -> dict[Key, Measure]:
+def numbers_of(run: RunRecord) -> dict[Key, EvalMetric]:
     """Return what a run has come to, and its last validation loss."""
-    found = {(each.of, each.name): each for each in measures(run.folder)}
+    found = {(each.of, each.name): each for each in eval_metrics(run.folder)}
     for first, second in DIFFERENCES:
         if first in found and second in found:
             value = found[first].value - found[second].value
             of, name = first[0], f"{first[1]} − {second[1]}"
-            found[of, name] = Measure(of, name, value, found[first].unit)
+            found[of, name] = EvalMetric(of, name, value, found[first].unit)
     losses = run.series("validation_loss")[1]
     if losses:
-        found["validation loss", ""] = Measure("validation loss", "", losses[-1], "")
+        found["validation loss", ""] = EvalMetric("validation loss", "", losses[-1], "")
     return found
 
 
-def table(numbers: Mapping[int, Mapping[Key, Measure]]) -> Iterator[str]:
+def table(numbers: Mapping[int, Mapping[Key, EvalMetric]]) -> Iterator[str]:
     """Yield the lines of a Markdown table: a row a number, a column a seed."""
     seeds = sorted(numbers)
     yield f"| | mean ± deviation | {' | '.join(f'seed {seed}' for seed in seeds)} |"
@@ -140,7 +140,7 @@ def table(numbers: Mapping[int, Mapping[Key, Measure]]) -> Iterator[str]:
         yield f"| {name} | {spread([one for one in each if one])} | {' | '.join(cells)} |"
 
 
-def spread(each: Sequence[Measure]) -> str:
+def spread(each: Sequence[EvalMetric]) -> str:
     """Return mean ± deviation of one number over seeds; the number where there is one seed."""
     values, unit = [one.value for one in each], each[0].unit
     if len(values) == 1:

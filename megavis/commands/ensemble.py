@@ -13,7 +13,7 @@ from megavis.config.errors import UserError
 
 if TYPE_CHECKING:
     from megavis.data.loading.subset import Subset
-    from megavis.evaluation.ensemble import Answers
+    from megavis.evaluation.ensemble import ClassProbabilities
     from megavis.notebook import Run
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("name two or more run folders")
     from megavis.commands.opening import job_closed
 
-    members: dict[str, Answers] = {}
+    members: dict[str, ClassProbabilities] = {}
     sources = set()
     with job_closed():
         for folder in args.run_folders:
@@ -58,27 +58,27 @@ def run(args: argparse.Namespace) -> int:
             sources.add(source)
     if len(sources) > 1:
         raise UserError("the runs were judged by different images; name one folder with --images")
-    from megavis.evaluation.ensemble import together
+    from megavis.evaluation.ensemble import average
 
     try:
-        members["together"] = together(list(members.values()))
+        members["together"] = average(list(members.values()))
     except ValueError as error:
         raise UserError(f"{error}: their shards are in different orders") from None
     _report(members, args.json)
     return 0
 
 
-def _ask(folder: Path, args: argparse.Namespace) -> tuple[Answers, str]:
+def _ask(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
     """Return what a run says, and which images it was asked about."""
     from megavis.commands.opening import open_run
 
     opened = open_run(folder, step=_chosen_step(folder), device=args.device)
-    from megavis.evaluation.ensemble import answer
+    from megavis.evaluation.ensemble import predict_classes
 
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     dataset = _judges(opened, args.images)
-    return answer(opened.runner, objective, dataset), dataset.whole.manifest.source.sha256
+    return predict_classes(opened.runner, objective, dataset), dataset.whole.manifest.source.sha256
 
 
 def _chosen_step(folder: Path) -> int:
@@ -105,7 +105,7 @@ def _judges(opened: Run, images: str | None) -> Subset:
     return halves(open_shards(opened, opened.config.data.validation))[1]
 
 
-def _report(members: dict[str, Answers], path: Path | None) -> None:
+def _report(members: dict[str, ClassProbabilities], path: Path | None) -> None:
     rows = [
         {"run": name, "top1": found.share_right(1), "top5": found.share_right(5)}
         for name, found in members.items()

@@ -64,7 +64,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
         UserError: images or tokenizer cannot be used.
     """
     from megavis.data.format.files import write_atomically
-    from megavis.evaluation.images.classifier import fit_classifier, class_accuracies
+    from megavis.evaluation.images.classifier import class_accuracies, fit_classifier
     from megavis.evaluation.images.image_files import NpzImages, ShardImages
 
     device, file = device_of(args), samples_of(args.samples)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megavis.commands.feature_arguments import (
     add_image_file_arguments,
     add_network_arguments,
+    collect_features,
     device_of,
-    look_at,
     say,
 )
 from megavis.config.arguments import non_negative
@@ -93,7 +93,9 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     images = open_images(file, image_size=args.image_size if file.is_dir() else None)
     network = open_network(args.inception, args.network, device)
     reference = _reference(args, network)
-    samples = look_at(images, network, args, num_images=args.num_images, num_kept=MANIFOLD_COUNT)
+    samples = collect_features(
+        images, network, args, num_images=args.num_images, num_kept=MANIFOLD_COUNT
+    )
     result = compare(samples, reference, device=device)
     say(result.line, result.caution)
     out = args.out or default_output(args.samples, file, "samples")
@@ -117,7 +119,9 @@ def write_reference(args: argparse.Namespace) -> int:
         raise UserError(f"--out {args.out}: the name of a file of statistics ends in .npz")
     images = open_images(args.images, image_size=args.image_size)
     network = open_network(args.inception, args.network, device_of(args))
-    summary = look_at(images, network, args, num_images=args.num_images, num_kept=args.features)
+    summary = collect_features(
+        images, network, args, num_images=args.num_images, num_kept=args.features
+    )
     write_statistics(args.out, summary)
     sys.stdout.write(
         f"{args.out}: N {summary.num_images} of {summary.source} {summary.sha256[:8]}, network"
@@ -162,9 +166,11 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
     path: Path = args.reference
     if not holds_statistics(path):
         size = args.image_size if path.is_dir() else None
-        return look_at(open_images(path, image_size=size), network, args, num_kept=MANIFOLD_COUNT)
+        return collect_features(
+            open_images(path, image_size=size), network, args, num_kept=MANIFOLD_COUNT
+        )
     statistics = read_statistics(path)
     if statistics.features is not None or not holds_images(path):
         return statistics
-    seen = look_at(NpzImages(path), network, args, num_kept=MANIFOLD_COUNT)
+    seen = collect_features(NpzImages(path), network, args, num_kept=MANIFOLD_COUNT)
     return replace(statistics, features=seen.features)

@@ -65,7 +65,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
     return torch.device(choose_device(args.device, local_rank=0).type)
 
 
-def look_at(
+def collect_features(
     images: Images,
     network: FeatureNetwork,
     args: argparse.Namespace,

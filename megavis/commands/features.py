@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     with quietly():
         from megavis.checkpoint.format.folder import require_run_folder
-        from megavis.evaluation.feature_cache import clear_features, cached_features
+        from megavis.evaluation.feature_cache import cached_features, clear_features
 
     require_run_folder(args.run_folder)
     if args.clear:

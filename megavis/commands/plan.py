@@ -104,7 +104,9 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     finally:
         close_context()
     layouts = all_layouts(config, num_processes)
-    ends = boundary_activations_of_layouts(with_layout(config, layout.parallel) for layout in layouts)
+    ends = boundary_activations_of_layouts(
+        with_layout(config, layout.parallel) for layout in layouts
+    )
     return replace(shape, ends=ends)
 
 

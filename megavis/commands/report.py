@@ -96,10 +96,10 @@ def _losses(run: RunRecord) -> Iterator[str]:
 
 def _measures(folder: Path) -> Iterator[str]:
     """What evaluation has found: a row a number, named once by what was measured."""
-    from megavis.reports.eval_metrics import measures
+    from megavis.reports.eval_metrics import eval_metrics
 
     before = ""
-    for measure in measures(folder):
+    for measure in eval_metrics(folder):
         note = f"  {measure.note}" if measure.note else ""
         label = "" if measure.of == before else measure.of
         yield _row(label, f"{measure.name:16}{measure.written:>8}{note}")

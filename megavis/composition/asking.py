@@ -315,11 +315,11 @@ class Query(Asking):
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Return both streams; keys and values are those of content alone."""
-        seen = self.num_front + self.starts + plan.num_content
+        visible = self.num_front + self.starts + plan.num_content
         asked = plan.num_positions - plan.first_asked
         if not self.queries:
-            return Workload(seen, seen, float(seen), seen, num_outputs)
-        return Workload(seen + asked, seen, float(seen), asked, num_outputs)
+            return Workload(visible, visible, float(visible), visible, num_outputs)
+        return Workload(visible + asked, visible, float(visible), asked, num_outputs)
 
 
 class InContext(Asking):
@@ -371,5 +371,5 @@ class InContext(Asking):
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
         """Count keys and values of the context alone."""
-        rows, seen = plan.num_positions + self.num_front, plan.num_content + self.num_front
-        return Workload(rows, seen, float(seen), rows, num_outputs)
+        rows, visible = plan.num_positions + self.num_front, plan.num_content + self.num_front
+        return Workload(rows, visible, float(visible), rows, num_outputs)

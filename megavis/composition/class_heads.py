@@ -69,7 +69,7 @@ class ClassHead(Head):
 
     def forward(self, state: PackedState) -> Tensor:
         """Map the `PackedState` of `[s, b, h]` to logits `[b, c]`."""
-        hidden = LayerState.unpack(state, self.core.carries).hidden
+        hidden = LayerState.unpack(state, self.core.carried_names).hidden
         return self.classifier(self.norm(hidden))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer
 
 
-class Ids(Vocabulary):
+class TokenIds(Vocabulary):
     """Ids of a frozen tokenizer, given as shards or made on the way."""
 
     def __init__(

@@ -66,7 +66,9 @@ class Objective(Trainable, Backbone):
             config.model,
             visibility or self.visibility_kind,
             self.initialization(),
-            carries=(*self.carries, SAMPLES) if config.drop_path else self.carries,
+            carried_names=(*self.carried_names, SAMPLES)
+            if config.drop_path
+            else self.carried_names,
             drop_path=config.drop_path,
             relative_grid=self.relative_grid,
         )
@@ -89,12 +91,12 @@ class Objective(Trainable, Backbone):
 
     @property
     @abstractmethod
-    def carries(self) -> tuple[str, ...]:
+    def carried_names(self) -> tuple[str, ...]:
         """Names of the tensors that travel with the hidden states, in the order of `Stream`.
 
         Blocks know `coordinates`, `content_groups`, `query_groups` and `context`, and attend to the
         `memory` of an encoder; what else is named goes through to the head. The samples' numbers
-        are not named here: where the config has a drop path, `core.carries` adds them.
+        are not named here: where the config has a drop path, `core.carried_names` adds them.
         """
 
     @property

@@ -154,7 +154,7 @@ class Reader(nn.Module):
                 of three dimensions is one that `encoded` gave.
 
         Returns:
-            The `PackedState` of `[m, b, h]`, and the tensors of `core.carries`.
+            The `PackedState` of `[m, b, h]`, and the tensors of `core.carried_names`.
         """
         rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
@@ -169,5 +169,5 @@ class Reader(nn.Module):
             seen = known["memory"]
             memory = self.encoded(seen) if seen.ndim == 4 else seen
             carried[MEMORY] = memory.transpose(0, 1).contiguous()
-        ordered = {name: carried[name] for name in self.core.carries if name in carried}
+        ordered = {name: carried[name] for name in self.core.carried_names if name in carried}
         return LayerState(to_stream(embedded.hidden, self.core), ordered).pack()

@@ -80,7 +80,7 @@ class SecondStack:
             positions: how they know where they stand.
         """
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
-        self.core = below.with_stack(name="decoder", model=model, carries=(), drop_path=0.0)
+        self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
         self.below, self.num_front, self.grid = below, asks.num_front, grid
         self.positions = positions
 

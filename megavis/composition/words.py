@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking
-from megavis.composition.codebook import Ids
+from megavis.composition.codebook import TokenIds
 from megavis.composition.condition import Condition
 from megavis.composition.objective import Objective
 from megavis.composition.reader import Reader, Role, Slot
@@ -75,10 +75,10 @@ class Words(Objective):
         """Return patches of `objective.patch_size`² pixels."""
         return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
 
-    def ids(self) -> Ids:
+    def ids(self) -> TokenIds:
         """Return ids of `objective.tokenizer`, each of which stands for such a patch."""
         paper, size = self.paper, self.config.data.image_size
-        return Ids(
+        return TokenIds(
             image_size=size,
             side=size // paper.patch_size,
             vocabulary_size=paper.vocabulary_size,
@@ -104,7 +104,7 @@ class Words(Objective):
         return self.asks.visibility
 
     @property
-    def carries(self) -> tuple[str, ...]:
+    def carried_names(self) -> tuple[str, ...]:
         """Who sees whom, transformed tokens, coordinates, what the head reads, a memory."""
         return (
             *self.asks.extra_tensors,

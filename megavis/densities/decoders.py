@@ -187,13 +187,13 @@ class PatchHead(Head):
 
     def forward(self, state: PackedState) -> Tensor:
         """Map `[s, b, h]`, and noisy patches where they are carried, to `[b, s, d]`."""
-        carried = LayerState.unpack(state, self.core.carries).carried
+        carried = LayerState.unpack(state, self.core.carried_names).carried
         noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
         return self.decode(self.outputs(state), noisy)
 
     def outputs(self, state: PackedState) -> Tensor:
         """Return the backbone's output `[b, s, h]`, whole on every process of a tensor group."""
-        return self.norm.whole(LayerState.unpack(state, self.core.carries).hidden)
+        return self.norm.whole(LayerState.unpack(state, self.core.carried_names).hidden)
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode `[b, s, h]`.
@@ -213,7 +213,7 @@ def core_of_decoder(core: Core, num_layers: int) -> Core:
         name="decoder",
         model=core.model.model_copy(update={"num_layers": num_layers}),
         visibility_kind="full",
-        carries=(),
+        carried_names=(),
         drop_path=0.0,
         may_split_tokens=False,
     )

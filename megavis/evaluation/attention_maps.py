@@ -57,7 +57,7 @@ def measure_attention(
     paper = objective.backbone.composition()
     if paper.core.visibility_kind not in ("full", "context"):
         raise UserError("attention maps are drawn of models whose tokens can all see all")
-    if "coordinates" in paper.carries and paper.relative_grid is None:
+    if "coordinates" in paper.carried_names and paper.relative_grid is None:
         raise UserError("attention maps are not drawn of models with rotary positions")
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))

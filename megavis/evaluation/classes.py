@@ -55,7 +55,7 @@ class ClassResult:
 
 
 @torch.no_grad()
-def name_classes(
+def evaluate_classifier(
     runner: Inference,
     objective: Classification,
     dataset: Readable,

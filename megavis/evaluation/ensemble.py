@@ -23,7 +23,7 @@ _BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
-class Answers:
+class ClassProbabilities:
     """What a network, or several, makes of labelled images.
 
     Attributes:
@@ -40,7 +40,9 @@ class Answers:
 
 
 @torch.no_grad()
-def answer(runner: Inference, objective: Classification, dataset: Readable) -> Answers:
+def predict_classes(
+    runner: Inference, objective: Classification, dataset: Readable
+) -> ClassProbabilities:
     """Let one network say how likely each class is, for every image; on one process."""
     probabilities, labels = [], []
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE):
@@ -48,10 +50,10 @@ def answer(runner: Inference, objective: Classification, dataset: Readable) -> A
         batch = batch.to(runner.context.device)
         logits = class_logits(runner, objective, batch)
         probabilities.append(logits.double().softmax(-1).cpu())
-    return Answers(torch.cat(probabilities), torch.cat(labels))
+    return ClassProbabilities(torch.cat(probabilities), torch.cat(labels))
 
 
-def together(members: Sequence[Answers]) -> Answers:
+def average(members: Sequence[ClassProbabilities]) -> ClassProbabilities:
     """Return the mean of the probabilities of m networks.
 
     Raises:
@@ -61,4 +63,4 @@ def together(members: Sequence[Answers]) -> Answers:
     if any(not torch.equal(first.labels, member.labels) for member in members):
         raise ValueError("the networks were asked about different images")
     stacked = torch.stack([member.probabilities for member in members])
-    return Answers(stacked.mean(0), first.labels)
+    return ClassProbabilities(stacked.mean(0), first.labels)

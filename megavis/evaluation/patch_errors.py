@@ -62,11 +62,13 @@ def measure_patches(
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=count):
         sequence = objective.sequence(batch.to(runner.context.device))
         predictions = runner.predictions(sequence.inputs)
-        errors = objective.token_losses(predictions, sequence.targets).double()
-        order = objective.schedule.draw(batch.sample_index.to(errors.device)).order
-        order = order.expand(len(errors), -1)
+        per_token_loss = objective.token_losses(predictions, sequence.targets).double()
+        order = objective.schedule.draw(batch.sample_index.to(per_token_loss.device)).order
+        order = order.expand(len(per_token_loss), -1)
         places = order.argsort(1).double()
-        parts = torch.stack([errors.sum(0), to_raster(errors, order).sum(0), places.sum(0)])
+        parts = torch.stack(
+            [per_token_loss.sum(0), to_raster(per_token_loss, order).sum(0), places.sum(0)]
+        )
         sums = [parts if not sums else sums[0] + parts]
     by_place, by_cell, means = (sums[0] / count).tolist()
     return PatchErrors(by_place, by_cell, means)

@@ -96,22 +96,29 @@ class Attention(nn.Module):
         Returns:
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.
         """
-        relations, seen = attention_mask, attention_mask.visibility.seen
+        attention_context, visible = attention_mask, attention_mask.visibility.visible_tokens
         if self.chooses:
             hidden_states = all_tokens(hidden_states, self.config, self.tensor_group)
-        read = hidden_states[relations.query_start :] if relations.query_start else hidden_states
+        read = (
+            hidden_states[attention_context.query_start :]
+            if attention_context.query_start
+            else hidden_states
+        )
         query = self._heads(self.linear_q(read)[0], 1)[0]
-        key, value = self._heads(self.linear_kv(seen(hidden_states, dim=0))[0], 2)
+        key, value = self._heads(self.linear_kv(visible(hidden_states, dim=0))[0], 2)
         bias = None
-        if relations.coordinates is not None:
-            places = relations.coordinates
-            read_places, seen_places = places[:, relations.query_start :], seen(places, dim=1)
+        if attention_context.coordinates is not None:
+            places = attention_context.coordinates
+            read_places, visible_places = (
+                places[:, attention_context.query_start :],
+                visible(places, dim=1),
+            )
             if self.relative_bias is not None:
-                bias = self.relative_bias(read_places, seen_places)
+                bias = self.relative_bias(read_places, visible_places)
             else:
                 query = rotate(query, read_places, scale=self.rotary_scale)
-                key = rotate(key, seen_places, scale=self.rotary_scale)
-        return self._project(query, key, value, relations, bias)
+                key = rotate(key, visible_places, scale=self.rotary_scale)
+        return self._project(query, key, value, attention_context, bias)
 
     def _project(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Map what `_attend` gives for these arguments to what `forward` returns."""
@@ -131,15 +138,15 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        relations: AttentionContext,
+        attention_context: AttentionContext,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Mix values `[b, n, c, d]` for queries `[b, n, q, d]` by softmax(q · k / √d + bias).
 
         The bias `[b or 1, n, q, c]` is that of relative positions, where there are any.
         """
-        if relations.cache is not None:
-            key, value = relations.cache.extend(self, key, value)
+        if attention_context.cache is not None:
+            key, value = attention_context.cache.extend(self, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
         # Every process of the tensor group has other heads.
         with rank_local_rng(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
@@ -147,7 +154,7 @@ class Attention(nn.Module):
                 return F.scaled_dot_product_attention(
                     query, key, value, attn_mask=bias.to(query.dtype), dropout_p=dropout
                 )
-            return self._kernel(query, key, value, relations.visibility, dropout)
+            return self._kernel(query, key, value, attention_context.visibility, dropout)
 
     def _kernel(
         self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, dropout: float

@@ -43,7 +43,7 @@ class StackSpec:
         model: width, heads, MLP, number of blocks, norms, biases and dropout.
         visibility_kind: which token sees which.
         initialization: how the matrices of a block start.
-        carries: names of the tensors that travel with the hidden states; see `LayerState`. Where
+        carried_names: of the tensors that travel with the hidden states; see `LayerState`. Where
             there is a `drop_path`, `SAMPLES` is the last.
         drop_path: probability that the last block leaves out what a part of it adds to an image;
             those before it less often, the first never (`drop_path.py`).
@@ -57,7 +57,7 @@ class StackSpec:
     model: ModelConfig
     visibility_kind: VisibilityKind
     initialization: Initialization
-    carries: tuple[str, ...] = ()
+    carried_names: tuple[str, ...] = ()
     drop_path: float = 0.0
     relative_grid: tuple[int, int] | None = None
     may_split_tokens: bool = True
@@ -98,9 +98,9 @@ class Core:
         return self.stack.visibility_kind
 
     @property
-    def carries(self) -> tuple[str, ...]:
+    def carried_names(self) -> tuple[str, ...]:
         """Names of the tensors that travel with the hidden states."""
-        return self.stack.carries
+        return self.stack.carried_names
 
     @property
     def drop_path(self) -> float:
@@ -110,9 +110,9 @@ class Core:
     @property
     def has_memory(self) -> bool:
         """True where blocks attend to what an encoder gave, after they attend to themselves."""
-        return MEMORY in self.carries
+        return MEMORY in self.carried_names
 
-    def relations(
+    def attention_context(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
     ) -> AttentionContext:
         """Return who sees whom and who stands where, from the carried tensors."""
@@ -241,61 +241,70 @@ class Block(TransformerLayer):
 
     def forward(self, state: PackedState, cache: KeyValueCache | None = None) -> PackedState:
         """Run the layer on what the one before gave; `cache` when sequences are generated."""
-        stream = LayerState.unpack(state, self.core.carries)
-        relations = self.core.relations(stream.carried, cache)
+        stream = LayerState.unpack(state, self.core.carried_names)
+        attention_context = self.core.attention_context(stream.carried, cache)
         if self.training and self.core.drop_path:
-            relations = replace(relations, kept=self._draw_kept(stream.carried[SAMPLES]))
+            attention_context = replace(
+                attention_context, kept=self._draw_kept(stream.carried[SAMPLES])
+            )
         if self.is_last:
             # Nobody looks at the others any more: the head reads only these.
-            relations = replace(relations, query_start=relations.visibility.query_start)
+            attention_context = replace(
+                attention_context, query_start=attention_context.visibility.query_start
+            )
         memory = stream.carried.get(MEMORY)
-        return stream.with_hidden(self.run(stream.hidden, relations, memory)).pack()
+        return stream.with_hidden(self.run(stream.hidden, attention_context, memory)).pack()
 
     def run(
-        self, hidden: Tensor, relations: AttentionContext, memory: Tensor | None = None
+        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
     ) -> Tensor:
         """Do what `attend` does, and once more in the backward pass where the config says so."""
         if self.recomputes and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
             # non-reentrant form's saved-tensor check takes for changed tensors.
-            return checkpoint(self.attend, hidden, relations, memory, use_reentrant=True)
-        return self.attend(hidden, relations, memory)
+            return checkpoint(self.attend, hidden, attention_context, memory, use_reentrant=True)
+        return self.attend(hidden, attention_context, memory)
 
     def attend(
-        self, hidden: Tensor, relations: AttentionContext, memory: Tensor | None = None
+        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
     ) -> Tensor:
-        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `relations.query_start` on.
+        """Map `[s, b, h]` to `[q, b, h]`, the tokens from `attention_context.query_start` on.
 
         Args:
             hidden: of all tokens.
-            relations: who sees whom.
+            attention_context: who sees whom.
             memory: what an encoder gave, `[c, b, h]`, where there is one.
         """
-        if relations.query_start == 0 and relations.kept is None:
+        if attention_context.query_start == 0 and attention_context.kept is None:
             # What Megatron calls the context's mask is handed to the cross-attention.
             return super().forward(
-                hidden, attention_mask=relations, context=memory, context_mask=relations
+                hidden,
+                attention_mask=attention_context,
+                context=memory,
+                context_mask=attention_context,
             )[0]
-        return self._attend_for_some(hidden, relations, memory)
+        return self._attend_for_some(hidden, attention_context, memory)
 
     def _attend_for_some(
-        self, hidden: Tensor, relations: AttentionContext, memory: Tensor | None
+        self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
     ) -> Tensor:
         """Do what Megatron's layer does, for those tokens alone, and for the images that are kept.
 
         What a part adds is summed up apart from the residual, which it may be left out of.
         """
-        residual = self._from(relations.query_start, hidden)
-        mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=relations)
-        hidden = residual + relations.keep(self._added(self.self_attn_bda, mixed), part=0)
+        residual = self._from(attention_context.query_start, hidden)
+        mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=attention_context)
+        hidden = residual + attention_context.keep(self._added(self.self_attn_bda, mixed), part=0)
         if memory is not None:
             normalised = self.pre_cross_attn_layernorm(hidden)
             mixed = self.cross_attention(
-                normalised, attention_mask=relations, key_value_states=memory
+                normalised, attention_mask=attention_context, key_value_states=memory
             )
-            hidden = hidden + relations.keep(self._added(self.cross_attn_bda, mixed), part=2)
+            hidden = hidden + attention_context.keep(
+                self._added(self.cross_attn_bda, mixed), part=2
+            )
         mixed = self.mlp(self.pre_mlp_layernorm(hidden))
-        return hidden + relations.keep(self._added(self.mlp_bda, mixed), part=1)
+        return hidden + attention_context.keep(self._added(self.mlp_bda, mixed), part=1)
 
     def _added(self, add: Callable[..., Any], mixed: tuple[Tensor, Tensor | None]) -> Tensor:
         """Return what a part adds: `mixed`, its bias, and dropout."""

@@ -46,7 +46,7 @@ class IncrementalDecoder(KeyValueCache):
         super().__init__(capacity)
         self._blocks = [_Block.of(block) for block in blocks]
         self._places_of = {block.self_attention: i for i, block in enumerate(blocks)}
-        self._carries = blocks[0].core.carries
+        self._carried_names = blocks[0].core.carried_names
         self._all: Tensor | None = None
 
     @staticmethod
@@ -70,7 +70,7 @@ class IncrementalDecoder(KeyValueCache):
 
     def step(self, state: PackedState) -> PackedState:
         """Run all blocks on the next token: hidden states `[1, b, h]`, and what is carried."""
-        stream = LayerState.unpack(state, self._carries)
+        stream = LayerState.unpack(state, self._carried_names)
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
         for block, places in zip(self._blocks, self._places(), strict=True):
@@ -86,8 +86,8 @@ class IncrementalDecoder(KeyValueCache):
         """
         assert self._all is not None
         new = self._all.select(4, self.length).unbind()
-        seen = self._all.flatten(2, 3).narrow(3, 0, self.length + 1)
-        keys, values = seen[:, 0].transpose(2, 3).unbind(), seen[:, 1].unbind()
+        visible = self._all.flatten(2, 3).narrow(3, 0, self.length + 1)
+        keys, values = visible[:, 0].transpose(2, 3).unbind(), visible[:, 1].unbind()
         return zip(new, keys, values, strict=True)
 
     def _room(self, module: nn.Module, like: Tensor) -> Tensor:

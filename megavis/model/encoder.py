@@ -69,7 +69,7 @@ def core_of_encoder(core: Core, num_layers: int) -> Core:
         model=core.model.model_copy(update=sizes | biases),
         visibility_kind="full",
         initialization=Initialization(*[xavier_uniform] * 5),
-        carries=(),
+        carried_names=(),
         drop_path=0.0,
         relative_grid=None,
         # A memory is whole on every process: no sequence is split on the way to it.

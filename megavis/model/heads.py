@@ -51,7 +51,7 @@ class VocabularyHead(Head):
 
     def forward(self, state: PackedState) -> Tensor:
         """Map `[s, b, h]` to this process's logits `[s, b, vocabulary / tensor size]`."""
-        hidden = LayerState.unpack(state, self.core.carries).hidden
+        hidden = LayerState.unpack(state, self.core.carried_names).hidden
         return self.linear(self.norm(hidden))[0]
 
 

@@ -45,10 +45,10 @@ class Bridge(nn.Module):
 
     def forward(self, state: PackedState) -> PackedState:
         """Map `[s, b, h]` to `[s', b, w]`, with what the upper stack carries."""
-        stream = LayerState.unpack(state, self.below.carries)
+        stream = LayerState.unpack(state, self.below.carried_names)
         hidden = self.linear(self.norm.whole(stream.hidden))
         hidden, carried = self.enter(hidden, stream.carried)
-        named = {name: carried[name] for name in self.above.carries}
+        named = {name: carried[name] for name in self.above.carried_names}
         return LayerState(to_stream(hidden, self.above), named).pack()
 
     def enter(

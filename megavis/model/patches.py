@@ -89,7 +89,7 @@ class TokenHead(Head):
 
         Where something is handed on, a pair.
         """
-        stream = LayerState.unpack(state, self.core.carries)
+        stream = LayerState.unpack(state, self.core.carried_names)
         predictions = self.linear(self.norm.whole(stream.hidden))[:, self.num_skipped :]
         if self.hands_on is None:
             return predictions

@@ -19,7 +19,7 @@ from torch import Tensor
 _WHOLE: ContextVar[bool] = ContextVar("tokens are whole", default=False)
 
 
-class Splits(Protocol):
+class SequenceParallelConfig(Protocol):
     """A layer or config that says whether sequences are split over the tensor group."""
 
     @property
@@ -41,12 +41,12 @@ def whole_tokens() -> Iterator[None]:
         _WHOLE.reset(token)
 
 
-def splits_tokens(layer: Splits) -> bool:
+def splits_tokens(layer: SequenceParallelConfig) -> bool:
     """Return whether a layer, or all layers of a config, split sequences in this forward pass."""
     return layer.sequence_parallel and not _WHOLE.get()
 
 
-def all_tokens(hidden: Tensor, config: Splits, group: dist.ProcessGroup) -> Tensor:
+def all_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup) -> Tensor:
     """Return `[s, b, h]` of the whole sequence, the same on every process of the tensor group.
 
     What follows must give every process the same gradient, as layers do that start with Megatron's
@@ -59,7 +59,7 @@ def all_tokens(hidden: Tensor, config: Splits, group: dist.ProcessGroup) -> Tens
     )
 
 
-def own_tokens(hidden: Tensor, config: Splits, group: dist.ProcessGroup) -> Tensor:
+def own_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup) -> Tensor:
     """Return this process's tokens of `[s, b, h]`; s must divide by the tensor size."""
     if not splits_tokens(config):
         return hidden

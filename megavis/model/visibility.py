@@ -53,7 +53,7 @@ class Visibility:
             return 0
         return self.num_content
 
-    def seen(self, tokens: Tensor, *, dim: int) -> Tensor:
+    def visible_tokens(self, tokens: Tensor, *, dim: int) -> Tensor:
         """Return those of `tokens` whose keys and values someone needs.
 
         Args:

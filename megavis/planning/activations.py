@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megavis.planning.boundary_activations import Ends
+from megavis.planning.boundary_activations import BoundaryActivations
 from megavis.planning.layouts import Layout, layout_key
 from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
@@ -186,7 +186,7 @@ class _StackHere:
 
 
 def _stacks_on(
-    shape: ModelShape, holds: PipelineStage, ends: Ends, layout: Layout
+    shape: ModelShape, holds: PipelineStage, ends: BoundaryActivations, layout: Layout
 ) -> list[_StackHere]:
     """Return the stacks of which a stage has blocks, from below."""
     above = (*ends.bridges, 0.0)
@@ -236,7 +236,7 @@ def _moment(stack: StackShape, layout: Layout, freed: float) -> _Moment:
     return _Moment(_recomputed(stack, layout), gradients, freed)
 
 
-def _head_backward(shape: ModelShape, ends: Ends, layout: Layout) -> float:
+def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout) -> float:
     """Return the bytes an image of the worst moment of the head's backward pass."""
     # Gradients of the scores, and of what the loss made of them first.
     scores = 2 * ends.scores

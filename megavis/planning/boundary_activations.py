@@ -24,7 +24,7 @@ from megavis.model.parts import distinct_layers
 from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
-from megavis.planning.layouts import Way, layout_key
+from megavis.planning.layouts import LayoutKey, layout_key
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Two images, so that a dimension of one image is not taken for one that is shared by all.
@@ -35,7 +35,7 @@ Storages = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Ends:
+class BoundaryActivations:
     """Bytes an image on one process of a tensor group.
 
     Stacks inside the first layer and the last are in what these save.
@@ -57,13 +57,15 @@ class Ends:
     widest: float = 0.0
 
 
-def boundary_activations_of_layouts(layouts: Iterable[RunConfig]) -> dict[Way, Ends]:
+def boundary_activations_of_layouts(
+    layouts: Iterable[RunConfig],
+) -> dict[LayoutKey, BoundaryActivations]:
     """Measure both ends in every way in which they run in these layouts of a config.
 
     No context may be open.
     """
     ways = {layout_key(config.parallel): config for config in layouts}
-    found: dict[Way, Ends] = {}
+    found: dict[LayoutKey, BoundaryActivations] = {}
     for size in sorted({way[0] for way in ways}):
         context = open_virtual_context(0, size, tensor_model_parallel_size=size, device="meta")
         try:
@@ -79,7 +81,7 @@ def _objective(config: RunConfig, context: ParallelContext) -> Objective:
     return build_objective(config, context).backbone.composition()
 
 
-def boundary_activations_of(objective: Objective) -> Ends:
+def boundary_activations_of(objective: Objective) -> BoundaryActivations:
     """Measure the layers that are no blocks in the objective's own context."""
     dtype = DTYPES[objective.config.training.precision]
     first_plan, *between, last_plan = objective.layer_plans()
@@ -91,7 +93,7 @@ def boundary_activations_of(objective: Objective) -> Ends:
     head, outputs = saved_tensors(score, [last])
     given = outputs if isinstance(outputs, tuple) else (outputs,)
     numbers = sum(tensor.numel() for tensor in given if tensor.is_floating_point())
-    return Ends(
+    return BoundaryActivations(
         embedding=num_bytes(embedding) / _IMAGES + _kernels(first_plan),
         head=num_bytes(head) / _IMAGES + _kernels(last_plan),
         outputs=sum(tensor.nbytes for tensor in given) / _IMAGES,
@@ -148,7 +150,7 @@ def _through(
 def _above(stack: PlannedStack, state: PackedState) -> PackedState:
     """Return what leaves a stack that this enters, with a gradient of its own."""
     core = stack.core
-    stream = LayerState.unpack(state, core.carries)
+    stream = LayerState.unpack(state, core.carried_names)
     num_parts = core.groups.tp.size() if core.megatron.sequence_parallel else 1
     read = stream.hidden[-(stack.work.num_read // num_parts) :]
     return stream.with_hidden(read.detach().requires_grad_()).pack()

@@ -140,13 +140,13 @@ def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
 def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count those around attention to the sequence itself, and the MLP."""
     work, forward = shape.work, _forward_passes(layout)
-    tokens, seen = work.num_tokens, work.num_visible
+    tokens, visible = work.num_tokens, work.num_visible
     if shape.token_parts(layout) == 1:
-        return BlockTraffic(2 * tokens * forward + tokens + seen + tokens, 0, 0)
+        return BlockTraffic(2 * tokens * forward + tokens + visible + tokens, 0, 0)
     if shape.visibility in ("two_stream", "context"):
         # Tokens are chosen from the whole sequence, gathered once.
         return BlockTraffic(
-            reduced=tokens + seen,
+            reduced=tokens + visible,
             gathered=2 * tokens * forward + 3 * tokens,
             scattered=2 * tokens * forward + tokens,
         )

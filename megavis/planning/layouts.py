@@ -9,12 +9,12 @@ from itertools import product
 from megavis.config.checks import check_config, check_world
 from megavis.config.schema import ParallelConfig, RunConfig
 
-Way = tuple[int, bool, str]
+LayoutKey = tuple[int, bool, str]
 """How a layer runs: on so many processes of a tensor group, whether they share out tokens too, and
 what is recomputed."""
 
 
-def layout_key(parallel: ParallelConfig) -> Way:
+def layout_key(parallel: ParallelConfig) -> LayoutKey:
     """Return how layers run in a `parallel` section."""
     size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
     return size, parallel.sequence_parallel, recomputes

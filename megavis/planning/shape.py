@@ -16,8 +16,8 @@ from megavis.model.flops import Workload
 from megavis.model.parts import stacks_of
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import VisibilityKind
-from megavis.planning.boundary_activations import DTYPES, Ends
-from megavis.planning.layouts import Layout, Way
+from megavis.planning.boundary_activations import DTYPES, BoundaryActivations
+from megavis.planning.layouts import Layout, LayoutKey
 from megavis.planning.parameters import Layers, ModelPart, PipelineStage, count_parameters, parts_of
 
 
@@ -75,7 +75,7 @@ class StackShape:
             num_heads=model.num_attention_heads,
             work=stack.work,
             visibility=stack.core.visibility_kind,
-            is_rotary="coordinates" in stack.core.carries,
+            is_rotary="coordinates" in stack.core.carried_names,
             is_layer_norm=model.normalization == "layer_norm",
             mlp_dropout=bool(model.mlp_dropout),
             residual_dropouts=(1 + has_memory) * bool(model.residual_dropout)
@@ -116,7 +116,7 @@ class ModelShape:
     precision: str
     gradient_size: int
     keeps_average: bool
-    ends: Mapping[Way, Ends]
+    ends: Mapping[LayoutKey, BoundaryActivations]
     flops: float
 
     @property
@@ -145,7 +145,7 @@ class ModelShape:
         return [(stack, count) for stack, count in every if count]
 
 
-def shape_of(objective: Objective, ends: Mapping[Way, Ends]) -> ModelShape:
+def shape_of(objective: Objective, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
     """Measure the model of an objective, in a context of one process, without allocating it.
 
     Args:

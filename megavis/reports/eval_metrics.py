@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Measure:
+class EvalMetric:
     """One number.
 
     Attributes:
@@ -41,7 +41,7 @@ def spelled(value: float, unit: str) -> str:
     return f"{value:.1f}%" if unit == "%" else f"{value:.2f} {unit}".strip()
 
 
-def measures(folder: Path) -> Iterator[Measure]:
+def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
     """Yield what the evaluation of a run folder has found, by the command that measured it.
 
     Raises:
@@ -57,7 +57,7 @@ def measures(folder: Path) -> Iterator[Measure]:
             yield from read(rows)
 
 
-def _probe(result: dict[str, Any]) -> Iterator[Measure]:
+def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:
     """The trained network's best layer, an untrained one's, and raw pixels."""
     of, best = "linear probe", result["best_layer"]
     yield _share(of, "trained", best["accuracy"], f"layer {best['layer']}")
@@ -67,12 +67,12 @@ def _probe(result: dict[str, Any]) -> Iterator[Measure]:
     yield _share(of, "raw pixels", result["pixels"]["accuracy"])
 
 
-def _classes(result: dict[str, Any]) -> Iterator[Measure]:
+def _classes(result: dict[str, Any]) -> Iterator[EvalMetric]:
     """Fine-tuning, on the images that chose nothing."""
     yield _share("classes", "test images", result["top1"], f"of {result['num_images']}")
 
 
-def _positions(rows: list[dict[str, str]]) -> Iterator[Measure]:
+def _positions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
     """Patches in their place: all of them seen, half of them, and by chance."""
     accuracy = {float(row["mask_ratio"]): float(row["accuracy"]) for row in rows}
     of = "in their place"
@@ -81,7 +81,7 @@ def _positions(rows: list[dict[str, str]]) -> Iterator[Measure]:
     yield _share(of, "chance", float(rows[0]["chance"]))
 
 
-def _completions(rows: list[dict[str, str]]) -> Iterator[Measure]:
+def _completions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
     """PSNR over the pixels of all images, which the rows have image by image."""
     names = {
         "completed": "one completion",
@@ -90,26 +90,26 @@ def _completions(rows: list[dict[str, str]]) -> Iterator[Measure]:
     }
     for key, name in names.items():
         errors = [10 ** (-float(row[f"psnr_{key}"]) / 10) for row in rows]
-        yield Measure("lower halves", name, -10 * math.log10(fmean(errors)), "dB")
+        yield EvalMetric("lower halves", name, -10 * math.log10(fmean(errors)), "dB")
 
 
-def _groups(rows: list[dict[str, str]]) -> Iterator[Measure]:
+def _groups(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
     for row in rows:
         name = "all at once" if row["groups"] == "1" else f"{row['groups']} groups"
-        yield Measure("what was hidden", name, float(row["psnr"]), "dB")
+        yield EvalMetric("what was hidden", name, float(row["psnr"]), "dB")
 
 
-def _hidden(rows: list[dict[str, str]]) -> Iterator[Measure]:
+def _hidden(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
     for row in rows:
-        yield Measure("hidden patches", row["hidden"], float(row["psnr"]), "dB")
+        yield EvalMetric("hidden patches", row["hidden"], float(row["psnr"]), "dB")
 
 
-def _reconstruction(result: dict[str, Any]) -> Iterator[Measure]:
-    yield Measure("reconstruction", "PSNR", result["psnr"], "dB")
-    yield Measure("reconstruction", "SSIM", result["ssim"], "")
+def _reconstruction(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    yield EvalMetric("reconstruction", "PSNR", result["psnr"], "dB")
+    yield EvalMetric("reconstruction", "SSIM", result["ssim"], "")
 
 
-def _named(result: dict[str, Any]) -> Iterator[Measure]:
+def _named(result: dict[str, Any]) -> Iterator[EvalMetric]:
     """How often samples, reconstructions and real images are named as their class."""
     for name in ("samples", "reconstructions", "real images"):
         if name in result:
@@ -117,15 +117,15 @@ def _named(result: dict[str, Any]) -> Iterator[Measure]:
             yield _share("named right", name, part["all"], f"of {part['images']}")
 
 
-def _likelihood(result: dict[str, Any]) -> Iterator[Measure]:
-    yield Measure("likelihood", "a dimension", result["nats_per_dimension"], "nats")
+def _likelihood(result: dict[str, Any]) -> Iterator[EvalMetric]:
+    yield EvalMetric("likelihood", "a dimension", result["nats_per_dimension"], "nats")
 
 
-def _share(of: str, name: str, share: float, note: str = "") -> Measure:
-    return Measure(of, name, 100 * share, "%", note)
+def _share(of: str, name: str, share: float, note: str = "") -> EvalMetric:
+    return EvalMetric(of, name, 100 * share, "%", note)
 
 
-_READERS: dict[str, Callable[[Any], Iterator[Measure]]] = {
+_READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {
     "probe.json": _probe,
     "finetune_test.json": _classes,
     "positions.csv": _positions,

@@ -24,7 +24,7 @@ from megavis.reports.blocks import (
     words,
 )
 from megavis.reports.charts import Chart
-from megavis.reports.eval_metrics import measures
+from megavis.reports.eval_metrics import eval_metrics
 from megavis.reports.known_results import KNOWN_RESULTS
 from megavis.reports.run_record import RunRecord
 from megavis.training.metrics import read_json_lines
@@ -61,7 +61,7 @@ _FIRST = ("probe", "completions", "jigsaw", "groups", "reconstructions")
 def numbers_found(run: RunRecord) -> Iterator[Table]:
     """Yield a table of what evaluation has measured; the probe is shown in its own way."""
     try:
-        found = [measure for measure in measures(run.folder) if measure.of != "linear probe"]
+        found = [measure for measure in eval_metrics(run.folder) if measure.of != "linear probe"]
     except (KeyError, TypeError, ValueError):
         return  # Not of the form that the commands write: each is shown by itself.
     rows = [(f"{each.of}, {each.name}", f"{each.written} {each.note}".strip()) for each in found]

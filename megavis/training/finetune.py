@@ -20,7 +20,7 @@ from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.leakage import refuse_overlap
 from megavis.data.loading.subset import Subset, halves, shuffled
-from megavis.evaluation.classes import ClassResult, name_classes
+from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
 from megavis.evaluation.trained_on import training_shards
@@ -117,7 +117,7 @@ class Finetuning:
 
     def _result(self, engine: Engine, dataset: Subset) -> ClassResult:
         objective = self.objective
-        return name_classes(
+        return evaluate_classifier(
             Inference(engine.layers, engine.context),
             objective,
             dataset,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavis.data.loading.batch import Batch
-from megavis.training.callbacks.base import Hook, StepState
+from megavis.training.callbacks.base import Callback, StepState
 from megavis.training.engine import Engine
 from megavis.training.faults.watchdog import LONGEST_WINDOW, Watchdog
 from megavis.training.metrics import MetricsWriter
@@ -17,40 +17,42 @@ def train(
     *,
     first_step: int,
     last_step: int,
-    hooks: Sequence[Hook],
+    callbacks: Sequence[Callback],
     metrics: MetricsWriter | None,
-    save: Hook,
+    save: Callback,
     watchdog: Watchdog,
 ) -> None:
-    """Train from `first_step` to `last_step`, or until a hook stops.
+    """Train from `first_step` to `last_step`, or until a callback stops.
 
     Args:
         engine: the model in training.
         batches: endless micro-batches, beginning with those of the step after `first_step`.
         first_step: steps already taken.
         last_step: where to stop.
-        hooks: side jobs, called in this order on every process; before the first step of all too.
+        callbacks: called in this order on every process, and before the very first step.
         metrics: where the main process writes; None on the others.
         save: called last, so that a checkpoint never knows a step whose metrics are missing.
         watchdog: ends the job where a step takes too long. The first one, which warms everything
             up, and what comes after a step may take ten times as long.
     """
     if first_step == 0:
-        _after_step(StepState(0, last_step, None, engine), hooks, metrics)
+        _after_step(StepState(0, last_step, None, engine), callbacks, metrics)
     for step in range(first_step, last_step):
         with watchdog.expect(f"step {step + 1}", times=LONGEST_WINDOW if step == first_step else 1):
             loss = engine.train_step(batches, step)
         state = StepState(step + 1, last_step, loss, engine)
         with watchdog.expect(f"what follows step {step + 1}", times=LONGEST_WINDOW):
-            _after_step(state, hooks, metrics)
+            _after_step(state, callbacks, metrics)
             save(state)
         if state.stop is not None:
             return
 
 
-def _after_step(state: StepState, hooks: Sequence[Hook], metrics: MetricsWriter | None) -> None:
-    for hook in hooks:
-        hook(state)
+def _after_step(
+    state: StepState, callbacks: Sequence[Callback], metrics: MetricsWriter | None
+) -> None:
+    for callback in callbacks:
+        callback(state)
     if metrics is None:
         return
     if state.record:

@@ -27,7 +27,7 @@ from megavis.data.loading.loader import BatchLoader, Readable
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
-from megavis.training.callbacks.base import Hook, StepState, Validate
+from megavis.training.callbacks.base import Callback, StepState, Validate
 from megavis.training.callbacks.eval_worker import evaluate_during
 from megavis.training.callbacks.saving import SaveCheckpoint
 from megavis.training.callbacks.standard import build_callbacks, make_up_for
@@ -36,7 +36,7 @@ from megavis.training.faults.bad_steps import BadStepStreak, WatchBadSteps
 from megavis.training.faults.corruption_check import CheckReplicas
 from megavis.training.faults.interruption import Signals, StopOnSignal
 from megavis.training.faults.restarts import count_restart
-from megavis.training.faults.rollback import go_back, record_rollback
+from megavis.training.faults.rollback import record_rollback, roll_back
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
 from megavis.training.job import hold_run, open_job
@@ -90,7 +90,7 @@ class TrainingRun:
         tuning = Finetuning.open(loaded, network, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
-    def train(self, signals: Signals, extra_callbacks: Sequence[Hook] = ()) -> None:
+    def train(self, signals: Signals, extra_callbacks: Sequence[Callback] = ()) -> None:
         """Train to the last step, from the newest checkpoint if there is one; inside `hold_run`.
 
         Args:
@@ -112,7 +112,7 @@ class TrainingRun:
         interruption = StopOnSignal(signals)
         engine = Engine(config, self.objective, context)
         while row := self._train_from(found, engine, interruption, extra_callbacks):
-            found = go_back(self.folder, row, config.training, context)
+            found = roll_back(self.folder, row, config.training, context)
         if interruption.has_stopped:
             raise UnfinishedError(f"{self.folder} is saved; start it again and it goes on")
         if self.finetuning is not None:
@@ -123,7 +123,7 @@ class TrainingRun:
         found: Found | None,
         engine: Engine,
         interruption: StopOnSignal,
-        extra_callbacks: Sequence[Hook],
+        extra_callbacks: Sequence[Callback],
     ) -> BadStepStreak | None:
         """Train from a checkpoint, or from the start; return for which steps it is to go back."""
         config, context = self.config, self.context
@@ -143,8 +143,8 @@ class TrainingRun:
             also_at=config.checkpoint.keep_at,
         )
         validate = self._validate(interruption)
-        side_jobs = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
-        hooks = build_callbacks(self, first_step, validate, interruption, save, side_jobs)
+        extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
+        callbacks = build_callbacks(self, first_step, validate, interruption, save, extra)
         metrics = self._open_metrics(first_step, start) if context.is_main else None
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
@@ -157,7 +157,7 @@ class TrainingRun:
                 loader,
                 first_step=first_step,
                 last_step=first_step if self._is_over else config.training.steps,
-                hooks=hooks,
+                callbacks=callbacks,
                 metrics=metrics,
                 save=save,
                 watchdog=watchdog,
@@ -202,7 +202,7 @@ class TrainingRun:
             is_urgent=interruption.is_urgent,
         )
 
-    def _checks(self, bad_steps: WatchBadSteps) -> list[Hook]:
+    def _checks(self, bad_steps: WatchBadSteps) -> list[Callback]:
         every, config = self.config.training.check_replicas_every, self.config
         if not every:
             return []

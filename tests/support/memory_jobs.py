@@ -17,7 +17,11 @@ from megavis.data.loading.batch import Batch
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
-from megavis.planning.boundary_activations import boundary_activations_of_layouts, num_bytes, saved_tensors
+from megavis.planning.boundary_activations import (
+    boundary_activations_of_layouts,
+    num_bytes,
+    saved_tensors,
+)
 from megavis.planning.memory import BUCKET
 from megavis.planning.shape import shape_of
 from megavis.training.engine import Engine

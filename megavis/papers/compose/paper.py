@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megavis.composition.asking import TRANSFORMED, Asking, InContext, Mask, Query, Shift
-from megavis.composition.codebook import Ids
+from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Condition, Labels
 from megavis.composition.encoded_image import EncodedImage
@@ -101,7 +101,7 @@ class Compose(Composition):
             windows = data.crop == "window"
             return Colors(image_size=size, vocabulary_size=keys.vocabulary_size, windows=windows)
         if isinstance(keys, IdTokens):
-            return Ids(
+            return TokenIds(
                 image_size=size,
                 side=keys.grid(data)[0],
                 vocabulary_size=keys.vocabulary_size,
@@ -223,7 +223,7 @@ class Compose(Composition):
     def density(self) -> Density:
         """How a token is predicted, scored and drawn."""
         keys, predicted = self.paper.density, self.predicts
-        if isinstance(predicted, Colors | Ids):
+        if isinstance(predicted, Colors | TokenIds):
             return Categorical(self.core, predicted.vocabulary_size, fill=normal(0.02))
         if isinstance(keys, PlaceDensity):
             count, skipped = predicted.num_tokens, self.asks.num_front

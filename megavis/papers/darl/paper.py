@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 
 from megavis.composition.asking import Asking, Query, Shift
-from megavis.composition.codebook import Ids
+from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
 from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical
@@ -44,7 +44,7 @@ class DARL(Composition):
         return self.patches()
 
     @cached_property
-    def predicts(self) -> Ids | Patches:
+    def predicts(self) -> TokenIds | Patches:
         """What is read, or ids of a frozen tokenizer (appendix B.4)."""
         return self.ids() if self.paper.loss == "ids" else self.reads
 
@@ -73,7 +73,7 @@ class DARL(Composition):
     def density(self) -> Categorical | Diffusion | SquaredError:
         """Pixels by squared error or out of noise, or ids (sections 3.2, 3.3)."""
         paper, predicts = self.paper, self.predicts
-        if isinstance(predicts, Ids):
+        if isinstance(predicts, TokenIds):
             return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
         decoder = DecoderSpec(
             paper.decoder_kind,

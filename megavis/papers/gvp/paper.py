@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 
 from megavis.composition.asking import Query
-from megavis.composition.codebook import Ids
+from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Condition, LearnedTokens
 from megavis.composition.pooled_features import PooledFeatures
@@ -42,12 +42,12 @@ class GVP(Composition):
     usual_share = 0.25
 
     @cached_property
-    def reads(self) -> Ids | Patches:
+    def reads(self) -> TokenIds | Patches:
         """Ids (d), or patches of pixels (p)."""
         return self.ids() if self.paper.variant == "d2d" else self.patches()
 
     @cached_property
-    def predicts(self) -> Ids | Patches:
+    def predicts(self) -> TokenIds | Patches:
         """What is read, or ids in its place (p2d)."""
         return self.ids() if self.paper.variant == "p2d" else self.reads
 
@@ -83,7 +83,7 @@ class GVP(Composition):
     def density(self) -> Categorical | SquaredError:
         """A unit Gaussian of each number of a patch, or a categorical distribution of ids."""
         paper, predicts = self.paper, self.predicts
-        if isinstance(predicts, Ids):
+        if isinstance(predicts, TokenIds):
             return Categorical(self.core, predicts.vocabulary_size, fill=normal(0.02))
         return SquaredError(
             predicts.width,

@@ -25,7 +25,7 @@ _OF_TRAINING = ("lr", "grad_norm", "samples_per_s")
 
 @dataclass
 class StepState:
-    """What hooks see after a step; `record` becomes the step's line of metrics."""
+    """What callbacks see after a step; `record` becomes the step's line of metrics."""
 
     step: int
     """Optimizer steps taken so far."""
@@ -36,11 +36,11 @@ class StepState:
     record: dict[str, float] = field(default_factory=dict)
     images: dict[str, np.ndarray] = field(default_factory=dict)
     wants_checkpoint: bool = False
-    """A hook sets it, the same on every process: this step is saved, due or not."""
+    """A callback sets it, the same on every process: this step is saved, due or not."""
     stop: str | None = None
-    """Why training ends here and now; a hook sets it, the same on every process."""
+    """Why training ends here and now; a callback sets it, the same on every process."""
     goes_back: bool = False
-    """A hook sets it with `stop`: what was trained last is dropped, so this step is not saved."""
+    """Set by a callback with `stop`: the last steps are dropped, so this one is not saved."""
 
     @property
     def is_last(self) -> bool:
@@ -52,7 +52,7 @@ class StepState:
         return bool(every) and (self.step % every == 0 or self.step == self.last_step)
 
 
-class Hook(Protocol):
+class Callback(Protocol):
     """A side job; called on every process after every step, and once before the first."""
 
     def __call__(self, state: StepState) -> None:
@@ -81,7 +81,7 @@ class LogMetrics:
         state.record.update(self._throughput(state))
 
     def restart_clock(self, state: StepState) -> None:
-        """Leave out of the speeds what the other hooks took; called after them.
+        """Leave out of the speeds what the other callbacks took; called after them.
 
         The clock first runs after the first step, which warms everything up.
         """

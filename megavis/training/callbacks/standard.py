@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megavis.training.callbacks.base import (
+    Callback,
     CollectGarbage,
-    Hook,
     LogMetrics,
     ShowProgress,
     StepState,
@@ -31,8 +31,8 @@ def build_callbacks(
     validate: Validate | None,
     interruption: StopOnSignal,
     save: SaveCheckpoint,
-    extra: Sequence[Hook],
-) -> list[Hook]:
+    extra: Sequence[Callback],
+) -> list[Callback]:
     """Return the side jobs that a run's config asks for.
 
     Args:
@@ -50,14 +50,14 @@ def build_callbacks(
         tokens_per_image=paper.backbone.num_tokens,
     )
     replaced = ReportReplacedSamples(settings.log_every, run.train_data, run.context)
-    hooks: list[Hook] = [log, save.record_stall, replaced]
+    callbacks: list[Callback] = [log, save.record_stall, replaced]
     if validate is not None:
-        hooks.append(validate)
+        callbacks.append(validate)
     if run.finetuning is not None:
-        hooks.append(run.finetuning.stopping)
-    hooks.append(interruption)
+        callbacks.append(run.finetuning.stopping)
+    callbacks.append(interruption)
     if settings.sample_every:
-        hooks.append(
+        callbacks.append(
             SampleImages(
                 run.folder,
                 run.validation_data,
@@ -66,10 +66,10 @@ def build_callbacks(
                 num_images=settings.sample_images,
             )
         )
-    hooks += [*extra, CollectGarbage()]
+    callbacks += [*extra, CollectGarbage()]
     if run.context.is_main:
-        hooks.append(ShowProgress(first_step, settings.steps))
-    return [*hooks, log.restart_clock]
+        callbacks.append(ShowProgress(first_step, settings.steps))
+    return [*callbacks, log.restart_clock]
 
 
 def make_up_for(

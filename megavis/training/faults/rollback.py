@@ -21,7 +21,7 @@ from megavis.training.faults.bad_steps import BadStepStreak
 from megavis.training.metrics import MetricsWriter, read_metrics
 
 
-def go_back(
+def roll_back(
     run_folder: Path, row: BadStepStreak, settings: TrainingConfig, context: ParallelContext
 ) -> Found:
     """Return the checkpoint to resume from, with the skipped data recorded in it.

@@ -42,7 +42,7 @@ class TwoStacks(IGPT):
         heads = {"num_attention_heads": 2, "ffn_hidden_size": 3 * paper.upper_size}
         model = self.core.model.model_copy(update=size | heads)
         return self.core.with_stack(
-            name="upper", model=model, visibility_kind="two_stream", carries=GROUPS
+            name="upper", model=model, visibility_kind="two_stream", carried_names=GROUPS
         )
 
     @cached_property

@@ -146,11 +146,13 @@ def test_drop_path_leaves_halves_of_blocks_out(build, tmp_path, batch, pictures,
 
     *_, samples = middle
     assert samples.tolist() == list(range(6))
-    relations = second.core.relations(dict(zip(second.core.carries, middle[1:], strict=True)))
+    attention_context = second.core.attention_context(
+        dict(zip(second.core.carried_names, middle[1:], strict=True))
+    )
     draws = uniform(samples, 2, seed=0, purpose="drop-path-2")
     kept = (draws >= 0.4).float() / 0.6
     assert kept.unique().numel() == 2
-    mixed, bias = second.self_attention(second.input_layernorm(middle[0]), relations)
+    mixed, bias = second.self_attention(second.input_layernorm(middle[0]), attention_context)
     expected = middle[0] + kept[:, :1] * (mixed if bias is None else mixed + bias)
     mixed, bias = second.mlp(second.pre_mlp_layernorm(expected))
     expected = expected + kept[:, 1:] * (mixed if bias is None else mixed + bias)

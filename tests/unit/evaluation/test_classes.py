@@ -9,7 +9,7 @@ from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.subset import Subset
-from megavis.evaluation.classes import name_classes
+from megavis.evaluation.classes import evaluate_classifier
 from megavis.evaluation.figures import draw_confusion
 
 WORDS = (
@@ -22,7 +22,7 @@ WORDS = (
 def test_numbers_are_scikit_learn_s(build, shard_folders, tmp_path):
     objective, runner = build(tmp_path / "c.yaml", *WORDS)
     whole, order = ShardDataset(shard_folders / "validation"), np.arange(35, 5, -1)
-    got = name_classes(runner, objective, Subset(whole, order), batch_size=8)
+    got = evaluate_classifier(runner, objective, Subset(whole, order), batch_size=8)
 
     tokens, labels = whole.read(order)
     inputs = objective.inputs_from(torch.from_numpy(tokens.astype(np.int64)))
@@ -45,7 +45,7 @@ def test_five_masks_vote_in_a_bert_network(build, tmp_path, shard_folders):
     words = (*WORDS, "objective.mode=bert", "finetune.generative_weight=1")
     objective, runner = build(tmp_path / "c.yaml", *words)
     dataset = ShardDataset(shard_folders / "validation")
-    got = name_classes(runner, objective, dataset, num_views=5, batch_size=10)
+    got = evaluate_classifier(runner, objective, dataset, num_views=5, batch_size=10)
 
     tokens, labels = dataset.read(np.arange(36))
     ids = torch.from_numpy(tokens.astype(np.int64))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavis.cli import main
-from megavis.evaluation.ensemble import Answers, together
+from megavis.evaluation.ensemble import ClassProbabilities, average
 
 pytestmark = pytest.mark.once
 
@@ -16,10 +16,10 @@ def test_probabilities_are_averaged_not_logits():
     random = np.random.default_rng(0)
     labels = torch.from_numpy(random.integers(7, size=40))
     members = [
-        Answers(torch.from_numpy(random.dirichlet(np.full(7, 0.3), size=40)), labels)
+        ClassProbabilities(torch.from_numpy(random.dirichlet(np.full(7, 0.3), size=40)), labels)
         for _ in range(3)
     ]
-    both = together(members)
+    both = average(members)
     mean = np.mean([member.probabilities.numpy() for member in members], axis=0)
     np.testing.assert_allclose(both.probabilities.numpy(), mean)
     order = mean.argsort(1)[:, ::-1]
@@ -27,7 +27,7 @@ def test_probabilities_are_averaged_not_logits():
         hits = [label in row[:count] for label, row in zip(labels.tolist(), order, strict=True)]
         assert both.share_right(count) == pytest.approx(np.mean(hits))
     with pytest.raises(ValueError, match="different images"):
-        together([members[0], Answers(members[1].probabilities, labels.flip(0))])
+        average([members[0], ClassProbabilities(members[1].probabilities, labels.flip(0))])
 
 
 def test_the_command_names_each_run_and_all_together(small_config, tmp_path, capsys):

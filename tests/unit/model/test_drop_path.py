@@ -85,10 +85,10 @@ def kept_parts(objective, runner, batch, rates):
     for block, rate in zip(blocks, rates, strict=True):
         num_parts, before = (
             add_constants(block),
-            LayerState.unpack(state, block.core.carries).hidden,
+            LayerState.unpack(state, block.core.carried_names).hidden,
         )
         state = block.train()(state)
-        after = LayerState.unpack(state, block.core.carries).hidden
+        after = LayerState.unpack(state, block.core.carried_names).hidden
         # What is kept is divided by the share of the images that keep it.
         added = (after - before[-len(after) :]) * (1 - rate)
         digits = added[0, :, 0].round().long()

@@ -105,7 +105,11 @@ def test_features_are_those_of_the_lower_stack(two_stacks):
 def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
     """Of both stacks, the bridge and both ends, whole and cut into two stages."""
     from megavis.planning.activations import activation_memory
-    from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
+    from megavis.planning.boundary_activations import (
+        boundary_activations_of,
+        num_bytes,
+        saved_tensors,
+    )
     from megavis.planning.layouts import Layout, layout_key
     from megavis.planning.shape import shape_of
 

@@ -162,7 +162,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives(attention, num_new):
     whole = module(hidden, AttentionContext(Visibility("causal"), coordinates))[0]
     for start in range(0, TOKENS, num_new):
         new = slice(start, start + num_new)
-        relations = AttentionContext(Visibility("causal"), coordinates[:, new], cache)
-        parts.append(module(hidden[new], relations)[0])
+        attention_context = AttentionContext(Visibility("causal"), coordinates[:, new], cache)
+        parts.append(module(hidden[new], attention_context)[0])
         cache.advance()
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)

@@ -93,7 +93,7 @@ def test_targets_and_inputs_stand_in_order(build, order):
         assert torch.equal(inputs[3], orders)
     assert noisy.shape == (2, PATCHES, WIDTH + 1)
     carried = runner.layers.modules[0](inputs)
-    names = objective.carries
+    names = objective.carried_names
     assert torch.equal(from_bits(carried[1 + names.index("noisy")]), noisy)
     coordinates = carried[1 + names.index("coordinates")][0].tolist()
     cells = [[0, -1], *([cell // 4, cell % 4] for cell in orders[0].tolist())]

@@ -104,14 +104,14 @@ def test_gradients_are_zero_exactly_where_nothing_is_seen(build_gvp, seed):
     plan = Arrangement(z, groups, num_content=num_tokens)
     patches = torch.randn(1, num_tokens, 48)
     inputs = objective.asks.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
-    stream = LayerState.unpack(embedding(inputs), objective.carries)
+    stream = LayerState.unpack(embedding(inputs), objective.carried_names)
     hidden = stream.hidden.detach().requires_grad_()
     state = stream.with_hidden(hidden).pack()
     places = z[0].argsort() + condition
     content = torch.cat([torch.arange(condition), places])
     for number, block in enumerate(blocks):
         state = block(state)
-        out = LayerState.unpack(state, objective.carries).hidden
+        out = LayerState.unpack(state, objective.carried_names).hidden
         first = condition + num_tokens if number == len(blocks) - 1 else 0
         assert len(out) == len(hidden) - first, "the last block gives queries alone"
         for row, token in [*enumerate(content), *enumerate(places + num_tokens, condition)]:

@@ -32,7 +32,7 @@ def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder)
     linear = embedding.linear_condition
     wanted = pooled @ linear.weight.t() + linear.bias
     for inputs in (objective.sequence(batch).inputs, objective.feature_inputs(batch)):
-        stream = LayerState.unpack(embedding(inputs), objective.carries)
+        stream = LayerState.unpack(embedding(inputs), objective.carried_names)
         torch.testing.assert_close(stream.hidden[0], wanted)
         assert (stream.carried["content_groups"][:, 0] == 0).all(), "seen by all"
     assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()

@@ -30,23 +30,23 @@ def streams(build_gvp):
         patches = torch.randn(1, PATCHES, 48, generator=torch.Generator().manual_seed(2))
         plan = Arrangement(z, groups, num_content=seen)
         state = embedding(objective.asks.rows(patches[:, z[0]], Question(plan, seen, asked)))
-        before = LayerState.unpack(state, objective.carries).hidden
+        before = LayerState.unpack(state, objective.carried_names).hidden
         for block in blocks:
             state = block(state)
-        return before, LayerState.unpack(state, objective.carries).hidden
+        return before, LayerState.unpack(state, objective.carried_names).hidden
 
     return objective.core, blocks, run
 
 
 def through(core, blocks, kind, hidden, **carried):
     """Run the same weights under another visibility."""
-    other = core.with_stack(visibility_kind=kind, carries=tuple(carried))
+    other = core.with_stack(visibility_kind=kind, carried_names=tuple(carried))
     state = LayerState(hidden, carried).pack()
     for number, block in enumerate(blocks, start=1):
         twin = Block(other, number)
         twin.load_state_dict(block.state_dict())
         state = twin(state)
-    return LayerState.unpack(state, other.carries).hidden
+    return LayerState.unpack(state, other.carried_names).hidden
 
 
 def test_raster_order_and_a_group_for_each_token_is_igpts_causal_model(streams):

@@ -146,11 +146,11 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
     frames = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).half()
     batch = batch_of(frames)
     sequence = objective.sequence(batch)
-    patches, context, told = sequence.inputs
+    patches, context, given_positions = sequence.inputs
     mean, deviation = frames.float().mean(1), frames.float().std(1, correction=0)
     expected = (frames.float() - mean[:, None]) / deviation[:, None]
     torch.testing.assert_close(patches, expected, rtol=1e-3, atol=1e-3)
-    assert (context.shape, told.shape) == ((3, 21), (3, 2))
+    assert (context.shape, given_positions.shape) == ((3, 21), (3, 2))
     embedding = runner.layers.modules[0]
     hidden = embedding(sequence.inputs)[0][1:].transpose(0, 1)
     added = hidden - embedding.patches(patches)
@@ -158,21 +158,21 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
         for place in range(20):
             waves = [place / 10_000 ** (2 * i / 32) for i in range(16)]
             wave = torch.tensor([*map(math.sin, waves), *map(math.cos, waves)])
-            wanted = wave if place in told[image].tolist() else torch.zeros(32)
+            wanted = wave if place in given_positions[image].tolist() else torch.zeros(32)
             torch.testing.assert_close(added[image, place], wanted, rtol=1e-4, atol=1e-4)
             assert int(sequence.targets[0][image, place]) == place
             counts = bool(sequence.targets[1][image, place])
-            assert counts == (place not in told[image].tolist())
+            assert counts == (place not in given_positions[image].tolist())
     logits = torch.randn(3, 21, 20, generator=torch.Generator().manual_seed(1))
     nats = [
         -float(logits[b, 1 + p].log_softmax(-1)[p])
         for b in range(3)
         for p in range(20)
-        if p not in told[b].tolist()
+        if p not in given_positions[b].tolist()
     ]
     assert len(nats) == 54
     assert float(objective.loss(logits, sequence.targets)) == pytest.approx(sum(nats) / 54)
-    # In features, as in fine-tuning, all are told.
+    # In features, as in fine-tuning, all positions are given.
     assert objective.feature_inputs(batch)[2].tolist() == [list(range(20))] * 3
 
 

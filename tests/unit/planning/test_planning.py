@@ -54,7 +54,9 @@ def build(context, name, *words):
 
 def measured(objective):
     """Return its shape, for the layout of its config on one process."""
-    return shape_of(objective, {layout_key(objective.config.parallel): boundary_activations_of(objective)})
+    return shape_of(
+        objective, {layout_key(objective.config.parallel): boundary_activations_of(objective)}
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
 from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector
-from megavis.training.faults.rollback import go_back
+from megavis.training.faults.rollback import roll_back
 
 pytestmark = pytest.mark.once
 
@@ -76,9 +76,9 @@ def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
     shutil.copytree(trained.parent / "small", run)
     settings = TrainingConfig(steps=9, batch_size=8, rollback_margin=1, max_rollbacks=2)
     with pytest.raises(UserError, match="no checkpoint is 1 steps"):
-        go_back(run, BadStepStreak(2, 4, next_batch=4), settings, context)
+        roll_back(run, BadStepStreak(2, 4, next_batch=4), settings, context)
     for times, next_batch in ((1, 4), (2, 9)):
-        folder, manifest = go_back(
+        folder, manifest = roll_back(
             run, BadStepStreak(4, 4, next_batch=next_batch), settings, context
         )
         assert folder == latest_checkpoint(run) == step_folder(run, 2)
@@ -88,9 +88,9 @@ def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
         assert manifest.went_back.times == times
         assert manifest.step + manifest.batches_skipped == next_batch + 1
     with pytest.raises(UserError, match="has gone back to step 2 2 times"):
-        go_back(run, BadStepStreak(4, 4, next_batch=14), settings, context)
+        roll_back(run, BadStepStreak(4, 4, next_batch=14), settings, context)
     with pytest.raises(UserError, match="or let it go back"):
-        go_back(
+        roll_back(
             run, BadStepStreak(4, 4, next_batch=4), TrainingConfig(steps=9, batch_size=8), context
         )
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from megavis.cli import main
 from megavis.evaluation.images.classifier import (
     ImageClassifier,
-    fit_classifier,
-    classify_images,
     class_accuracies,
+    classify_images,
+    fit_classifier,
 )
 from megavis.evaluation.images.image_files import open_images
 from megavis.tokenizers.base import open_tokenizer
