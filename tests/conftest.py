@@ -120,13 +120,23 @@ def build_paper(context, tmp_path):
 @pytest.fixture
 def build(build_paper):
     """Build an iGPT of any size; `path` is not used."""
-    return lambda path, *words: build_paper(SMALL_CONFIG, *words)
+    from tiny import tiny
+
+    text = tiny(f"{{name: igpt, vocabulary_size: {NUM_COLORS}}}", data={"image_size": 4})
+    return lambda path, *words: build_paper(text, *words)
 
 
 @pytest.fixture
 def build_gvp(build_paper):
     """Build a GVP of nine patches."""
-    return lambda *words: build_paper(GVP_CONFIG, *words)
+    from tiny import VIT, tiny
+
+    text = tiny(
+        "{name: gvp, patch_size: 4, num_groups: 3}",
+        model={**VIT, "num_layers": 3},
+        data={"image_size": 12},
+    )
+    return lambda *words: build_paper(text, *words)
 
 
 @pytest.fixture(scope="session")
@@ -174,31 +184,3 @@ training: {{steps: 2, batch_size: 8}}
 """
     )
     return path
-
-
-SMALL_CONFIG = f"""\
-name: small
-objective: {{name: igpt, vocabulary_size: {NUM_COLORS}}}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: shards/train, image_size: 4}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8}}
-"""
-
-GVP_CONFIG = """\
-name: small
-objective: {name: gvp, patch_size: 4, num_groups: 3}
-model:
-  num_layers: 3
-  hidden_size: 16
-  num_attention_heads: 2
-  normalization: layer_norm
-  norm_epsilon: 1e-6
-  activation: gelu
-  add_bias: true
-data: {train: shards/train, image_size: 12}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 3, batch_size: 8}
-"""

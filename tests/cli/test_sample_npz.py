@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny import tiny
 
 from megavis.commands.sample_npz import write_samples
 from megavis.commands.sampling_options import spelled
@@ -16,15 +17,11 @@ from megavis.tokenizers.palette import Palette
 
 pytestmark = pytest.mark.once
 
-DARL = """\
-name: small
-objective: {name: darl, patch_size: 4, loss: diffusion, order: random, two_streams: true,
-  noise_a: 1}
-model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}
-data: {train: shards/train, image_size: 8}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 3, batch_size: 8}
-"""
+DARL = tiny(
+    "{name: darl, patch_size: 4, loss: diffusion, order: random, two_streams: true, noise_a: 1}",
+    data={"image_size": 8},
+    model={"num_layers": 1},
+)
 NONE = dict.fromkeys(
     ("probability", "guidance", "beams", "fans", "rounds", "choice_temperature", "groups")
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import make_config, with_layout
+from layout_curves import make_config, with_layout
 
 from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig

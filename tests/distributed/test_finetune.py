@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 from run_jobs import deterministic_metrics, rewind, train_run
-from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.format.reader import read_weights

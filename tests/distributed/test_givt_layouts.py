@@ -16,7 +16,7 @@ from golden_givt import (
     import_file,
     import_golden,
 )
-from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
+from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 
 from data_tools.__main__ import main as data_tools
 from megavis.config.load import ConfigSource, LoadedConfig, load_config

@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 
-from megavis.config.load import load_config
-from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.planning.layouts import legal_layouts
-from megavis.training.parity import parity_config, train_briefly
+from megavis.training.parity import train_briefly
 
 STEPS = 10
-TOLERANCE = 1e-5
 
 # Processes, then what differs from one process at ZeRO-0.
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -40,14 +38,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def make_config(path: Path, *overrides: str) -> RunConfig:
-    return parity_config(load_config(path, overrides).config)
-
-
-def with_layout(config: RunConfig, **layout: Any) -> RunConfig:
-    return config.model_copy(update={"parallel": ParallelConfig(**layout)})
-
-
 @pytest.fixture(scope="module")
 def reference(run_job: Any, tiny_config: Path) -> Any:
     """Curves of one process at ZeRO-0 by objective mode; three processes want a batch of 12."""
@@ -60,15 +50,6 @@ def reference(run_job: Any, tiny_config: Path) -> Any:
         return curves[overrides]
 
     return curve
-
-
-def largest_difference(curves: Any, reference: Any) -> float:
-    return max(
-        abs(mine - theirs) / abs(theirs)
-        for curve in curves
-        for ours, one in zip(curve, reference, strict=True)
-        for mine, theirs in zip(ours, one, strict=True)
-    )
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda v: str(v)[:90])

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
 from small_configs import SMALL
 from small_vqgan import write_untrained_run
-from test_layouts import TOLERANCE, largest_difference, make_config, with_layout
 
 from megavis.config.schema import RunConfig
 from megavis.papers import build_objective

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "megavis").rglob("*.py"), *(ROOT / "data_tools").rglob("*.py")])
@@ -78,16 +79,7 @@ def test_a_mistake_in_a_config_is_told_without_torch(tmp_path):
     papers = list(PAPER_CONFIGS)
     assert len(papers) >= 9
     for paper in papers:
-        (tmp_path / f"{paper}.yaml").write_text(
-            f"""\
-name: small
-objective: {{name: {paper}}}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: shards/train, image_size: 32}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8}}
-"""
-        )
+        (tmp_path / f"{paper}.yaml").write_text(tiny(f"{{name: {paper}}}", data={"image_size": 32}))
     mistakes = ("objective.mask_ration=1", "data.image_size=0", "parallel.offload_optimizer=nvme")
     commands = [["train", f"{p}.yaml", mistake] for p in papers for mistake in mistakes]
     elsewhere = [[verb, "igpt.yaml", "seed=-1"] for verb in ("params", "search-lr", "finetune")]

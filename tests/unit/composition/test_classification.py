@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from class_logits import PATCHES, WORDS, class_logits
 
 from megavis.composition.classification import Classification
 from megavis.data.loading.batch import Batch
@@ -14,12 +15,6 @@ from megavis.model.declarations import options_of
 from megavis.papers import OBJECTIVES
 from megavis.parallel.random import uniform
 
-WORDS = (
-    "finetune={num_classes: 5}",
-    "data.validation=shards/validation",
-    "training.validate_every=1",
-)
-PATCHES = ("model.normalization=layer_norm", "model.add_bias=true")
 PAPERS = {
     "igpt": ("finetune.read_out=last",),
     "gvp": ("objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES),
@@ -40,23 +35,6 @@ def pictures(batch):
     """Six images of three classes, as pixels."""
     pixels = torch.randint(0, 256, (6, 4, 4, 3), generator=torch.Generator().manual_seed(0))
     return Batch(pixels.to(torch.uint8), batch.labels, batch.sample_index)
-
-
-@torch.no_grad()
-def class_logits(runner, inputs, read_out):
-    """Class logits `[b, c]`, by loops from the head's norm on."""
-    embedding, *blocks, head = runner.layers.modules
-    state = embedding(inputs)
-    for block in blocks:
-        state = block(state)
-    tokens = head.norm(state if isinstance(state, torch.Tensor) else state[0])
-    linear, images = head.classifier.linear, []
-    for image in range(tokens.shape[1]):
-        mean = sum(tokens[:, image]) / len(tokens)
-        seen = {"mean": mean, "first": tokens[0, image], "last": tokens[-1, image]}[read_out]
-        rows = zip(linear.weight, linear.bias, strict=True)
-        images.append([float(row @ seen + bias) for row, bias in rows])
-    return images
 
 
 def cross_entropy(logits, label, smoothing=0.0):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_batches import photographs
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.model.orders import take_places
@@ -64,18 +65,14 @@ def make(build_paper):
 
     def make(name):
         objective, kind, _ = PAPERS[name]
-        blocks = "model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}\n"
         size = 3 if kind == "ids" else 12
-        text = f"""\
-name: small
-objective: {objective}
-{"" if name == "vae" else blocks}data:
-  train: shards/train
-  validation: shards/validation
-  image_size: {size}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8, validate_every: {int(name == "classes")}}}
-"""
+        text = tiny(
+            objective,
+            model=None if name == "vae" else {"num_layers": 1},
+            data={"image_size": size},
+            training={"validate_every": int(name == "classes")},
+            validates=True,
+        )
         inputs = photographs(4, size)
         if kind == "ids":
             inputs = inputs[..., 0].flatten(1).long() % 12

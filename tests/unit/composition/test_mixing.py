@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from class_logits import PATCHES, WORDS, class_logits
 from scipy import stats
-from test_classification import PATCHES, WORDS, class_logits
 
 from megavis.composition.mixing import Mixing
 from megavis.config.errors import UserError

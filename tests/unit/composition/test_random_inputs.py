@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_batches import photographs
+from tiny import tiny
 
 from megavis.data.loading.batch import Batch
 
@@ -65,14 +66,7 @@ def make(build_paper):
 
     def make(name, *words):
         objective, kind, *_ = MODELS[name]
-        text = f"""\
-name: small
-objective: {objective}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}}
-data: {{train: shards/train, image_size: 12}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8}}
-"""
+        text = tiny(objective, model={"normalization": "layer_norm"}, data={"image_size": 12})
         inputs = photographs(4, 12)
         if kind == "ids":
             inputs = inputs[..., 0].flatten(1).long() % 12

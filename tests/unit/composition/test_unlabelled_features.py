@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from tiny import tiny
 
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
@@ -41,14 +42,9 @@ def make(build_paper):
     """Build a small class-conditional model of one of the papers."""
 
     def make(name, *words):
-        text = f"""\
-name: tiny
-objective: {OBJECTIVES[name]}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}}
-data: {{train: shards/train, image_size: 32}}
-optimizer: {{learning_rate: 1e-3}}
-training: {{steps: 3, batch_size: 8}}
-"""
+        text = tiny(
+            OBJECTIVES[name], model={"normalization": "layer_norm"}, data={"image_size": 32}
+        )
         objective, runner = build_paper(text, *words, std=0.3)
         paper = objective.paper if isinstance(objective, Classification) else objective
         paper.reads.__dict__["tokenizer"] = FirstPixels()

@@ -2,12 +2,12 @@
 
 import csv
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.evaluation.images.completions import (
@@ -18,16 +18,17 @@ from megavis.evaluation.images.completions import (
 
 pytestmark = pytest.mark.once
 
-CONFIG = """\
-name: tiny_darl
-output: {folder}
-objective: {{name: darl, patch_size: 4, order: nested_raster}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {shards}/train, validation: {shards}/validation, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 8}}
-"""
+
+def config(folder, shards, objective="{name: darl, patch_size: 4, order: nested_raster}"):
+    return tiny(
+        objective,
+        shards=shards,
+        validates=True,
+        name="tiny_darl",
+        output=str(folder),
+        model={"num_layers": 1},
+        training={"steps": 2},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def run_folder(image_shards, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "c.yaml"
-    path.write_text(CONFIG.format(folder=folder, shards=image_shards))
+    path.write_text(config(folder, image_shards))
     assert main(["train", str(path), "--device", "cpu"]) == 0
     return folder / "tiny_darl"
 
@@ -132,9 +133,8 @@ def test_reconstructions(image_shards, tmp_path, capsys):
         "{name: mae, patch_size: 4,"
         " decoder: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}}"
     )
-    text = CONFIG.format(folder=tmp_path, shards=image_shards)
     path = tmp_path / "c.yaml"
-    path.write_text(re.sub("objective: .*", f"objective: {objective}", text))
+    path.write_text(config(tmp_path, image_shards, objective))
     assert main(["train", str(path), "--device", "cpu"]) == 0
     folder = tmp_path / "tiny_darl"
     assert main(["figure", "reconstructions", str(folder), "--num-images", "9"]) == 0

@@ -3,22 +3,13 @@
 import pytest
 import torch
 from small_batches import batch_of, photographs
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.evaluation.reconstructions import reconstruct
 
-CONFIG = """\
-name: tiny
-objective:
-  name: mae
-  patch_size: 4
-  decoder: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}
-model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}
-data: {train: shards/train, image_size: 16}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 2, batch_size: 8}
-"""
+DECODER = "{num_layers: 1, hidden_size: 16, num_attention_heads: 2}"
+MAE = f"{{name: mae, patch_size: 4, decoder: {DECODER}}}"
 
 
 class Predicts:
@@ -45,7 +36,7 @@ def cells(images):
 def paper(build_paper):
     """A function that builds the paper with normalised targets, or without."""
     return lambda normalize: build_paper(
-        CONFIG, f"objective.normalize_targets={str(normalize).lower()}"
+        tiny(MAE), f"objective.normalize_targets={str(normalize).lower()}"
     )[0]
 
 
@@ -98,8 +89,7 @@ def test_visible_patches_stay_and_others_get_their_own_statistics(paper, tmp_pat
     ],
 )
 def test_what_has_no_reconstruction_is_refused(build_paper, section, said, tmp_path):
-    text = CONFIG[: CONFIG.index("objective")] + f"objective: {section}\n"
-    objective, runner = build_paper(text + CONFIG[CONFIG.index("model:") :])
+    objective, runner = build_paper(tiny(section))
     batch = objective.blank_batch(1, torch.device("cpu"))
     with pytest.raises(UserError, match=said):
         reconstruct(runner, objective, batch, tmp_path)

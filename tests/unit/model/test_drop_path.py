@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
+from tiny import tiny
 
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
@@ -32,14 +33,8 @@ def make(build_paper):
     """Build a model of four blocks of one of the papers."""
 
     def make(name, *words):
-        text = f"""\
-name: small
-objective: {OBJECTIVES[name]}
-model: {{num_layers: 4, hidden_size: 8, num_attention_heads: 2, add_bias: true}}
-data: {{train: shards/train, image_size: 12}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8}}
-"""
+        model = {"num_layers": 4, "hidden_size": 8, "add_bias": True}
+        text = tiny(OBJECTIVES[name], model=model, data={"image_size": 12})
         return build_paper(text, *words)
 
     return make

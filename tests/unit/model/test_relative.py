@@ -4,27 +4,23 @@ import math
 
 import pytest
 import torch
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.evaluation.attention_maps import attention_weights
 from megavis.model.positions import NOWHERE, place_coordinates
 from megavis.model.relative import RelativeBias
 
-CONFIG = """\
-name: small
-objective: {name: mp3, patch_size: 4, mask_ratio: 0.5}
-model:
-  num_layers: 2
-  hidden_size: 16
-  num_attention_heads: 2
-  normalization: layer_norm
-  add_bias: true
-  positions: relative_2d
-data: {train: shards/train, validation: shards/validation, image_size: 12}
-optimizer: {learning_rate: 1e-3}
-training: {steps: 3, batch_size: 4, validate_every: 1}
-finetune: {num_classes: 3, read_out: first}
-"""
+
+def config(objective="{name: mp3, patch_size: 4, mask_ratio: 0.5}"):
+    return tiny(
+        objective,
+        model={"normalization": "layer_norm", "add_bias": True, "positions": "relative_2d"},
+        data={"image_size": 12},
+        training={"validate_every": 1},
+        finetune={"num_classes": 3, "read_out": "first"},
+        validates=True,
+    )
 
 
 def test_a_pair_gets_the_entry_of_its_offset():
@@ -49,7 +45,7 @@ def test_a_pair_gets_the_entry_of_its_offset():
 
 @pytest.mark.parametrize("visibility", ["kept", "full"])
 def test_attention_adds_it_to_its_logits(build_paper, visibility):
-    objective, runner = build_paper(CONFIG, f"finetune.visibility={visibility}")
+    objective, runner = build_paper(config(), f"finetune.visibility={visibility}")
     attention = runner.layers.modules[1].self_attention
     seen = {}
     for name in ("linear_q", "linear_kv"):
@@ -79,8 +75,8 @@ def test_attention_adds_it_to_its_logits(build_paper, visibility):
 
 
 def test_at_the_start_it_is_as_without_positions(build_paper):
-    objective, runner = build_paper(CONFIG)
-    _, without = build_paper(CONFIG, "model.positions=none")
+    objective, runner = build_paper(config())
+    _, without = build_paper(config(), "model.positions=none")
     for block in runner.layers.modules[1:-1]:
         torch.nn.init.zeros_(block.self_attention.relative_bias.weight)
     inputs = objective.inputs_from(torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8))
@@ -93,6 +89,6 @@ def test_at_the_start_it_is_as_without_positions(build_paper):
 
 @pytest.mark.parametrize("paper", ["{name: igpt}", "{name: darl, patch_size: 4}"])
 def test_other_papers_refuse_it(build_paper, paper):
-    text = CONFIG.replace("{name: mp3, patch_size: 4, mask_ratio: 0.5}", paper)
+    text = config(paper)
     with pytest.raises(UserError, match="has no relative_2d positions"):
         build_paper(text)

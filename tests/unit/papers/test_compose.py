@@ -5,27 +5,18 @@ import torch
 import torch.nn.functional as F
 from small_batches import batch_of, photographs, run_layers
 from small_vqgan import write_untrained_run
+from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.model.encoder import Encoder
 from megavis.sampling.sampler import Sampler
 
-CONFIG = """\
-name: small
-objective: {objective}
-model:
-  num_layers: 2
-  hidden_size: 16
-  num_attention_heads: 2
-  normalization: layer_norm
-  activation: gelu
-  add_bias: true
-data: {{train: shards/train, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8}}
-"""
+
+def config(objective):
+    return tiny(objective, model={**VIT, "norm_epsilon": 1e-5})
+
+
 PALETTE = "reads: {kind: palette, vocabulary_size: 32}"
 PATCHES = "reads: {kind: patches, patch_size: 4}"
 IDS = "{kind: ids, vocabulary_size: 12, patch_size: 4, tokenizer: run}"
@@ -59,7 +50,7 @@ def build(build_paper):
 
     def build(*words, more=()):
         objective = f"{{name: compose, {', '.join(words)}}}"
-        return build_paper(CONFIG.format(objective=objective), *more, std=0.3)
+        return build_paper(config(objective), *more, std=0.3)
 
     return build
 
@@ -348,7 +339,7 @@ def test_a_papers_words_are_that_paper(build_paper, build, name, vqgan):
     objective = objective.replace("VQGAN", vqgan)
     words = [word.replace("VQGAN", vqgan) for word in words]
     more = OPTIONS.get(name, ())
-    paper, paper_runner = build_paper(CONFIG.format(objective=objective), *more, std=0.3)
+    paper, paper_runner = build_paper(config(objective), *more, std=0.3)
     composed, runner = build(*words, more=more)
     weights = dict(paper_runner.layers.named_parameters())
     for key, value in list(weights.items()):

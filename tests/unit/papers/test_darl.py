@@ -4,27 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_batches import batch_of, photographs, run_layers
+from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.densities.diffusion import with_gamma
 from megavis.model.layer_state import from_bits
 
-CONFIG = """\
-name: small
-objective: {name: darl, patch_size: 4}
-model:
-  num_layers: 2
-  hidden_size: 16
-  num_attention_heads: 2
-  normalization: layer_norm
-  norm_epsilon: 1e-6
-  activation: gelu
-  add_bias: true
-data: {train: shards/train, image_size: 16}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 3, batch_size: 8}
-"""
+CONFIG = tiny("{name: darl, patch_size: 4}", model=VIT)
 SIDE, PATCHES, WIDTH = 16, 16, 48
 DIFFUSION = ("objective.loss=diffusion", "objective.noise_a=1")
 

@@ -4,20 +4,15 @@ import pytest
 import torch
 from small_batches import batch_of
 from small_vqgan import write_untrained_run
+from tiny import tiny
 from torch.nn import functional as F
 
 from megavis.config.errors import UserError
 from megavis.tokenizers.base import open_tokenizer
 
-CONFIG = """\
-name: small
-objective: {{name: darl, patch_size: 4, loss: ids, tokenizer: {run}, vocabulary_size: 12}}
-model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: shards/train, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 3, batch_size: 8}}
-"""
+
+def config(run):
+    return tiny(f"{{name: darl, patch_size: 4, loss: ids, tokenizer: {run}, vocabulary_size: 12}}")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +22,7 @@ def run_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("words", [[], ["objective.order=random", "objective.two_streams=true"]])
 def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, words):
-    objective, runner = build_paper(CONFIG.format(run=run_folder), *words)
+    objective, runner = build_paper(config(run_folder), *words)
     images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
     ids = open_tokenizer(run_folder).encode(images)
     order = objective.schedule.draw(torch.arange(2)).order.expand(2, -1)
@@ -50,10 +45,10 @@ def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, w
 
 
 def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folder):
-    objective, _ = build_paper(CONFIG.format(run=run_folder))
+    objective, _ = build_paper(config(run_folder))
     assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()
     pixels = ("objective.loss=mse", "objective.tokenizer=null", "objective.vocabulary_size=null")
-    assert build_paper(CONFIG.format(run=run_folder), *pixels)[0].tokenizer_identity is None
+    assert build_paper(config(run_folder), *pixels)[0].tokenizer_identity is None
 
 
 @pytest.mark.parametrize(
@@ -68,10 +63,10 @@ def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folde
 )
 def test_keys_that_do_not_go_together(build_paper, run_folder, words, message):
     with pytest.raises(UserError, match=message):
-        build_paper(CONFIG.format(run=run_folder), *words)
+        build_paper(config(run_folder), *words)
 
 
 def test_no_picture_is_drawn_of_ids(build_paper, run_folder):
-    objective, _ = build_paper(CONFIG.format(run=run_folder))
+    objective, _ = build_paper(config(run_folder))
     with pytest.raises(UserError, match="loss ids the model reads patches and names ids"):
         objective.generation()

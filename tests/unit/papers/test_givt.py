@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from small_batches import run_layers
+from tiny import tiny
 
 from megavis.composition import composition, latents
 from megavis.config.errors import UserError
@@ -12,14 +13,11 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
-CONFIG = """\
-name: tiny
-objective: {name: givt, latent_channels: 4, downsampling: 8, num_classes: 3, num_components: 2}
-model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}
-data: {train: shards/train, image_size: 32}
-optimizer: {learning_rate: 1e-3}
-training: {steps: 3, batch_size: 8}
-"""
+CONFIG = tiny(
+    "{name: givt, latent_channels: 4, downsampling: 8, num_classes: 3, num_components: 2}",
+    model={"normalization": "layer_norm"},
+    data={"image_size": 32},
+)
 
 
 @pytest.fixture

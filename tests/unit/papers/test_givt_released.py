@@ -15,6 +15,7 @@ from golden_givt import (
     import_golden,
 )
 from latent_shards import write_latent_shards
+from tiny import tiny
 
 import megavis
 from megavis.cli import main
@@ -187,15 +188,11 @@ def encoding(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoding")
     path, vae = folder / "config.yaml", import_golden(folder, "vae")
     path.write_text(
-        f"""\
-name: encoding
-objective:
-  {{name: givt, latent_channels: 8, downsampling: 4, num_classes: 2, tokenizer: "{vae}"}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: shards/train, image_size: 32}}
-optimizer: {{learning_rate: 1e-3}}
-training: {{steps: 1, batch_size: 2}}
-"""
+        tiny(
+            "{name: givt, latent_channels: 8, downsampling: 4, num_classes: 2,"
+            f" tokenizer: '{vae}'}}",
+            data={"image_size": 32},
+        )
     )
     config = load_config(path).config
     context = current_context() or open_context(read_launch({}), device="cpu")

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from small_vqgan import write_untrained_run
+from tiny import tiny
 
 import megavis
 from megavis.cli import main
@@ -17,18 +18,16 @@ def test_a_tokenizer_other_than_the_checkpoints_is_refused(image_shards, tmp_pat
     write_untrained_run(folder)
     path = tmp_path / "p2d.yaml"
     path.write_text(
-        f"""\
-name: p2d
-output: {tmp_path}/runs
-objective: {{name: gvp, variant: p2d, patch_size: 4, num_groups: 3, vocabulary_size: 12,
-  tokenizer: {folder}}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {image_shards}/train, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 2, batch_size: 4}}
-checkpoint: {{every: 1}}
-"""
+        tiny(
+            "{name: gvp, variant: p2d, patch_size: 4, num_groups: 3, vocabulary_size: 12,"
+            f" tokenizer: {folder}}}",
+            shards=image_shards,
+            name="p2d",
+            output=f"{tmp_path}/runs",
+            model={"num_layers": 1},
+            training={"steps": 2, "batch_size": 4},
+            checkpoint={"every": 1},
+        )
     )
     assert main(["train", str(path), "--device", "cpu"]) == 0
     shutil.rmtree(folder)
@@ -47,16 +46,15 @@ checkpoint: {{every: 1}}
 def test_samples_complete_a_quarter_of_held_out_images_by_default(image_shards, tmp_path):
     path = tmp_path / "p2p.yaml"
     path.write_text(
-        f"""\
-name: p2p
-output: {tmp_path}/runs
-objective: {{name: gvp, patch_size: 4, num_groups: 3}}
-model: {{num_layers: 1, hidden_size: 16, num_attention_heads: 2}}
-data: {{train: {image_shards}/train, validation: {image_shards}/validation, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 1, batch_size: 4}}
-"""
+        tiny(
+            "{name: gvp, patch_size: 4, num_groups: 3}",
+            shards=image_shards,
+            validates=True,
+            name="p2p",
+            output=f"{tmp_path}/runs",
+            model={"num_layers": 1},
+            training={"steps": 1, "batch_size": 4},
+        )
     )
     assert main(["train", str(path), "--device", "cpu"]) == 0
     sample = ["sample", str(tmp_path / "runs" / "p2p"), "--device", "cpu", "--num-images", "2"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
+from tiny import VIT, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
@@ -12,25 +13,10 @@ from megavis.config.errors import UserError
 from megavis.model.attention import join_keys_values
 from megavis.tokenizers.patches import standardize
 
-CONFIG = """\
-name: small
-objective:
-  name: mae
-  patch_size: 4
-  decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}
-model:
-  num_layers: 3
-  hidden_size: 32
-  num_attention_heads: 4
-  normalization: layer_norm
-  norm_epsilon: 1e-6
-  activation: gelu
-  add_bias: true
-data: {train: shards/train, image_size: 16}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-3}
-training: {steps: 3, batch_size: 4}
-"""
+CONFIG = tiny(
+    "{name: mae, patch_size: 4, decoder: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}}",
+    model={**VIT, "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4},
+)
 WIDTH, UPPER, PATCHES = 32, 16, 16
 
 

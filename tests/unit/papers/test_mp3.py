@@ -5,24 +5,16 @@ import math
 import pytest
 import torch
 from small_batches import batch_of, photographs, run_layers
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.model.flops import training_flops
 
-CONFIG = """\
-name: small
-objective: {name: mp3, patch_size: 4, mask_ratio: 0.5}
-model:
-  num_layers: 3
-  hidden_size: 32
-  num_attention_heads: 4
-  normalization: layer_norm
-  add_bias: true
-data: {train: shards/train, image_size: 16}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-3}
-training: {steps: 3, batch_size: 4}
-"""
+CONFIG = tiny(
+    "{name: mp3, patch_size: 4, mask_ratio: 0.5}",
+    model={"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
+    | {"normalization": "layer_norm", "add_bias": True},
+)
 PLACES = 16
 
 

@@ -9,27 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from small_batches import batch_of, photographs
+from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.papers.darl.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
 
-CONFIG = """\
-name: vit
-objective: {name: darl, patch_size: 8}
-model:
-  num_layers: 2
-  hidden_size: 32
-  num_attention_heads: 4
-  normalization: layer_norm
-  norm_epsilon: 1e-6
-  activation: gelu
-  add_bias: true
-  positions: learned
-data: {train: shards/train, image_size: 24}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 3, batch_size: 8}
-"""
+CONFIG = tiny(
+    "{name: darl, patch_size: 8}",
+    model={**VIT, "hidden_size": 32, "num_attention_heads": 4, "positions": "learned"},
+    data={"image_size": 24},
+)
 SIZES = {"img_size": 24, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from small_batches import photographs, run_layers
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.densities.diffusion import with_gamma
@@ -14,20 +15,10 @@ from megavis.sampling.pictures import Gallery, pixels_of
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
 
-CONFIG = """\
-name: small
-objective: {name: darl, patch_size: 4, noise_a: 1, sampling_steps: 3}
-model:
-  num_layers: 2
-  hidden_size: 16
-  num_attention_heads: 2
-  normalization: layer_norm
-  add_bias: true
-data: {train: shards/train, image_size: 16}
-parallel: {zero_stage: 0}
-optimizer: {learning_rate: 1e-2}
-training: {steps: 3, batch_size: 8}
-"""
+CONFIG = tiny(
+    "{name: darl, patch_size: 4, noise_a: 1, sampling_steps: 3}",
+    model={"normalization": "layer_norm", "add_bias": True},
+)
 PIXELS = (-0.485 / 0.229, (1 - 0.406) / 0.225)
 SHAPES = [
     # words of the config, patches given

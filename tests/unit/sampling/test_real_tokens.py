@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
@@ -17,14 +18,11 @@ from megavis.papers import OBJECTIVES
 from megavis.sampling.pictures import picture
 from megavis.sampling.sampler import Sampler
 
-CONFIG = """\
-name: tiny
-objective: {name: givt, latent_channels: 2, downsampling: 8, num_classes: 3, num_components: 2}
-model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, normalization: layer_norm}
-data: {train: shards/train, image_size: 32}
-optimizer: {learning_rate: 1e-3}
-training: {steps: 3, batch_size: 8}
-"""
+CONFIG = tiny(
+    "{name: givt, latent_channels: 2, downsampling: 8, num_classes: 3, num_components: 2}",
+    model={"normalization": "layer_norm"},
+    data={"image_size": 32},
+)
 ENCODER = (
     "objective.name=givt_encoder_decoder",
     "objective.num_classes=0",

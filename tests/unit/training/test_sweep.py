@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+from tiny import tiny
 
 from megavis.cli import main
 from megavis.evaluation.feature_cache import cached_features
@@ -11,16 +12,6 @@ from megavis.training.search.sweep import points_of
 
 pytestmark = pytest.mark.once
 
-CONFIG = """\
-name: tiny
-output: {folder}
-objective: {{name: darl, patch_size: 4, loss: diffusion}}
-model: {{num_layers: 1, hidden_size: 8, num_attention_heads: 2}}
-data: {{train: {shards}/train, validation: {shards}/validation, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2}}
-training: {{steps: 1, batch_size: 4, validate_every: 1, validation_images: 8}}
-"""
 GRID = ["--grid", "objective.noise_a=0.1,1", "--grid", "objective.noise_b=1..10:2"]
 
 
@@ -28,7 +19,16 @@ GRID = ["--grid", "objective.noise_a=0.1,1", "--grid", "objective.noise_b=1..10:
 def config(image_shards, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     path = folder / "c.yaml"
-    path.write_text(CONFIG.format(folder=folder, shards=image_shards))
+    path.write_text(
+        tiny(
+            "{name: darl, patch_size: 4, loss: diffusion}",
+            shards=image_shards,
+            validates=True,
+            output=str(folder),
+            model={"num_layers": 1, "hidden_size": 8},
+            training={"steps": 1, "batch_size": 4, "validate_every": 1, "validation_images": 8},
+        )
+    )
     return path
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from small_vqgan import write_untrained_run
+from tiny import tiny
 
 from megavis.config.load import load_config
 from megavis.model.stack import LocalLayers
@@ -12,20 +13,6 @@ from megavis.papers import build_objective
 from megavis.training.engine import build_stack
 from megavis.training.optimizer import decays
 
-MODEL = """\
-model:
-  num_layers: 1
-  hidden_size: 16
-  num_attention_heads: 2
-"""
-CONFIG = """\
-name: small
-objective: {objective}
-{model}data: {{train: shards/train, validation: shards/validation, image_size: 16}}
-parallel: {{zero_stage: 0}}
-optimizer: {{learning_rate: 1e-2, weight_decay: 0.1}}
-training: {{steps: 3, batch_size: 8, validate_every: 1}}
-"""
 BIASED = ("model.normalization=layer_norm", "model.add_bias=true")
 FINETUNE = (*BIASED, "finetune={num_classes: 5}")
 
@@ -232,7 +219,14 @@ def expand(table):
 
 def trained_parameters(context, path, objective, words, zero_stage):
     """Build a paper's model and return what learns, by name; `words` is None for a tokenizer."""
-    path.write_text(CONFIG.format(objective=objective, model="" if words is None else MODEL))
+    text = tiny(
+        objective,
+        model=None if words is None else {"num_layers": 1},
+        optimizer={"weight_decay": 0.1},
+        training={"validate_every": 1},
+        validates=True,
+    )
+    path.write_text(text)
     words = [*(words or ()), f"parallel.zero_stage={zero_stage}"]
     built = build_objective(load_config(path, words).config, context)
     layers = LocalLayers(built.layer_plans(), list(build_stack(built, context).layers))

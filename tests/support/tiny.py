@@ -1,0 +1,33 @@
+"""The text of a tiny config, for tests that build or train a model in a second."""
+
+import yaml
+
+TREE = """\
+name: tiny
+objective: {objective}
+model: {{num_layers: 2, hidden_size: 16, num_attention_heads: 2}}
+data: {{train: {shards}/train, image_size: 16}}
+parallel: {{zero_stage: 0}}
+optimizer: {{learning_rate: 1e-2}}
+training: {{steps: 3, batch_size: 8}}
+"""
+VIT = {"normalization": "layer_norm", "norm_epsilon": 1e-6, "activation": "gelu", "add_bias": True}
+"""Keys of `model` with which a block is that of a Vision Transformer."""
+
+
+def tiny(objective, *, shards="shards", validates=False, **sections):
+    """Return a config as text.
+
+    Args:
+        objective: the section in YAML.
+        shards: folder of `train` and `validation`.
+        validates: name `validation` too.
+        sections: keys that a section has besides those above or in place of them; a section that is
+            no mapping, and None for a section that is left out.
+    """
+    tree = yaml.safe_load(TREE.format(objective=objective, shards=shards))
+    if validates:
+        tree["data"]["validation"] = f"{shards}/validation"
+    for name, keys in sections.items():
+        tree[name] = {**tree.get(name, {}), **keys} if isinstance(keys, dict) else keys
+    return yaml.safe_dump({name: keys for name, keys in tree.items() if keys is not None})
