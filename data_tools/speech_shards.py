@@ -2,8 +2,10 @@
 
 `validation_list.txt` and `testing_list.txt` in the folder name the files of the latter two ("Speech
 Commands", Warden, 2018). With `--words` only these are classes of their own: the others are
-`_unknown_`, and cuts of `_background_noise_` are `_silence_`, a tenth as many as wanted words each,
-as in the twelve classes of TC-ResNet, whose split the paper takes over.
+`_unknown_`, and seconds of zeros are `_silence_`, a tenth as many as wanted words each, as in the
+twelve classes of TC-ResNet, whose preparation MP3 keeps (section 4.1). Its augmentation of training
+recordings (`anchored_slice_or_pad_with_shift`) is stored: `--variants N` moves each by up to 100 ms
+and mixes `_background_noise_` into it, N times.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import argparse
 import copy
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data_tools.cepstra import (
     DESCRIPTION,
@@ -31,6 +35,7 @@ from data_tools.decode import RefusedImageError
 from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded
 from data_tools.sources import FileSource, SourceFile, SourceImage
+from data_tools.speech_variants import VARIANTS, read_noises, vary
 from megavis.config.errors import UserError
 from megavis.data.codecs.frames import FramesCodec
 
@@ -48,28 +53,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="commas between words that are classes of their own; absent: every word is one",
     )
+    parser.add_argument(
+        "--variants",
+        type=int,
+        default=0,
+        help="store each training recording N times, moved by up to 100 ms and mixed with"
+        " _background_noise_, as TC-ResNet augments; 0: once, as it is",
+    )
     add_job_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the three folders and say what is in them. Raises UserError and OSError."""
     need_librosa()
+    if arguments.variants < 0:
+        raise UserError("--variants must be at least 0")
     words = tuple(filter(None, arguments.words.split(",")))
-    for part, source in sources(arguments.source, words).items():
+    for part, source in sources(arguments.source, words, variants=arguments.variants).items():
         job = copy.copy(arguments)
         job.out = arguments.out / part
-        code = run_job(source, SpeechEncoder(), job, label=part)
+        varies = part == "train" and arguments.variants > 0
+        encoder = SpeechEncoder(noise=arguments.source / NOISE if varies else None)
+        code = run_job(source, encoder, job, label=part)
         if code:
             return code
     return 0
 
 
-def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
+def sources(root: Path, words: Sequence[str] = (), *, variants: int = 0) -> dict[str, FileSource]:
     """Return the recordings of each part.
 
     Args:
         root: a Speech Commands folder.
         words: those that are classes of their own; all when empty.
+        variants: how often a training recording comes, with a number in its name; 0: once, without.
 
     Raises:
         UserError: the folder is none, or has not these words.
@@ -90,9 +107,16 @@ def sources(root: Path, words: Sequence[str] = ()) -> dict[str, FileSource]:
         files = list(_labelled(root, mine, words, classes))
         if words:
             wanted = sum(file.label < len(words) for file in files)
-            noises = [name for name in names if name.startswith(NOISE)]
             files = _share(files, len(words), wanted // _OTHERS)
-            files += _silences(root, noises, part, wanted // _OTHERS, label=len(words) + 1)
+            files += _silences(files[0], part, wanted // _OTHERS, label=len(words) + 1)
+        if part == "train" and variants:
+            if not any(name.startswith(NOISE) for name in names):
+                raise UserError(f"{root / NOISE} holds no recordings, which --variants mixes in")
+            files = [
+                replace(file, name=f"{file.name}#{number}", path=file.path or file.name)
+                for file in files
+                for number in range(variants)
+            ]
         description = f"Speech Commands folder {root.name}, {part}"
         found[part] = FileSource.of(
             files, description=description, root=root, classes=classes, extra=part
@@ -123,17 +147,11 @@ def _share(files: Sequence[SourceFile], unknown: int, count: int) -> list[Source
     return [file for file in files if file.label != unknown] + others[:count]
 
 
-def _silences(
-    root: Path, noises: Sequence[str], part: str, count: int, *, label: int
-) -> list[SourceFile]:
-    if not noises:
-        raise UserError(f"{root / NOISE} holds no recordings, of which --words makes {SILENCE}")
-    files = []
+def _silences(like: SourceFile, part: str, count: int, *, label: int) -> Iterator[SourceFile]:
+    """Yield silences; a file is read for each, and not listened to."""
     for number in range(count):
-        path = noises[number % len(noises)]
-        size = (root / path).stat().st_size
-        files.append(SourceFile(f"{path}#{part}-{number:05d}", label, size, path))
-    return files
+        name, path = f"{SILENCE}/{part}-{number:05d}", like.path or like.name
+        yield SourceFile(name, label, like.num_bytes, path)
 
 
 def _hash(name: str) -> int:
@@ -142,15 +160,21 @@ def _hash(name: str) -> int:
 
 @dataclass(frozen=True)
 class SpeechEncoder:
-    """One second of each recording as cepstral coefficients."""
+    """One second of each recording as cepstral coefficients.
 
+    Attributes:
+        noise: folder of what is mixed in; None: recordings stay as they are.
+    """
+
+    noise: Path | None = None
     suffix: str = FramesCodec.suffix
     batch_size: int = 64
     folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Return what decides about the bytes."""
-        return {"cepstra": DESCRIPTION, "versions": versions()}
+        varied = {} if self.noise is None else {"variants": VARIANTS}
+        return {"cepstra": DESCRIPTION, "versions": versions(), **varied}
 
     def prepare(self, directory: Path) -> None:
         """A folder holds nothing besides shards."""
@@ -160,29 +184,30 @@ class SpeechEncoder:
         encoded: list[Encoded] = []
         for recording in pictures:
             try:
-                encoded.append([[_payload(recording)]])
+                encoded.append([[self._payload(recording)]])
             except RefusedImageError as refusal:
                 encoded.append(refusal)
         return encoded
 
     def describe(self, folder: str) -> dict[str, Any]:
         """Return the manifest's fields of a data set of frames."""
+        varied = "" if self.noise is None else f"; {VARIANTS}"
         return {
             "kind": "frames",
             "image_size": None,
             "frame_shape": (NUM_FRAMES, NUM_COEFFICIENTS),
             "preparation": {
                 "resize": DESCRIPTION,
-                "crop": f"the first second, {SAMPLE_RATE} Hz; of noise any second",
+                "crop": f"the first second, {SAMPLE_RATE} Hz{varied}",
                 "decoders": versions(),
             },
         }
 
-
-def _payload(recording: SourceImage) -> bytes:
-    samples = read_wav(recording.content)
-    start = 0
-    if recording.name.startswith(NOISE):
-        start = _hash(recording.name) % max(1, len(samples) - SAMPLE_RATE + 1)
-    codec = FramesCodec((NUM_FRAMES, NUM_COEFFICIENTS))
-    return codec.encode(cepstra(one_second(samples, start)))
+    def _payload(self, recording: SourceImage) -> bytes:
+        is_silent = recording.name.startswith(SILENCE)
+        samples = np.zeros(0, np.float32) if is_silent else read_wav(recording.content)
+        second = one_second(samples)
+        if self.noise is not None:
+            random = np.random.default_rng(_hash(recording.name))
+            second = vary(second, read_noises(self.noise), random)
+        return FramesCodec((NUM_FRAMES, NUM_COEFFICIENTS)).encode(cepstra(second))

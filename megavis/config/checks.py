@@ -37,6 +37,15 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
         yield from _check_evaluation(config.evaluation, config.data)
     if config.schedule.halve_every and config.schedule.decay != "constant":
         yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
+    if config.schedule.min_rate > config.optimizer.learning_rate:
+        yield "schedule.min_rate", "is above optimizer.learning_rate, from which the rate falls"
+    if config.schedule.min_rate and config.schedule.decay != "cosine":
+        yield "schedule.min_rate", "goes with schedule.decay cosine, not constant"
+    if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
+        yield (
+            "schedule.warmup_rate",
+            "is the rate of schedule.warmup_steps, of which there are none",
+        )
     is_linear = config.finetune is not None and config.finetune.linear_evaluation
     if config.optimizer.algorithm == "lars" and not is_linear:
         text = "lars is there for finetune.linear_evaluation, whose matrix no process splits"

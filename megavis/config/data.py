@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from megavis.config.section import Above0, AtLeast0, NonNegative, Positive, Section, Share
+from megavis.config.section import (
+    Above0,
+    AtLeast0,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
 
 
 class MixedSource(Section):
@@ -55,6 +63,9 @@ class DataConfig(Section):
     length of `short_sides`, resized (iGPT, section 3.1); `center` the middle, resized. Of palette
     shards too: `window` a random square out of larger stored images, and `shifted` moves training
     images by up to 4 pixels. `none`: nothing. Validation reads the middle."""
+    border: Literal["reflect", "zeros"] = "reflect"
+    """With `shifted`: what comes into sight at the border, the image's reflection or zeros (black;
+    of palette shards the first colour)."""
     short_sides: Annotated[tuple[Positive, Positive], Field(strict=False)] = (256, 384)
     """With `scaled`: smallest and largest length of the shorter side."""
     crop_size: Positive = 224
@@ -72,6 +83,12 @@ class DataConfig(Section):
     ) = None
     """RandAugment of training images, of JPEG shards alone: magnitude of 10, and its deviation from
     one operation to the next; none when absent."""
+    random_erasing: Fraction = 0.0
+    """Probability that a rectangle of a training image becomes noise, of JPEG shards alone, after
+    all else."""
+    repeats: Positive = 1
+    """Repeated Augmentation: so many samples with draws of their own come from one image, 32
+    samples apart; an epoch of so many samples sees that share of the images."""
     threads: Positive = 4
     """Threads of each process that read and decode ahead; they change the speed alone."""
 

@@ -188,9 +188,13 @@ class ScheduleConfig(Section):
     """Learning rate over steps."""
 
     decay: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up; `cosine` ends at 0 on the last step."""
+    """Shape after the warm-up; `cosine` ends at `min_rate` after the last step."""
+    min_rate: AtLeast0 = 0.0
+    """Learning rate at which `cosine` ends."""
     warmup_steps: NonNegative = 0
     """Steps of linear rise from 0."""
+    warmup_rate: Above0 | None = None
+    """Learning rate of all warm-up steps, in place of the rise."""
     halve_every: NonNegative = 0
     """With `constant`: steps after the warm-up at which the rate is halved, again and again; 0:
     never."""

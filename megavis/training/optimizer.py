@@ -144,14 +144,17 @@ def skipping(kind: Any) -> Any:
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleConfig) -> float:
-    """Return the rate of a step, counted from 0: linear warm-up, then as `decay` says.
+    """Return the rate of a step, counted from 0: the warm-up, then as `decay` says.
 
-    The rate of the first step is peak / warmup_steps and that of step `warmup_steps` is the peak.
+    Where the warm-up rises, the rate of the first step is peak / warmup_steps and that of step
+    `warmup_steps` is the peak.
     """
     if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+        rise = peak * (step + 1) / config.warmup_steps
+        return rise if config.warmup_rate is None else config.warmup_rate
     if config.decay == "constant":
         halvings = (step - config.warmup_steps) // config.halve_every if config.halve_every else 0
         return peak * 0.5**halvings
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * done))
+    lowest = config.min_rate
+    return lowest + (peak - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -188,6 +188,7 @@ class TrainingRun:
             accumulation_steps=engine.accumulation_steps,
             start_step=first_batch,
             threads=self.config.data.threads,
+            repeats=self.config.data.repeats,
             device=self.context.device,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -38,20 +38,24 @@ class Window:
     width: int
 
 
-def shift(image: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Reflect 4 pixels on each side and cut the old size out at a random place.
+def shift(
+    image: np.ndarray, draws: np.ndarray, *, border: Literal["reflect", "zeros"] = "reflect"
+) -> np.ndarray:
+    """Pad 4 pixels on each side and cut the old size out at a random place.
 
-    The augmentation of Wide Residual Networks (Zagoruyko and Komodakis), with which iGPT fine-tunes
-    on CIFAR (section 3.1).
+    With reflection the augmentation of Wide Residual Networks (Zagoruyko and Komodakis), with which
+    iGPT fine-tunes on CIFAR (section 3.1); with zeros that of DeiT's code for images of 32².
 
     Args:
         image: `[h, w]` or `[h, w, 3]`, each side above 4.
         draws: `[2]` in [0, 1): from the top and from the left.
+        border: what the padding is of.
     """
     height, width = image.shape[:2]
-    border = [(_SHIFT, _SHIFT)] * 2 + [(0, 0)] * (image.ndim - 2)
+    widths = [(_SHIFT, _SHIFT)] * 2 + [(0, 0)] * (image.ndim - 2)
     top, left = (math.floor(draw * (2 * _SHIFT + 1)) for draw in draws.tolist())
-    return cut(np.pad(image, border, mode="reflect"), Window(top, left, height, width))
+    padded = np.pad(image, widths, mode="reflect" if border == "reflect" else "constant")
+    return cut(padded, Window(top, left, height, width))
 
 
 def random_window(

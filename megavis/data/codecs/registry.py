@@ -113,10 +113,10 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
 
 
 def _want_unaugmented(manifest: Manifest, transform: Transform) -> None:
-    if transform.augment is not None:
+    changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
+    for key in (key for key, change in changes.items() if change is not None):
         raise UserError(
-            f"holds {manifest.kind} shards, whose pixels cannot be changed: leave"
-            " data.rand_augment out"
+            f"holds {manifest.kind} shards, whose pixels cannot be changed: leave data.{key} out"
         )
 
 

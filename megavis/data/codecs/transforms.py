@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from megavis.config.data import DataConfig
-from megavis.data.codecs.augment import NUM_DRAWS, RandAugment
+from megavis.data.codecs import augment, erasing
+from megavis.data.codecs.augment import RandAugment
 from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,
     WrongSizeError,
@@ -26,6 +27,7 @@ from megavis.data.codecs.crops import (
     shift,
     square_window,
 )
+from megavis.data.codecs.erasing import RandomErasing
 
 CropKind = Literal[
     "random_resized", "scaled", "window", "shifted", "center", "scaled_center", "middle", "none"
@@ -54,8 +56,10 @@ class Transform:
         crop_size: side of the squares of `scaled` and `scaled_center` before they are resized.
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
             None.
+        border: what `shifted` pads with.
         flip: mirror every second image, at random.
         augment: what is done to the square after all that; nothing where None.
+        erase: what is erased of it in the end; nothing where None.
         seed: of the draws.
     """
 
@@ -66,8 +70,10 @@ class Transform:
     short_sides: tuple[int, int] = (256, 384)
     crop_size: int = 224
     short_side: int | None = None
+    border: Literal["reflect", "zeros"] = "reflect"
     flip: bool = False
     augment: RandAugment | None = None
+    erase: RandomErasing | None = None
     seed: int = 0
 
     def flips(self, positions: np.ndarray) -> np.ndarray:
@@ -79,19 +85,23 @@ class Transform:
     def draws(self, positions: np.ndarray) -> np.ndarray:
         """Return float64 `[b, d]` in [0, 1): all that chance decides for each sample.
 
-        The first column is 1 for an image to mirror, else 0; then come those of the crop, then
-        those of `augment`.
+        The first column is 1 for an image to mirror, else 0; then come those of the crop, of
+        `augment` and of `erase`.
         """
-        counts = {
-            "crop": _CROP_DRAWS.get(self.crop, 0),
-            "augment": 0 if self.augment is None else NUM_DRAWS,
-        }
         drawn = [
             _uniform(positions, count, seed=self.seed, purpose=purpose)
-            for purpose, count in counts.items()
+            for purpose, count in self._num_draws.items()
             if count
         ]
         return np.concatenate([self.flips(positions)[:, None], *drawn], axis=1, dtype=np.float64)
+
+    @property
+    def _num_draws(self) -> dict[str, int]:
+        return {
+            "crop": _CROP_DRAWS.get(self.crop, 0),
+            "augment": 0 if self.augment is None else augment.NUM_DRAWS,
+            "erase": 0 if self.erase is None else erasing.NUM_DRAWS,
+        }
 
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Cut, resize and mirror one image.
@@ -107,11 +117,13 @@ class Transform:
             WrongSizeError: nothing is resized and the image has not the size, or is too small to
                 cut a square out of it.
         """
-        of_crop = draws[1 : 1 + _CROP_DRAWS.get(self.crop, 0)]
+        ends = np.cumsum([1, *self._num_draws.values()])
+        of_crop, of_augment, of_erase = np.split(draws, ends)[1:4]
         part = self._part(image, of_crop)
         image = self._stored(image, of_crop) if part is None else self._resized(part)
         image = mirror(image) if draws[0] else image
-        return image if self.augment is None else self.augment(image, draws[-NUM_DRAWS:])
+        image = image if self.augment is None else self.augment(image, of_augment)
+        return image if self.erase is None else self.erase(image, of_erase)
 
     def _part(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
         """Return the part that is resized to the square; None where nothing is resized."""
@@ -141,7 +153,7 @@ class Transform:
             return cut(image, square_window(height, width, draws, size=size))
         if (height, width) != (size, size):
             raise WrongSizeError(f"not {size}x{size} pixels")
-        return shift(image, draws) if self.crop == "shifted" else image
+        return shift(image, draws, border=self.border) if self.crop == "shifted" else image
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
@@ -154,7 +166,9 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
         crop_size=config.crop_size,
         short_side=config.short_side,
         flip=config.flip,
+        border=config.border,
         augment=None if config.rand_augment is None else RandAugment(*config.rand_augment),
+        erase=RandomErasing(config.random_erasing) if config.random_erasing else None,
         seed=seed,
     )
 

@@ -18,6 +18,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.order import Order, RepeatedOrder
 from megavis.data.loading.prefetch import Prefetcher
 
 DEFAULT_THREADS = 4
@@ -53,6 +54,7 @@ class BatchLoader:
         accumulation_steps: micro-batches a step.
         start_step: the step to begin with; costs the same for any step.
         threads: how many micro-batches are read at once; changes the speed alone.
+        repeats: how often each sample comes (`RepeatedOrder`).
         device: where batches go next; for a GPU they are in page-locked memory.
 
     Raises:
@@ -70,6 +72,7 @@ class BatchLoader:
         accumulation_steps: int,
         start_step: int = 0,
         threads: int = DEFAULT_THREADS,
+        repeats: int = 1,
         device: torch.device | None = None,
     ) -> None:
         _check_sizes(micro_batch_size, data_parallel_rank, data_parallel_size)
@@ -78,7 +81,8 @@ class BatchLoader:
                 "accumulation_steps and threads must be at least 1 and start_step at least 0"
             )
         self.dataset = dataset
-        self.order = dataset.order(seed)
+        order = dataset.order(seed)
+        self.order: Order = order if repeats == 1 else RepeatedOrder(order, repeats)
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size

@@ -39,6 +39,31 @@ class Order(Protocol):
         """Return the data set index of each position; int64 to int64, of one shape."""
 
 
+class RepeatedOrder:
+    """An order in which each sample comes several times: Repeated Augmentation.
+
+    "Augment Your Batch" (Hoffer et al.): a batch holds an image several times, each with draws of
+    its own. DeiT's sampler repeats the indices of an epoch and deals them out to the processes, so
+    that the copies of an image are never next to each other on one of them; here they stand
+    `APART` positions from each other, so that neither copies are mixed with each other nor anything
+    depends on the number of processes.
+
+    Args:
+        order: of single samples.
+        repeats: how often each comes.
+    """
+
+    APART = 32
+
+    def __init__(self, order: Order, repeats: int) -> None:
+        self._order, self._repeats = order, repeats
+
+    def dataset_index(self, positions: np.ndarray) -> np.ndarray:
+        """See `Order`."""
+        block, place = np.divmod(positions, self._repeats * self.APART)
+        return self._order.dataset_index(block * self.APART + place % self.APART)
+
+
 class SampleOrder:
     """Maps positions of the endless stream to data set indices.
 

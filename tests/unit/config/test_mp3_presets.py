@@ -1,4 +1,4 @@
-"""MP3's presets against tables 1 and 4 and section 4.2 of the paper, and DeiT's recipe."""
+"""MP3's presets against tables 1, 3 and 4 and section 4.2 of the paper, and DeiT's recipe."""
 
 from pathlib import Path
 
@@ -25,10 +25,54 @@ def test_a_preset_trains_as_the_paper_says(name):
     assert (model.hidden_size, model.num_layers, model.head_size) == (width, layers, 64)
     assert (config.data.image_size, paper.patch_size, paper.mask_ratio) == (side, patch, ratio)
     assert (side // patch) ** 2 == positions
-    assert (training.batch_size, training.steps) == (batch, round(epochs * images / batch))
+    assert (training.batch_size, training.steps) == (batch, -(-epochs * images // batch))
     assert (config.optimizer.weight_decay, model.drop_path) == (0.05, 0.1)
     assert config.optimizer.learning_rate == pytest.approx(5e-4 * batch / 512)
-    assert config.schedule.warmup_steps == round(5 * images / batch)
+    assert config.schedule.warmup_steps == -(-5 * images // batch)
+    assert config.schedule.min_rate == 1e-5
+    # "In the pretraining phase, we do not use CutMix, MixUp, Random Erasing, Repeated Augmentation
+    # and label smoothing": RandAugment stays.
+    data = config.data
+    assert (data.rand_augment, data.random_erasing, data.repeats) == ((9, 0.5), 0.0, 1)
+    assert data.flip
+    if side == 32:  # DeiT's code: RandomCrop(32, padding=4), and no resize
+        assert (data.crop, data.border) == ("shifted", "zeros")
+    else:
+        assert (data.crop, data.scale) == ("random_resized", (0.08, 1.0))
+        assert data.short_side == int(side / (224 / 256))
+
+
+# Epochs, positions, where it starts, classes (tables 3 and 4).
+FINE_TUNING = {
+    "vit_b_imagenet_finetune": (150, "learned", "vit_b_imagenet", 1000),
+    "vit_b_imagenet_finetune_none": (300, "none", "vit_b_imagenet", 1000),
+    "vit_b_imagenet_scratch": (300, "learned", None, 1000),
+    "vit_l_imagenet_finetune": (150, "learned", "vit_l_imagenet", 1000),
+    "vit_s_cifar100_finetune": (400, "learned", "vit_s_cifar100", 100),
+    "vit_s_cifar100_scratch": (400, "learned", None, 100),
+    "vit_b_tiny_imagenet_finetune": (400, "learned", "vit_b_tiny_imagenet", 200),
+    "vit_b_tiny_imagenet_scratch": (400, "learned", None, 200),
+}
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_is_deits_recipe(name):
+    epochs, positions, start, classes = FINE_TUNING[name]
+    config = load_config(PRESETS / f"{name}.yaml").config
+    before = name.split("_finetune")[0].split("_scratch")[0]
+    base, images = load_config(PRESETS / f"{before}.yaml").config, PUBLISHED[before][-1]
+    batch, tuning, data = config.training.batch_size, config.finetune, config.data
+    assert batch == base.training.batch_size
+    assert (config.optimizer, config.schedule) == (base.optimizer, base.schedule)
+    assert config.training.steps == -(-epochs * images // batch)
+    assert config.model.positions == positions
+    assert tuning.from_run == (start and f"runs/mp3_{start}")
+    assert (tuning.num_classes, tuning.read_out, tuning.layer_decay) == (classes, "first", 1.0)
+    # DeiT's defaults: --mixup 0.8 --cutmix 1.0 --smoothing 0.1 --reprob 0.25 --repeated-aug
+    assert (tuning.mixup, tuning.cutmix, tuning.label_smoothing) == (0.8, 1.0, 0.1)
+    assert (data.random_erasing, data.repeats, data.rand_augment) == (0.25, 3, (9, 0.5))
+    assert (data.crop, data.short_side) == (base.data.crop, base.data.short_side)
+    assert (config.drop_path, config.optimizer.weight_decay) == (0.1, 0.05)
 
 
 def test_speech_is_trained_as_the_paper_says(build_paper):
@@ -42,8 +86,10 @@ def test_speech_is_trained_as_the_paper_says(build_paper):
     assert (config.data.frames, schedule.num_placed, schedule.mask_ratio) == ((100, 40), 5, 0.0)
     assert (training.batch_size, config.optimizer.learning_rate) == (256, 1e-3)
     assert (config.schedule.warmup_steps, config.schedule.halve_every) == (500, 10_000)
+    assert config.schedule.warmup_rate == 1e-4
     # "Around 70K parameters", of which a head of 100 places goes and one of 12 classes comes.
     count = sum(parameter.numel() for _, parameter in runner.layers.named_parameters())
     assert count - 33 * 100 + 33 * 12 == pytest.approx(70_000, rel=0.01)
     tuning = load_config(PRESETS / "speech_commands_finetune.yaml").config
     assert (tuning.training.steps, tuning.finetune.label_smoothing) == (30_000, 0.1)
+    assert tuning.schedule == config.schedule

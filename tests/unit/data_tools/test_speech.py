@@ -11,6 +11,7 @@ from scipy.io import wavfile
 from data_tools.__main__ import main
 from data_tools.cepstra import cepstra, one_second, read_wav
 from data_tools.decode import RefusedImageError
+from data_tools.speech_variants import vary
 from megavis.data.loading.dataset import ShardDataset
 
 RANDOM = np.random.default_rng(0)
@@ -125,3 +126,42 @@ def test_other_words_and_noise_are_classes_of_their_own(tmp_path):
         assert dataset.class_names == ("yes", "no", "_unknown_", "_silence_")
         counts[part] = np.bincount(dataset.labels, minlength=4).tolist()
     assert counts == {"train": [4, 14, 1, 1], "validation": [1, 1, 0, 0], "test": [10, 0, 0, 1]}
+    test = ShardDataset(tmp_path / "out" / "test")
+    silence = test.read(np.flatnonzero(test.labels == 3))[0][0]
+    np.testing.assert_array_equal(silence, cepstra(np.zeros(16_000, np.float32)).astype("<f2"))
+    assert main([*command[:3], str(tmp_path / "varied"), *command[4:], "--variants", "3"]) == 0
+    varied = ShardDataset(tmp_path / "varied" / "train")
+    assert np.bincount(varied.labels).tolist() == [12, 42, 3, 3]
+    frames, _ = varied.read(np.flatnonzero(varied.labels == 3))
+    assert not (frames == silence).all((1, 2)).all()  # silence has noise in training
+    again = ShardDataset(tmp_path / "varied" / "test")
+    assert (again.read(np.arange(11))[0] == test.read(np.arange(11))[0]).all()
+
+
+class Replay:
+    """A generator with numbers that are given."""
+
+    def __init__(self, *numbers):
+        self.numbers = iter(numbers)
+
+    def integers(self, *limits, **_):
+        return next(self.numbers)
+
+    def random(self):
+        return next(self.numbers)
+
+    def uniform(self, low, high):
+        return next(self.numbers)
+
+
+@pytest.mark.parametrize(("shift", "coin", "volume"), [(1600, 0.7, 0.08), (-900, 0.9, 0.0)])
+def test_a_variant_is_moved_and_mixed_as_tc_resnets_code_does(shift, coin, volume):
+    """Pad on one side, slice the second, add volume · noise, clip: by a loop over samples."""
+    second = RANDOM.uniform(-1, 1, 16_000).astype(np.float32)
+    noise = RANDOM.uniform(-1, 1, 20_000).astype(np.float32)
+    numbers = [shift, 0, 123, coin, *([volume] if coin < 0.8 else [])]
+    varied = vary(second, [noise], Replay(*numbers))
+    for place in range(0, 16_000, 37):
+        before = second[place - shift] if 0 <= place - shift < 16_000 else 0.0
+        expected = min(1.0, max(-1.0, before + volume * noise[123 + place]))
+        assert varied[place] == pytest.approx(expected, abs=1e-6)

@@ -36,6 +36,28 @@ def test_a_rate_is_halved_after_so_many_steps_of_the_peak():
     assert rates == [4.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0]
 
 
+def test_a_warm_up_may_keep_one_rate():
+    """MP3, section 4.3: 500 updates of 1e-4, then 1e-3, halved every 10k updates."""
+    schedule = ScheduleConfig(
+        decay="constant", warmup_steps=500, warmup_rate=1e-4, halve_every=10_000
+    )
+    rates = [
+        learning_rate(s, peak=1e-3, total_steps=30_000, config=schedule) for s in range(30_000)
+    ]
+    assert set(rates[:500]) == {1e-4}
+    assert set(rates[500:10_500]) == {1e-3}
+    assert set(rates[10_500:20_500]) == {5e-4}
+
+
+def test_a_cosine_may_end_above_zero():
+    """DeiT's least rate, as timm's scheduler has it: min + (peak - min) (1 + cos(π t / T)) / 2."""
+    schedule = ScheduleConfig(warmup_steps=0, min_rate=1e-5)
+    for step in (0, 30, 99, 100):
+        expected = 1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + math.cos(math.pi * step / 100))
+        rate = learning_rate(step, peak=1e-3, total_steps=100, config=schedule)
+        assert rate == pytest.approx(expected)
+
+
 def test_constant_schedule_stays_at_the_peak():
     schedule = ScheduleConfig(decay="constant")
     assert {learning_rate(s, peak=0.1, total_steps=9, config=schedule) for s in range(9)} == {0.1}

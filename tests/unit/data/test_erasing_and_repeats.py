@@ -1,0 +1,146 @@
+"""Random Erasing against timm's, Repeated Augmentation against its sampler, DeiT's shift."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from timm_alone import timm_module
+
+from megavis.config.errors import UserError
+from megavis.data.codecs.crops import shift
+from megavis.data.codecs.erasing import NUM_DRAWS, RandomErasing
+from megavis.data.codecs.transforms import Transform
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import BatchLoader
+from megavis.data.loading.order import RepeatedOrder, SampleOrder
+
+RANDOM = np.random.default_rng(2)
+IMAGE = np.full((224, 160, 3), 7, np.uint8)
+
+
+class Replay:
+    """Python's `random`, with numbers that are given; whole numbers as ours are made of them."""
+
+    def __init__(self, draws):
+        self.draws = iter(draws)
+
+    def random(self):
+        return next(self.draws)
+
+    def uniform(self, low, high):
+        return low + next(self.draws) * (high - low)
+
+    def randint(self, low, high):
+        return low + int(next(self.draws) * (high - low + 1))
+
+
+def erased(before, after):
+    return (np.asarray(before) != np.asarray(after)).any(axis=-1)
+
+
+def test_the_rectangle_is_timms(monkeypatch):
+    timm = timm_module("data", "random_erasing")
+    theirs = timm.RandomErasing(probability=0.25, mode="pixel", device="cpu")
+    ours, found = RandomErasing(0.25), 0
+    for _ in range(300):
+        draws = RANDOM.random(NUM_DRAWS)
+        # timm draws top and left only of a rectangle that fits.
+        replay = [draws[0]]
+        for area, ratio, top, left in draws[2:].reshape(-1, 4):
+            replay += [area, ratio]
+            target = 224 * 160 * (0.02 + area * (1 / 3 - 0.02))
+            shape = 0.3 * (1 / 0.09) ** ratio
+            if round((target * shape) ** 0.5) < 224 and round((target / shape) ** 0.5) < 160:
+                replay += [top, left]
+        monkeypatch.setattr(timm, "random", Replay(replay))
+        picture = torch.zeros(3, 224, 160)
+        expected = (theirs(picture) != 0).any(0).numpy()
+        mask = erased(IMAGE, ours(IMAGE, draws))
+        # A byte of noise may be the image's own: rarely all three.
+        assert not (mask & ~expected).any()
+        assert mask.sum() == pytest.approx(expected.sum(), abs=3)
+        found += expected.any()
+    assert 40 < found < 110
+
+
+def test_noise_has_imagenets_means_and_deviations():
+    draws = np.array([0.0, 0.3, 0.99, 0.5, *RANDOM.random(NUM_DRAWS - 4)])
+    image = RandomErasing(1.0)(IMAGE, draws)
+    noise = image[erased(IMAGE, image)]
+    assert len(noise) == pytest.approx(224 * 160 * 0.33, rel=0.02)
+    # What is beyond 0 or 255 is cut off, 2 % on either side.
+    np.testing.assert_allclose(noise.mean(0), 255 * np.array((0.485, 0.456, 0.406)), atol=2.5)
+    np.testing.assert_allclose(noise.std(0), 255 * np.array((0.229, 0.224, 0.225)), atol=3.5)
+    np.testing.assert_array_equal(RandomErasing(1.0)(IMAGE, draws), image)
+
+
+def test_erasing_comes_after_all_else_and_not_of_ids(image_shards, folder):
+    plain = {"image_size": 16, "crop": "shifted", "flip": True, "seed": 3}
+    erase = RandomErasing(1.0)
+    some, _ = ShardDataset(image_shards / "train", Transform(**plain, erase=erase)).read(
+        np.arange(20), positions=np.arange(100, 120)
+    )
+    before, _ = ShardDataset(image_shards / "train", Transform(**plain)).read(
+        np.arange(20), positions=np.arange(100, 120)
+    )
+    draws = Transform(**plain, erase=erase).draws(np.arange(100, 120))
+    for place in range(20):
+        np.testing.assert_array_equal(some[place], erase(before[place], draws[place, -NUM_DRAWS:]))
+    with pytest.raises(UserError, match=r"leave data\.random_erasing out"):
+        ShardDataset(folder[0], Transform(image_size=4, erase=erase))
+
+
+def test_deits_shift_pads_with_zeros():
+    """`RandomCrop(32, padding=4)`, by a loop."""
+    image = RANDOM.integers(1, 256, (32, 32, 3)).astype(np.uint8)
+    for top, left in ((0, 0), (4, 4), (8, 3)):
+        moved = shift(image, np.array([(top + 0.5) / 9, (left + 0.5) / 9]), border="zeros")
+        for row, column in ((0, 0), (0, 31), (13, 7), (31, 31)):
+            y, x = row + top - 4, column + left - 4
+            inside = 0 <= y < 32 and 0 <= x < 32
+            assert moved[row, column].tolist() == (image[y, x].tolist() if inside else [0, 0, 0])
+
+
+def test_every_image_comes_three_times_and_never_next_to_itself():
+    single, repeated = SampleOrder(960, 5), RepeatedOrder(SampleOrder(960, 5), 3)
+    seen = repeated.dataset_index(np.arange(2880))
+    assert np.bincount(seen).tolist() == [3] * 960
+    # A loop: 32 images, the same 32 again, and again.
+    expected = []
+    for start in range(0, 960, 32):
+        expected += 3 * single.dataset_index(np.arange(start, start + 32)).tolist()
+    assert seen.tolist() == expected
+    assert (seen[::2] != seen[1::2]).all()
+
+
+def test_an_epoch_sees_a_third_of_the_images_as_deits_sampler_does(monkeypatch):
+    monkeypatch.setattr(random, "seed", lambda *_: None)
+    timm = timm_module("data", "distributed_sampler")
+    sampler = timm.RepeatAugSampler(range(7680), num_replicas=4, rank=0, num_repeats=3)
+    theirs = [
+        list(timm.RepeatAugSampler(range(7680), num_replicas=4, rank=rank, num_repeats=3))
+        for rank in range(4)
+    ]
+    assert len(sampler) * 4 == 7680
+    distinct = {index for rank in theirs for index in rank}
+    ours = RepeatedOrder(SampleOrder(7680, 0), 3).dataset_index(np.arange(7680))
+    assert len(distinct) == len(set(ours.tolist())) == 2560
+
+
+def test_copies_have_draws_of_their_own(image_shards):
+    transform = Transform(image_size=8, crop="window", flip=True, seed=1)
+    dataset = ShardDataset(image_shards / "train", transform)
+    loader = BatchLoader(
+        dataset,
+        seed=0,
+        micro_batch_size=96,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        accumulation_steps=1,
+        repeats=3,
+    )
+    batch = loader.read(0, micro_step=0)
+    labels, images = batch.labels.reshape(3, 32), batch.inputs.reshape(3, 32, -1)
+    assert (labels == labels[0]).all()
+    assert (images[0] != images[1]).any(-1).float().mean() > 0.9
