@@ -96,6 +96,10 @@ class Gaussians(Density):
         assert tokens is not None
         return -self.distribution(parameters_of(predictions)).log_prob(tokens)
 
+    def restored(self, predictions: Predictions, targets: Tensor) -> Tensor:
+        """Return the means of the densities."""
+        return self.distribution(parameters_of(predictions)).mean
+
     def outputs(self, predictions: Predictions) -> Tensor:
         """Return the parameters `[b, q, ...]`, followed by a learned transform's tokens."""
         if isinstance(predictions, Tensor):

@@ -81,6 +81,11 @@ class Mixture:
         """Numbers d of a token."""
         return self.means.shape[-1]
 
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the mixture, `[..., d]`."""
+        return (self.logits.softmax(-1)[..., None] * self.means).sum(-2)
+
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Return log p of tokens `[..., d]`, float32 `[...]`, in nats (equation 2)."""
         components = gaussian_log_prob(tokens[..., None, :], self.means, self.log_scales).sum(-1)

@@ -77,6 +77,24 @@ def test_visible_patches_stay_and_others_get_their_own_statistics(paper, tmp_pat
             torch.testing.assert_close(flat[image, place], expected, rtol=0, atol=0)
 
 
+def test_a_mixture_is_shown_by_its_mean(build_paper, tmp_path):
+    section = (
+        "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"
+        f" asks: {{kind: bridge, decoder: {DECODER}}},"
+        " density: {kind: mixture, num_components: 2}}"
+    )
+    objective, _ = build_paper(tiny(section))
+    batch = batch_of(photographs(2, 16))
+    [targets] = objective.sequence(batch).targets
+    # Weights of three quarters and a quarter, means on both sides of the truth.
+    logits = torch.tensor([3.0, 1.0]).log().expand(*targets.shape[:2], 2)
+    scales = torch.zeros_like(targets)
+    predictions = [logits, targets - 0.5, scales, targets + 1.5, scales]
+    found = reconstruct(Predicts(torch.cat(predictions, -1)), objective, batch, tmp_path)
+    difference = found.made.int() - batch.inputs.int()
+    assert difference.abs().max() <= 1
+
+
 @pytest.mark.parametrize(
     ("section", "said"),
     [
