@@ -110,6 +110,10 @@ class ActivationMemory:
         transit: hidden states that came from, and go to, neighbouring stages.
         outputs: what the last layer gave, where DeepSpeed's pipeline keeps it.
         freed: saved above that stack, and gone by then.
+        weights: what the gradient of a matrix of the MLP, before it is added up, takes more than
+            the second gradient of a norm, which is counted with `backward` and not there then.
+        bridge_pass: what the forward pass of a bridge holds besides what it saves, less what is
+            saved above it later.
     """
 
     embedding: float
@@ -125,6 +129,8 @@ class ActivationMemory:
     transit: float
     outputs: float
     freed: float
+    weights: float
+    bridge_pass: float
 
     @property
     def saved(self) -> float:
@@ -134,10 +140,12 @@ class ActivationMemory:
 
     @property
     def total(self) -> float:
-        """The most at once: where the backward pass begins, or where it has come to a stack."""
+        """The most at once: in a bridge, as the backward pass begins, or as it is in a stack."""
         beginning = self.head_backward
-        at_blocks = self.recomputed + self.backward - self.freed
-        return self.saved + max(beginning, at_blocks) + self.transit + self.outputs
+        at_blocks = self.recomputed + self.backward + self.weights - self.freed
+        return (
+            self.saved + max(self.bridge_pass, beginning, at_blocks) + self.transit + self.outputs
+        )
 
 
 def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> ActivationMemory:
@@ -151,7 +159,8 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     # One forward, one backward: a stage has as many under way as stages follow, and its own.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
     encoder = shape.encoder if holds.is_first else None
-    worst = max(_moments(here, encoder, head, layout), key=lambda moment: moment.more)
+    moments = _moments(here, encoder, head, layout)
+    worst = max(moments, key=lambda moment: images * moment.more + moment.weights)
     return ActivationMemory(
         embedding=images * embedding,
         below=images * (sum(stack.blocks for stack in lower) + sum(_bridges(here))),
@@ -162,22 +171,28 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
         in_flight=in_flight,
         recomputed=images * worst.recomputed,
         backward=images * worst.backward,
-        head_backward=images * _head_backward(shape, ends, layout) * holds.is_last,
+        head_backward=_head_backward(shape, ends, layout) * holds.is_last,
         transit=images * _in_transit(shape, layout, stage, in_flight),
         outputs=images * ends.outputs * _kept_outputs(layout) * holds.is_last,
         freed=images * worst.freed,
+        weights=worst.weights,
+        bridge_pass=images * max(_bridge_passes(here, head)),
     )
 
 
 @dataclass(frozen=True)
 class _StackHere:
-    """Bytes an image that a stage saves in its blocks of a stack, and in the bridge above it."""
+    """Bytes an image that a stage saves in its blocks of a stack, and in the bridge above it.
+
+    `bridge_pass` is what the forward pass of that bridge holds besides.
+    """
 
     stack: StackShape
     num_blocks: int
     block: float
     last_block: float
     bridge: float
+    bridge_pass: float
 
     @property
     def blocks(self) -> float:
@@ -189,11 +204,16 @@ def _stacks_on(
     shape: ModelShape, holds: PipelineStage, ends: BoundaryActivations, layout: Layout
 ) -> list[_StackHere]:
     """Return the stacks of which a stage has blocks, from below."""
-    above = (*ends.bridges, 0.0)
+    bridges = zip((*ends.bridges, 0.0), (*ends.bridge_passes, 0.0), strict=True)
     return [
-        _StackHere(stack, count, *_kept_of_blocks(stack, layout, is_top=is_top), is_top * bridge)
+        _StackHere(
+            stack,
+            count,
+            *_kept_of_blocks(stack, layout, is_top=is_top),
+            *(is_top * each for each in bridge),
+        )
         for stack, count, is_top, bridge in zip(
-            shape.stacks, holds.blocks, holds.tops, above, strict=True
+            shape.stacks, holds.blocks, holds.tops, bridges, strict=True
         )
         if count
     ]
@@ -203,13 +223,24 @@ def _bridges(here: Sequence[_StackHere]) -> Iterator[float]:
     return (stack.bridge for stack in here if stack.bridge)
 
 
+def _bridge_passes(here: Sequence[_StackHere], above: float) -> Iterator[float]:
+    """Yield what is held in each bridge, from above, less what is saved above it later."""
+    for stack in reversed(here):
+        yield stack.bridge_pass - above
+        above += stack.blocks + stack.bridge
+
+
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes an image while the backward pass of a block runs; see `ActivationMemory`."""
+    """Bytes an image while the backward pass of a block runs; see `ActivationMemory`.
+
+    Those of `weights` are the same for any number of images.
+    """
 
     recomputed: float
     backward: float
     freed: float
+    weights: float
 
     @property
     def more(self) -> float:
@@ -233,18 +264,19 @@ def _moments(
 def _moment(stack: StackShape, layout: Layout, freed: float) -> _Moment:
     # The memory has a gradient to which the blocks above have added.
     gradients = stack.work.num_tokens * _backward(stack, layout) + _memory(stack)
-    return _Moment(_recomputed(stack, layout), gradients, freed)
+    weights = _weights(stack, layout, stack.work.num_tokens)
+    return _Moment(_recomputed(stack, layout), gradients, freed, weights)
 
 
 def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout) -> float:
-    """Return the bytes an image of the worst moment of the head's backward pass."""
+    """Return the bytes of the worst moment of the head's backward pass."""
     # Gradients of the scores, and of what the loss made of them first.
-    scores = 2 * ends.scores
+    images, scores = layout.micro_batch_size, 2 * ends.scores
     if shape.is_alone:
-        return scores
+        return images * scores
     if shape.decoder is None:
         # Layers without attention: the gradient of the widest tensor.
-        return max(scores, ends.widest)
+        return images * max(scores, ends.widest)
     decoder = shape.decoder
     recomputed, is_full = _recomputed(decoder, layout), _is_full(layout)
     # Unless blocks are recomputed, most is there where the backward pass begins: in the last one.
@@ -253,7 +285,15 @@ def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout)
         recomputed = block_activations(decoder, layout, is_last=True).total
     tokens = decoder.work.num_read if is_last else decoder.work.num_tokens
     freed = 0.0 if is_last else (decoder.num_layers - 1) * _hidden(decoder, layout)
-    return max(scores, recomputed + tokens * _backward(decoder, layout) - freed)
+    inside = recomputed + tokens * _backward(decoder, layout) - freed
+    return max(images * scores, images * inside + _weights(decoder, layout, tokens))
+
+
+def _weights(stack: StackShape, layout: Layout, num_tokens: int) -> float:
+    """Return the bytes of `ActivationMemory.weights` for a block of so many tokens an image."""
+    matrix = stack.number_size * stack.hidden_size * stack.mlp_size / layout.tensor
+    norm = _FLOAT32 * stack.hidden_size * num_tokens / stack.token_parts(layout)
+    return max(0.0, matrix - layout.micro_batch_size * norm)
 
 
 def _is_full(layout: Layout) -> bool:

@@ -25,6 +25,7 @@ from megavis.model.stack import LayerPlan, PlannedStack, Predictions
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_virtual_context
 from megavis.planning.layouts import LayoutKey, layout_key
+from megavis.planning.live_storages import LiveStorages, storage_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Two images, so that a dimension of one image is not taken for one that is shared by all.
@@ -46,6 +47,7 @@ class BoundaryActivations:
         outputs: what the last layer gives.
         scores: the same in float32, in which losses work.
         bridges: saved above each stack but the last.
+        bridge_passes: the most that the forward pass of each holds besides what it saves.
         widest: of what the last layer saves, the largest tensor.
     """
 
@@ -54,6 +56,7 @@ class BoundaryActivations:
     outputs: float
     scores: float
     bridges: tuple[float, ...] = ()
+    bridge_passes: tuple[float, ...] = ()
     widest: float = 0.0
 
 
@@ -88,7 +91,7 @@ def boundary_activations_of(objective: Objective) -> BoundaryActivations:
     first, last = (_built(plan, dtype) for plan in (first_plan, last_plan))
     sequence = objective.blank_sequence(_IMAGES, torch.device("meta"))
     embedding, state = saved_tensors(lambda: first(sequence.inputs), [first])
-    bridges, state = _through(between, state, dtype)
+    bridges, passes, state = _through(between, state, dtype)
     score = partial(_score, objective, last, state, sequence)
     head, outputs = saved_tensors(score, [last])
     given = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -99,6 +102,7 @@ def boundary_activations_of(objective: Objective) -> BoundaryActivations:
         outputs=sum(tensor.nbytes for tensor in given) / _IMAGES,
         scores=torch.float32.itemsize * numbers / _IMAGES,
         bridges=tuple(bridges),
+        bridge_passes=tuple(passes),
         widest=max(tensor.untyped_storage().nbytes() for tensor in head.values()) / _IMAGES,
     )
 
@@ -130,21 +134,26 @@ def _kernels(plan: LayerPlan) -> float:
 
 def _through(
     plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype
-) -> tuple[list[float], PackedState]:
-    """Return the bytes an image that bridges save, and what comes out of the last block.
+) -> tuple[list[float], list[float], PackedState]:
+    """Return the bytes an image that bridges save, and hold besides; what leaves the last block.
 
     Stacks are not run: what leaves one has the shape of what enters it, but for unread tokens.
     """
     saved: list[float] = []
+    passes: list[float] = []
     for plan, _ in distinct_layers(plans):
         if plan.stack is not None:
             saved.append(0.0)
+            passes.append(0.0)
             state = _above(plan.stack, state)
             continue
         bridge = _built(plan, dtype)
-        kept, state = saved_tensors(partial(bridge, state), [bridge])
+        with LiveStorages() as live:
+            kept, state = saved_tensors(partial(bridge, state), [bridge])
         saved[-1] += num_bytes(kept) / _IMAGES
-    return saved[:-1], state
+        besides = live.most - sum(live.sizes.get(place, 0) for place in kept)
+        passes[-1] = max(passes[-1], besides / _IMAGES)
+    return saved[:-1], passes[:-1], state
 
 
 def _above(stack: PlannedStack, state: PackedState) -> PackedState:
@@ -196,5 +205,5 @@ def num_bytes(storages: Storages) -> int:
 
 
 def _place(tensor: Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
+    place: int = storage_of(tensor)._cdata
     return place

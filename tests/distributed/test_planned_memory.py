@@ -112,9 +112,12 @@ SPLIT, STAGES = "parallel.sequence_parallel=true", "parallel.pipeline_model_para
         ("givt_encoder_decoder", 2, [ZERO + "0", TENSOR, SPLIT]),
         ("darl", 2, [ZERO + "0", STAGES]),
         ("darl", 2, [ZERO + "0", STAGES, FULL]),
+        ("darl", 2, [ZERO + "0", STAGES, FULL, "training.micro_batch_size=2"]),
         ("darl_mse", 2, [ZERO + "0", STAGES]),
         ("mae", 2, [ZERO + "0", STAGES]),
         ("mae", 2, [ZERO + "0", STAGES, FULL]),
+        # The first stage ends with the bridge.
+        ("mae", 2, [ZERO + "0", STAGES, "objective.decoder.num_layers=2"]),
         ("givt_encoder_decoder", 2, [ZERO + "0", STAGES]),
         ("givt_encoder_decoder", 2, [ZERO + "0", STAGES, FULL]),
     ],

@@ -3,12 +3,10 @@
 import contextlib
 import gc
 import itertools
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megavis.config.load import load_config
@@ -22,6 +20,7 @@ from megavis.planning.boundary_activations import (
     num_bytes,
     saved_tensors,
 )
+from megavis.planning.live_storages import LiveStorages, storage_of
 from megavis.planning.memory import BUCKET
 from megavis.planning.shape import shape_of
 from megavis.training.engine import Engine
@@ -105,47 +104,18 @@ def _backward_of_one(engine: Engine, batch: Batch) -> int:
     return size
 
 
-class Live(TorchDispatchMode):
-    """Storages that operations inside have made, until they are freed.
-
-    Attributes:
-        most: bytes at the worst moment, without the gradients of parameters, which are states.
-    """
+class Live(LiveStorages):
+    """All but the gradients of parameters, which are states."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__()
         self._parameters = parameters
-        self._sizes: dict[int, int] = {}
-        self._bytes = self.most = 0
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        """Run an operation and see what it made, which is not a view of what it was given."""
-        known = {_storage(tensor)._cdata for tensor in _tensors((args, kwargs))}
-        made = operation(*args, **(kwargs or {}))
-        for storage in map(_storage, _tensors(made)):
-            if storage._cdata not in known and storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                self._bytes += storage.nbytes()
-                weakref.finalize(storage, self._free, storage._cdata)
-        if self._bytes > self.most:
-            self.most = max(self.most, self._bytes - self._of_gradients())
-        return made
-
-    def _of_gradients(self) -> int:
+    def counted(self) -> int:
+        """Return the bytes of those alive but gradients."""
         gradients = (parameter.grad for parameter in self._parameters)
-        places = (_storage(gradient)._cdata for gradient in gradients if gradient is not None)
-        return sum(self._sizes.get(place, 0) for place in places)
-
-    def _free(self, place: int) -> None:
-        self._bytes -= self._sizes.pop(place)
-
-
-def _tensors(tree) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+        places = (storage_of(gradient)._cdata for gradient in gradients if gradient is not None)
+        return self.num_bytes - sum(self.sizes.get(place, 0) for place in places)
 
 
 def live_storages(before=None):
