@@ -22,6 +22,7 @@ from megavis.checkpoint.state.parameter_states import ParameterStates
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
+from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, LayerStack, LocalLayers
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.mpu import ModelParallelUnit
@@ -32,6 +33,7 @@ from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.ema import WeightAverage
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import build_optimizer, learning_rate
+from megavis.training.stage_outputs import with_one_backward
 
 
 class Engine:
@@ -247,6 +249,16 @@ class _Split:
 
 class _Pipeline(PipelineModule):
     """DeepSpeed's pipeline, cut at given layers."""
+
+    def forward(self, inputs: PackedState) -> PackedState:
+        """Run this process's layers."""
+        outputs: PackedState = super().forward(inputs)
+        return outputs if self.is_last else with_one_backward(outputs)
+
+    @property
+    def is_last(self) -> bool:
+        """True where this process holds the head."""
+        return bool(self._local_stop == self.parts[-1])
 
     def _partition_layers(self, method: list[int]) -> None:
         """Hold this process's stage; DeepSpeed's own methods know no work of a layer."""

@@ -1,5 +1,6 @@
 """Papers on patches in several layouts: what they carry, see and read must travel and add up."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ from layout_curves import TOLERANCE, largest_difference, make_config, with_layou
 from small_configs import SMALL
 from small_vqgan import write_untrained_run
 
+from megavis.config.load import ConfigSource, LoadedConfig
 from megavis.config.schema import RunConfig
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.stages import stage_bounds
+from megavis.training.engine import Engine
 from megavis.training.parity import train_briefly
+from megavis.training.run import TrainingRun, open_job
 
 STEPS = 6
 NAMES = [name for name, small in SMALL.items() if small.data == "images"]
@@ -73,6 +77,32 @@ def test_layouts_give_the_curve_of_one_process(run_job: Any, patch_config: Any, 
     for processes, layout in LAYOUTS:
         curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
         assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
+    """Return how often an encoder's last norm gets a gradient in a step, and its micro-batches."""
+    loaded, counts = LoadedConfig(config, ConfigSource("test")), []
+    with open_job(loaded, launch, device="cpu") as context:
+        run = TrainingRun.open(loaded, context)
+        engine = Engine(config, run.objective, context)
+        for name, parameter in engine.layers.named_parameters():
+            if name == "embedding.encoder.norm.weight":
+                parameter.register_hook(lambda gradient: counts.append(1))
+        blank = run.objective.backbone.composition().blank_batch(
+            engine.micro_batch_size, context.device
+        )
+        engine.train_step(itertools.repeat(blank), 0)
+        return len(counts), engine.accumulation_steps
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_a_stage_sends_is_run_backward_once(
+    run_job: Any, patch_config: Any, zero: int
+) -> None:
+    layout = {"pipeline_model_parallel_size": 2, "zero_stage": zero}
+    config = with_layout(make_config(patch_config("compose_memory")), **layout)
+    first, _ = run_job(encoder_passes, 2, config)
+    assert first == (4, 4)
 
 
 def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
