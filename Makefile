@@ -21,7 +21,8 @@ help:
 	@echo "make test     format, lint, types, import direction, all tests"
 	@echo "              (SELECT='not once': those that may differ between versions of packages)"
 	@echo "make test-cluster  those of them alone that start a SLURM or two hosts (docs/scaling.md)"
-	@echo "make test-layouts  every pair of eight layouts for every paper; not in make test, 20 minutes"
+	@echo "make test-layouts  every paper in every layout of four processes, and every pair of eight"
+	@echo "              layouts; not in make test, hours (SELECT='-k mae': a part)"
 	@echo "make lint     the same without the tests"
 	@echo "make install  only the environment, in $(VENV)"
 	@echo "make clean    remove the environment and the caches"
@@ -62,7 +63,7 @@ test-cluster: $(STAMP)
 	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m cluster -rs
 
 test-layouts: $(STAMP)
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/exhaustive -rP
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/exhaustive -rP $(SELECT)
 
 PAPER ?= igpt
 demo: $(STAMP)

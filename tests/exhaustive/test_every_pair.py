@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from latent_shards import write_latent_shards
 from pair_jobs import go_on_from_each, save_and_go_on
 from small_configs import SMALL
 
@@ -38,50 +37,16 @@ NAMES = [name for name, small in SMALL.items() if small.in_every_pair]
 
 
 @pytest.fixture(scope="module")
-def data(shards: Path, image_shards: Path, tmp_path_factory: Any) -> dict[str, str]:
-    """The `data` section of each paper."""
-    latents = tmp_path_factory.mktemp("latents") / "train"
-    write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)
-    images = f"{{train: {image_shards}/train, image_size: 16, crop: random_resized, flip: true}}"
-    palette = f"{{train: {shards}/train, image_size: 8}}"
-    kinds = {"images": images, "palette": palette}
-    kinds["latents"] = f"{{train: {latents}, image_size: 16}}"
-    return {name: kinds[SMALL[name].data] for name in NAMES}
-
-
-@pytest.fixture(scope="module")
 def run_job() -> Iterator[Callable[..., list[Any]]]:
     """Run a job on the first N of four workers, which are replaced often: engines leave threads."""
     with WorkerPool(4, max_jobs=2, preload=("megavis.training.run",), quiet=True) as pool:
         yield lambda job, processes, *words: pool.run(job, processes, *words, timeout=600)
 
 
-def write_config(folder: Path, name: str, data: str) -> Path:
-    path = folder / "config.yaml"
-    path.write_text(
-        f"""\
-name: {name}
-output: {folder}/runs
-objective: {SMALL[name].objective}
-model:
-  num_layers: 2
-  hidden_size: 32
-  num_attention_heads: 4
-  normalization: layer_norm
-  add_bias: true
-  {SMALL[name].model}
-data: {data}
-optimizer: {{learning_rate: 1e-3, gradient_clipping: 0.5}}
-training: {{steps: 4, batch_size: 12, micro_batch_size: 3}}
-"""
-    )
-    return path
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_pair(run_job: Any, data: dict[str, str], tmp_path: Path, name: str) -> None:
-    config = write_config(tmp_path, name, data[name])
+def test_every_pair(run_job: Any, write_config: Any, tmp_path: Path, name: str) -> None:
+    config = write_config(name)
     saved = {layout: tmp_path / "saved" / layout for layout in LAYOUTS}
     unbroken = {
         layout: run_job(save_and_go_on, processes, str(config), words, saved[layout])[0]

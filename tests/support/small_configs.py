@@ -9,7 +9,7 @@ class SmallConfig:
 
     Attributes:
         objective: the section, with `TOKENIZER` for a frozen one's run.
-        data: `images`, `palette` or `latents`.
+        data: `images`, `palette`, `latents`, or `encoded`, images of which `VAE` makes latents.
         model: keys of the model besides its size.
         rest: further sections.
         in_every_pair: checkpoints go from each layout to each other.
@@ -38,6 +38,16 @@ SMALL = {
         " adapter_blocks: 2}",
         data="latents",
         in_every_pair=True,
+    ),
+    "givt_maskgit": SmallConfig(
+        "{name: givt_maskgit, latent_channels: 4, downsampling: 4, num_classes: 3,"
+        " num_components: 2}",
+        data="latents",
+    ),
+    "givt_encoder_decoder": SmallConfig(
+        "{name: givt_encoder_decoder, latent_channels: 8, downsampling: 4, encoder_layers: 1,"
+        " encoder_patch_size: 4, tokenizer: VAE}",
+        data="encoded",
     ),
     "darl_mse": SmallConfig(
         "{name: darl, patch_size: 4, decoder: mlp, order: random, two_streams: true}"
@@ -84,6 +94,31 @@ SMALL = {
         "{name: compose, reads: {kind: ids, patch_size: 4, vocabulary_size: 12,"
         " tokenizer: TOKENIZER}, schedule: {kind: rounds}, asks: {kind: mask},"
         " density: {kind: categorical}}"
+    ),
+    "compose_palette": SmallConfig(
+        "{name: compose, reads: {kind: palette, vocabulary_size: 64},"
+        " schedule: {kind: one_by_one, prefix: 32}, asks: {kind: shift, place: content},"
+        " density: {kind: categorical}, condition: {kind: class, num_classes: 10}}",
+        data="palette",
+    ),
+    "compose_latents": SmallConfig(
+        "{name: compose, reads: {kind: latents, channels: 4, patch_size: 4},"
+        " schedule: {kind: one_by_one}, asks: {kind: shift, place: content},"
+        " density: {kind: diffusion, noise_a: 1, decoder: mlp, condition_on_gamma: true},"
+        " condition: {kind: class, num_classes: 3}}",
+        data="latents",
+    ),
+    "compose_adapter": SmallConfig(
+        "{name: compose, reads: {kind: latents, channels: 4, patch_size: 4},"
+        " schedule: {kind: one_by_one}, asks: {kind: shift},"
+        " density: {kind: mixture, num_components: 2}, transform: {kind: adapter, blocks: 2}}",
+        data="latents",
+    ),
+    "compose_features": SmallConfig(
+        "{name: compose, reads: {kind: patches, patch_size: 4},"
+        " schedule: {kind: groups, num_groups: 4}, asks: {kind: query},"
+        " density: {kind: mixture, num_components: 2},"
+        " condition: {kind: features, feature_size: 4, tokenizer: TOKENIZER}}"
     ),
     "compose_bridge": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4}, schedule: {kind: context},"

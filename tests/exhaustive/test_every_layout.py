@@ -1,0 +1,46 @@
+"""Every legal layout of four processes against one, for every small model of `small_configs.py`.
+
+What `megavis parity CONFIG --layouts everything` does with one config. Takes too long for each
+change: `make test-layouts`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_configs import SMALL
+
+from megavis.config.load import load_config
+from megavis.planning.layouts import legal_layouts
+from megavis.training.parity import ParityResult, compare_layouts, parity_config
+
+PROCESSES, STEPS, TOLERANCE = 4, 3, 1e-5
+
+
+def show(comparison: ParityResult) -> None:
+    verdict = "pass" if comparison.passed else f"FAIL {comparison.error}"
+    loss, norm = comparison.loss_difference, comparison.gradient_norm_difference
+    print(f"{comparison.layout:<30} {loss:.1e} {norm:.1e} {verdict}", flush=True)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", list(SMALL))
+def test_every_layout(write_config: Callable[[str], Path], name: str) -> None:
+    loaded = load_config(write_config(name)).config
+    # A step that four, two and one data-parallel processes share, in micro-batches of any size.
+    training = loaded.training.model_copy(update={"batch_size": 8, "micro_batch_size": 2})
+    config = parity_config(loaded.model_copy(update={"training": training}))
+    layouts = [*legal_layouts(config, PROCESSES)]
+    comparisons = compare_layouts(
+        config,
+        layouts,
+        num_processes=PROCESSES,
+        steps=STEPS,
+        tolerance=TOLERANCE,
+        device="cpu",
+        report=show,
+    )
+    loss = max(comparison.loss_difference for comparison in comparisons)
+    norm = max(comparison.gradient_norm_difference for comparison in comparisons)
+    print(f"{name}: {len(layouts)} layouts, loss within {loss:.1e}, gradient norm {norm:.1e}")
+    assert not [comparison for comparison in comparisons if not comparison.passed]
