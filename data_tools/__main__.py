@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from data_tools import (
-    contact_sheet,
-    filter_images,
-    id_shards,
-    jpeg_shards,
-    latent_shards,
-    letters,
-    pair_shards,
-    palette_fit,
-    palette_shards,
-    photographs,
-    reshard,
-    speech_shards,
-    spoken_words,
-    verify,
-)
 from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import UserError
 
@@ -36,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = build_parser().parse_args(argv)
-        return arguments.run(arguments)
+        code: int = arguments.run(arguments)
+        return code
     except UserError as error:
         return _fail(str(error), code=2)
     except OSError as error:
@@ -53,15 +40,16 @@ class Verb:
         name: one word, or two of a group of verbs.
         description: what it does, for `--help`.
         example: its options in a typical call.
-        add_arguments: adds its options to its parser.
-        run: does it; returns the exit code.
+        module: in `data_tools`; imported when the command is named. Its `run` does the work and
+            returns the exit code.
+        add_arguments: function of the module that adds the command's options.
     """
 
     name: str
     description: str
     example: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    module: str
+    add_arguments: str = "add_arguments"
 
 
 VERBS = (
@@ -69,106 +57,93 @@ VERBS = (
         "letters",
         "draw capital letters in the fonts that matplotlib ships; validation by fonts of its own",
         "demo/letters --size 12",
-        letters.add_arguments,
-        letters.run,
+        "letters",
     ),
     Verb(
         "photographs",
         "write crops of photographs that scikit-image and scikit-learn ship",
         "photographs --size 64 --crops 4000 --validation-crops 500",
-        photographs.add_arguments,
-        photographs.run,
+        "photographs",
     ),
     Verb(
         "palette fit",
         "fit a palette to the colours of images",
         "images/train --out palette.npy --num-colors 512",
-        palette_fit.add_arguments,
-        palette_fit.run,
+        "palette_fit",
     ),
     Verb(
         "palette shards",
         "write images as shards of palette tokens",
         "images/train --palette palette.npy --out shards/train --size 32",
-        palette_shards.add_arguments,
-        palette_shards.run,
+        "palette_shards",
     ),
     Verb(
         "jpeg",
         "write images as shards of JPEG files",
         "images/train --out shards/train --size 32",
-        jpeg_shards.add_arguments,
-        jpeg_shards.run,
+        "jpeg_shards",
     ),
     Verb(
         "pairs",
         "write images and what is to be predicted from them as shards",
         "images/train depth/train --out shards/depth --size 256",
-        pair_shards.add_arguments,
-        pair_shards.run,
+        "pair_shards",
     ),
     Verb(
         "latents",
         "write images as shards of a VAE's means and scales",
         "images/train --tokenizer runs/givt_vae --out shards/latents --size 256",
-        latent_shards.add_arguments,
-        latent_shards.run,
+        "latent_shards",
     ),
     Verb(
         "ids",
         "write images as shards of a discrete tokenizer's ids",
         "images/train --tokenizer runs/vqgan --out shards/ids --size 256",
-        id_shards.add_arguments,
-        id_shards.run,
+        "id_shards",
     ),
     Verb(
         "words",
         "let a speech synthesiser say words, into a folder like Speech Commands",
         "demo/words --voices 60 --held-out-voices 15",
-        spoken_words.add_arguments,
-        spoken_words.run,
+        "spoken_words",
     ),
     Verb(
         "speech",
         "write a Speech Commands folder as shards of cepstral coefficients",
         "demo/words --out demo/speech",
-        speech_shards.add_arguments,
-        speech_shards.run,
+        "speech_shards",
     ),
     Verb(
         "filter",
         "decide which images of the web take part, and write down why others do not",
         "web --out web_selection --min-side 128 --evaluation ILSVRC2012_img_val.tar",
-        filter_images.add_arguments,
-        filter_images.run,
+        "filter_images",
     ),
     Verb(
         "merge",
         "copy shard folders of one kind into one",
         "shards/imagenet shards/web --out shards/both --samples-per-shard 10000",
-        reshard.add_merge_arguments,
-        reshard.run,
+        "reshard",
+        "add_merge_arguments",
     ),
     Verb(
         "reshard",
         "copy a shard folder with another number of samples a shard",
         "shards/train --out shards/small --samples-per-shard 1000",
-        reshard.add_reshard_arguments,
-        reshard.run,
+        "reshard",
+        "add_reshard_arguments",
     ),
     Verb(
         "verify",
         "read every byte of a shard folder and name what is wrong",
         "demo/train",
-        verify.add_arguments,
-        verify.run,
+        "verify",
     ),
     Verb(
         "inspect",
         "write a contact sheet of a shard folder",
         "demo/train --out sheet.png",
-        contact_sheet.add_arguments,
-        contact_sheet.run,
+        "contact_sheet",
     ),
 )
 GROUPS = {"palette": "palette tokens: fit, shards"}
@@ -193,14 +168,19 @@ def build_parser() -> ArgumentParser:
 
 
 def _add(words: argparse._SubParsersAction[ArgumentParser], name: str, verb: Verb) -> None:
-    parser = words.add_parser(
+    words.add_parser(
         name,
         help=verb.description,
         description=verb.description.capitalize() + ".",
         epilog=f"example: python -m data_tools {verb.name} {verb.example}",
+        fill=partial(_add_options, verb),
     )
-    verb.add_arguments(parser)
-    parser.set_defaults(run=verb.run)
+
+
+def _add_options(verb: Verb, parser: ArgumentParser) -> None:
+    module = importlib.import_module(f"data_tools.{verb.module}")
+    getattr(module, verb.add_arguments)(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _fail(text: str, *, code: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import gallery
 
-from megavis.reports.eval_metrics import EvalMetric, eval_metrics, spelled
+from megavis.reports.results import EvalMetric, eval_metrics, spelled
 from megavis.reports.run_record import RunRecord
 
 Key = tuple[str, str]

@@ -1,4 +1,8 @@
-"""The `megavis` command: one subcommand a file in `commands/`."""
+"""The `megavis` command.
+
+The options of a command lie in `commands/options`, which imports no torch; its work in `commands`,
+imported when the command line and the config have been read.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,12 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from megavis import __version__
+from megavis.commands.quiet import quietly
 from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
@@ -20,42 +27,56 @@ from megavis.config.errors import (
 )
 from megavis.parallel.launch import read_launch
 
-# Each command and its module; `import` is a word of Python, so its module has another name.
-_COMMANDS = {
-    "train": "train",
-    "search-lr": "search_lr",
-    "sweep": "sweep",
-    "parity": "parity",
-    "params": "params",
-    "plan": "plan",
-    "sample": "sample",
-    "probe": "probe",
-    "transfer": "transfer",
-    "features": "features",
-    "likelihood": "likelihood",
-    "evaluate": "evaluate",
-    "figure": "figure",
-    "finetune": "finetune",
-    "ensemble": "ensemble",
-    "report": "report",
-    "checkpoint": "checkpoint",
-    "import": "import_",
-    "export": "export",
-    "schema": "schema",
-    "doctor": "doctor",
-}
 
-_RECORDED = (
-    "sample",
-    "probe",
-    "figure",
-    "transfer",
-    "features",
-    "likelihood",
-    "evaluate",
-    "ensemble",
-)
-"""Commands that make something of a run; reports tell how to repeat them."""
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        options: module of `commands/options` whose function `add_NAME` adds its options.
+        help: what it does, in a line of `megavis --help`.
+        is_recorded: it makes something of a run, whose report says how to repeat it.
+    """
+
+    options: str
+    help: str
+    is_recorded: bool = False
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("training", "train a run, or go on with it"),
+    "search-lr": Command("training", "try learning rates from large to small"),
+    "sweep": Command("training", "train a grid over two keys and draw a heat-map"),
+    "parity": Command("training", "compare every layout with one process"),
+    "params": Command("training", "count the parameters of a config"),
+    "plan": Command("training", "estimate memory, traffic and time, and recommend a layout"),
+    "sample": Command("images", "draw images, or complete photographs", True),
+    "probe": Command(
+        "evaluation", "accuracy of a linear classifier on the features of each layer", True
+    ),
+    "transfer": Command(
+        "evaluation", "linear probes on a list of labelled data sets, as one table", True
+    ),
+    "features": Command(
+        "evaluation", "list the features that a run folder keeps, or delete them", True
+    ),
+    "likelihood": Command("evaluation", "nats and bits a dimension of held-out images", True),
+    "evaluate": Command(
+        "images",
+        "how good images are that a run made (FID, SSIM, ...), and each checkpoint of a run",
+        True,
+    ),
+    "figure": Command(
+        "figures", "accuracy over depth or loss, errors by patch, completions, as PNG and CSV", True
+    ),
+    "finetune": Command("training", "train a run's weights on classes, or go on with it"),
+    "ensemble": Command("evaluation", "average the class probabilities of fine-tuned runs", True),
+    "report": Command("runs", "what runs have come to, on one screen and as one web page"),
+    "checkpoint": Command("runs", "list, verify, prune or convert the checkpoints of a run"),
+    "import": Command("runs", "make a run out of released weights"),
+    "export": Command("runs", "write a run's weights in a form that others read"),
+    "schema": Command("runs", "write the JSON schema of config files"),
+    "doctor": Command("runs", "say what this machine has, and what is missing for what"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         parsed = read_arguments(arguments)
-        code: int = parsed.run(parsed)
+        if parsed.check is not None:
+            parsed.check(parsed)
+        code = _import_work(parsed.run)(parsed)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -76,13 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"stopped by a signal: {error}\n")
         return 75
     was_typed = not getattr(parsed, "until_input_ends", False)
-    if code == 0 and was_typed and parsed.command in _RECORDED:
+    if code == 0 and was_typed and COMMANDS[parsed.command].is_recorded:
         _record(parsed, sys.argv[1:] if arguments is None else arguments)
     return code
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of all commands."""
+    """Return the parser of all commands; each is filled when it is used."""
     parser = ArgumentParser(
         prog="megavis",
         description="Pretrain generative vision Transformers on any layout. Shards of images are"
@@ -93,9 +116,30 @@ def build_parser() -> ArgumentParser:
     # deepspeed's launcher puts this in front of everything; the environment says it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS.values():
-        importlib.import_module(f"megavis.commands.{module}").add_parser(subparsers)
+    for name, command in COMMANDS.items():
+        subparsers.add_parser(name, help=command.help, fill=partial(_add_options, name))
     return parser
+
+
+def _add_options(name: str, parser: ArgumentParser) -> None:
+    """Add description and options of a command, and what it does with them.
+
+    Options set the defaults `run`, the function in `commands` that does the work as
+    "module:function", and `check`, called first where there is something that needs no torch.
+    """
+    parser.set_defaults(check=None)
+    options = importlib.import_module(f"megavis.commands.options.{COMMANDS[name].options}")
+    getattr(options, f"add_{name.replace('-', '_')}")(parser)
+
+
+def _import_work(reference: str) -> Callable[[argparse.Namespace], int]:
+    """Import what does the work of a command, the one place where that is done."""
+    module, _, function = reference.partition(":")
+    with quietly():
+        work: Callable[[argparse.Namespace], int] = getattr(
+            importlib.import_module(f"megavis.commands.{module}"), function
+        )
+    return work
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,6 +162,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Let each run that the command was given remember it, where its folder can be written."""
+    # Not at the top: it imports numpy.
     from megavis.training.provenance import record_command
 
     with contextlib.suppress(UserError):  # A launcher that says too little names nobody else.

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
-from megavis.commands import sample_fid as drawn_distance
+import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    import numpy as np
+from megavis.commands.evaluate_samples import device_of
+from megavis.commands.networks import feature_cache, network_of, probe_data
+from megavis.commands.opening import open_held_out
+from megavis.commands.options.images import DISTANCE
+from megavis.config.errors import UserError
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import read_in_turn
+from megavis.evaluation.images.feature_networks import open_network
+from megavis.evaluation.images.generation import FeatureCollector, ImageSetComparison, compare
+from megavis.evaluation.images.statistics_files import read_statistics
+from megavis.evaluation.likelihood import mean_loss
+from megavis.evaluation.linear import HeldOutSplit, best_layer, score_layers
+from megavis.evaluation.neighbors import accuracy_by_layer
+from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
+from megavis.notebook import Run
+from megavis.sampling.pictures import Gallery
 
-    from megavis.commands.sample_fid import SampleFID
-    from megavis.data.loading.dataset import ShardDataset
-    from megavis.evaluation.linear import HeldOutSplit
-    from megavis.evaluation.probe import Pair, ProbeData
-    from megavis.notebook import Run
-
-MEASURES = ("loss", "probe", "neighbors", "samples", drawn_distance.MEASURE)
 _NEIGHBORS = 20
 _PICTURES = 8
 
@@ -42,7 +50,7 @@ class CheckpointMeasures:
             "loss": self._loss,
             "probe": self._probe,
             "neighbors": self._neighbors,
-            drawn_distance.MEASURE: self._distance,
+            DISTANCE: self._distance,
         }
         return measures[name]()
 
@@ -52,30 +60,21 @@ class CheckpointMeasures:
         Raises:
             UserError: the paper's models cannot be drawn so.
         """
-        from megavis.commands.opening import read_in_turn
-        from megavis.sampling.pictures import Gallery
-
         gallery = Gallery(self.opened.objective, self.opened.folder)
         examples = read_in_turn(self._validation, _PICTURES).to(self.opened.context.device)
         return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
 
     def _loss(self) -> Mapping[str, float]:
-        from megavis.evaluation.likelihood import mean_loss
-
         opened, limit = self.opened, self.args.validation_images
         loss = mean_loss(opened.runner, opened.objective, self._validation, limit=limit)
         return {"validation_loss": loss}
 
     def _probe(self) -> Mapping[str, float]:
-        from megavis.evaluation.linear import best_layer, score_layers
-
         best = best_layer(score_layers(*self._features, self._division))
         return {"probe_accuracy": best.accuracy, "probe_layer": best.layer}
 
     def _neighbors(self) -> Mapping[str, float]:
         """The layer is chosen on the training images that choose the probe's layer too."""
-        from megavis.evaluation.neighbors import accuracy_by_layer
-
         train, validation = self._features
         parts = (self._division.fitted, self._division.held_out)
         selection = accuracy_by_layer(*(train.subset(part) for part in parts), k=_NEIGHBORS)
@@ -90,25 +89,63 @@ class CheckpointMeasures:
 
     @functools.cached_property
     def _validation(self) -> ShardDataset:
-        from megavis.commands.opening import open_held_out
-
         return open_held_out(self.opened, self.args.validation, option="--validation")
 
     @functools.cached_property
     def _data(self) -> ProbeData:
-        from megavis.commands.probing import probe_data
-
         return probe_data(self.opened, self.args)
 
     @functools.cached_property
     def _features(self) -> Pair:
-        from megavis.commands.networks import feature_cache, network_of
-
         return self._data.features(network_of(self.opened, feature_cache(self.opened, self.args)))
 
     @functools.cached_property
     def _division(self) -> HeldOutSplit:
-        from megavis.evaluation.probe import ProbeSettings
-
         train, _ = self._features
         return self._data.divide(train.labels, ProbeSettings(seed=self.args.seed))
+
+
+_BATCH_SIZE = 64
+
+
+class SampleFID:
+    """The network and the statistics, opened once for all checkpoints.
+
+    Args:
+        args: with what `add_distance_arguments` adds, `device`, and `seed` of the draws.
+
+    Raises:
+        UserError: an option is missing, or a file is not what it should be.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.reference is None or args.num_samples < 2:
+            raise UserError(
+                f"--what {DISTANCE} wants --reference FILE (`megavis evaluate statistics` writes"
+                " one), and --num-samples of 2 or more"
+            )
+        self._num_images, self._seed = args.num_samples, args.seed
+        self._device = device_of(args)
+        self._network = open_network(args.inception, args.network, self._device)
+        self._reference = read_statistics(args.reference)
+
+    def measure(self, opened: Run) -> ImageSetComparison:
+        """Draw images as `megavis sample RUN` does where nothing else is said, and compare them.
+
+        Raises:
+            UserError: the run draws no images from nothing, or the statistics are of another
+                network.
+        """
+        sampler = opened.sampler(seed=self._seed)
+        # Precision and recall would want tens of thousands.
+        collector = FeatureCollector(self._network, num_images=self._num_images, num_kept=0)
+        digest = hashlib.sha256()
+        for numbers in torch.arange(self._num_images).split(_BATCH_SIZE):
+            images = sampler.from_nothing(numbers).cpu()
+            digest.update(images.numpy().tobytes())
+            collector.add(images)
+        summary = collector.summary(
+            source=f"{opened.config.name} at step {opened.step}, seed {self._seed}",
+            sha256=digest.hexdigest(),
+        )
+        return compare(summary, self._reference, device=self._device)

@@ -1,4 +1,7 @@
-"""`megavis doctor`: what this machine has, and what is missing for what."""
+"""`megavis doctor`: what this machine has, and what is missing for what.
+
+It has to run where torch is missing or broken, so what needs torch is imported inside functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megavis.commands.quiet import quietly
 
 if TYPE_CHECKING:
     import torch
@@ -34,23 +39,8 @@ class SystemCheck:
     """True where nothing trains without it."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="say what this machine has, and what is missing for what",
-        description="Look for all that megavis can use. Exit code 0 where training can work, 1"
-        " where something that it needs is missing.",
-        epilog="example: megavis doctor --json",
-    )
-    parser.add_argument("--json", action="store_true", help="write JSON")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     """Look, and write a table or JSON; returns 0 where training can work."""
-    from megavis.commands.quiet import quietly
-
     with quietly():
         findings = list(examine())
     can_train = all(finding.found for finding in findings if finding.required)
@@ -203,7 +193,6 @@ def _libaio() -> SystemCheck:
     purpose = "offload to NVMe"
     if ctypes.util.find_library("aio") is None:
         return SystemCheck("libaio", False, "not installed", purpose)
-
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     # DeepSpeed's own test links a program, so it wants the development files as well.

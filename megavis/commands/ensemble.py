@@ -6,37 +6,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_device, add_runs
+from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.data.loading.subset import Subset
-    from megavis.evaluation.ensemble import ClassProbabilities
-    from megavis.notebook import Run
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "ensemble",
-        help="average the class probabilities of fine-tuned runs",
-        description="Average the class probabilities of several fine-tuned runs, each at the step"
-        " that it chose, and print the accuracy of each and of all together. The runs may be of"
-        " different papers; their held-out shards must hold the same images.",
-        epilog="example: megavis ensemble runs/one_finetuned runs/another_finetuned",
-    )
-    add_runs(parser, text="two or more")
-    parser.add_argument(
-        "--images",
-        metavar="FOLDER",
-        help="shard folder; default: the images that judged each run (finetune.test, or the half of"
-        " data.validation that chose nothing)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
-    add_device(parser)
-    parser.set_defaults(run=run)
+from megavis.data.loading.subset import Subset, halves, shuffled
+from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
+from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,10 +20,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a run is not fine-tuned, or the runs do not know the same images.
     """
-    if len(args.run_folders) < 2:
-        raise UserError("name two or more run folders")
-    from megavis.commands.opening import job_closed
-
     members: dict[str, ClassProbabilities] = {}
     sources = set()
     with job_closed():
@@ -58,8 +29,6 @@ def run(args: argparse.Namespace) -> int:
             sources.add(source)
     if len(sources) > 1:
         raise UserError("the runs were judged by different images; name one folder with --images")
-    from megavis.evaluation.ensemble import average
-
     try:
         members["together"] = average(list(members.values()))
     except ValueError as error:
@@ -70,11 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
     """Return what a run says, and which images it was asked about."""
-    from megavis.commands.opening import open_run
-
     opened = open_run(folder, step=_chosen_step(folder), device=args.device)
-    from megavis.evaluation.ensemble import predict_classes
-
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     dataset = _judges(opened, args.images)
@@ -93,9 +58,6 @@ def _chosen_step(folder: Path) -> int:
 
 def _judges(opened: Run, images: str | None) -> Subset:
     """Return the labelled images that a run is asked about."""
-    from megavis.commands.opening import open_shards
-    from megavis.data.loading.subset import halves, shuffled
-
     settings = opened.config.finetune
     assert settings is not None
     folder = images or settings.test

@@ -1,80 +1,90 @@
-"""`megavis evaluate samples` and `evaluate statistics`: compare generated with real images."""
+"""`megavis evaluate samples`, `statistics` and `classes`: compare generated with real images."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.feature_arguments import (
-    add_image_file_arguments,
-    add_network_arguments,
-    collect_features,
-    device_of,
-    say,
-)
-from megavis.config.arguments import non_negative
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
 from megavis.config.errors import UserError
+from megavis.data.format.files import write_atomically
+from megavis.evaluation.images.classifier import class_accuracies, fit_classifier
+from megavis.evaluation.images.feature_networks import FeatureNetwork, open_network
+from megavis.evaluation.images.generation import (
+    MANIFOLD_COUNT,
+    FeatureCollector,
+    FeatureSummary,
+    compare,
+)
+from megavis.evaluation.images.image_files import (
+    Images,
+    NpzImages,
+    ShardImages,
+    holds_images,
+    image_batches,
+    open_images,
+)
+from megavis.evaluation.images.statistics_files import (
+    holds_statistics,
+    read_statistics,
+    write_statistics,
+)
+from megavis.parallel.device import choose_device, set_arithmetic
+from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
 
-if TYPE_CHECKING:
-    from megavis.evaluation.images.feature_networks import FeatureNetwork
-    from megavis.evaluation.images.generation import FeatureSummary
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """Return the device that the options name, or the machine's best, where float32 is exact.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    set_arithmetic(tf32=False, deterministic=False)
+    # Without an index: in a job, the GPU of this process.
+    return torch.device(choose_device(args.device, local_rank=0).type)
 
 
-def add_samples(verbs: Any) -> None:
-    """Add both to the verbs of `megavis evaluate`."""
-    samples = verbs.add_parser(
-        "samples",
-        help="FID, inception score, precision and recall of generated images",
-        description="Compare generated images with real ones: Fréchet distance, inception score"
-        " (10 splits, in the order of the images), precision and recall (3 neighbours), and sFID."
-        " The numbers lie next to the samples as JSON; of a run, in RUN/evaluation/samples.json.",
-        epilog="example: megavis evaluate samples samples.npz --reference"
-        " VIRTUAL_imagenet256_labeled.npz --inception"
-        " weights-inception-2015-12-05-6726825d.pth",
-    )
-    samples.add_argument(
-        "samples",
-        metavar="SAMPLES",
-        type=Path,
-        help="an .npz of uint8 [N, H, W, 3] in arr_0, a folder of PNG or JPEG files, or a run"
-        " folder, whose newest .npz in RUN/samples is taken",
-    )
-    samples.add_argument(
-        "--reference",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="statistics, of `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
-        " .npz, a folder, or jpeg or palette shards",
-    )
-    samples.add_argument("--out", type=Path, metavar="FILE", help="JSON file of the numbers")
-    add_network_arguments(samples)
-    add_image_file_arguments(samples)
-    samples.set_defaults(run=evaluate_samples)
-    statistics = verbs.add_parser(
-        "statistics",
-        help="statistics of real images, to compare with later",
-        description="Write mean and covariance of the features of real images, and the features of"
-        " some, to a file that `megavis evaluate samples --reference` takes.",
-        epilog="example: megavis evaluate statistics shards/train --out reference.npz --inception"
-        " weights-inception-2015-12-05-6726825d.pth",
-    )
-    statistics.add_argument(
-        "images", metavar="IMAGES", type=Path, help="an .npz, a folder, or jpeg or palette shards"
-    )
-    statistics.add_argument("--out", required=True, type=Path, metavar="FILE", help=".npz file")
-    statistics.add_argument(
-        "--features",
-        type=non_negative,
-        default=10_000,
-        help="of so many images, for precision and recall",
-    )
-    add_network_arguments(statistics)
-    add_image_file_arguments(statistics)
-    statistics.set_defaults(run=write_reference)
+def collect_features(
+    images: Images,
+    network: FeatureNetwork,
+    args: argparse.Namespace,
+    *,
+    num_images: int | None = None,
+    num_kept: int,
+) -> FeatureSummary:
+    """Show images to the network, with a progress bar on a terminal.
+
+    Args:
+        images: in files.
+        network: looks at them.
+        args: the options; how many at once.
+        num_images: so many, evenly spread; all where None.
+        num_kept: feature vectors to keep, at most.
+
+    Raises:
+        UserError: an image cannot be read, or there are too few.
+    """
+    count = min(num_images or len(images), len(images))
+    collector = FeatureCollector(network, num_images=count, num_kept=num_kept)
+    with tqdm(total=count, desc=images.path.name, unit="image", disable=None) as progress:
+        for batch in image_batches(images, num_images=count, batch_size=args.batch_size):
+            collector.add(batch)
+            progress.update(len(batch))
+    return collector.summary(source=str(images.path), sha256=images.sha256)
+
+
+def say(line: str, caution: str | None) -> None:
+    """Write a line of numbers, and to standard error why to be careful with it."""
+    sys.stdout.write(line + "\n")
+    if caution is not None:
+        sys.stderr.write(f"note: {caution}\n")
 
 
 def evaluate_samples(args: argparse.Namespace) -> int:
@@ -83,11 +93,6 @@ def evaluate_samples(args: argparse.Namespace) -> int:
     Raises:
         UserError: images, reference or network cannot be used.
     """
-    from megavis.data.format.files import write_atomically
-    from megavis.evaluation.images.feature_networks import open_network
-    from megavis.evaluation.images.generation import MANIFOLD_COUNT, compare
-    from megavis.evaluation.images.image_files import open_images
-
     device = device_of(args)
     file = samples_of(args.samples)
     images = open_images(file, image_size=args.image_size if file.is_dir() else None)
@@ -111,10 +116,6 @@ def write_reference(args: argparse.Namespace) -> int:
     Raises:
         UserError: images or network cannot be used.
     """
-    from megavis.evaluation.images.feature_networks import open_network
-    from megavis.evaluation.images.image_files import open_images
-    from megavis.evaluation.images.statistics_files import write_statistics
-
     if args.out.suffix != ".npz":
         raise UserError(f"--out {args.out}: the name of a file of statistics ends in .npz")
     images = open_images(args.images, image_size=args.image_size)
@@ -157,12 +158,6 @@ def default_output(given: Path, file: Path, name: str) -> Path:
 
 def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSummary:
     """Read statistics, or look at the images; at both where a file of ADM's holds both."""
-    from dataclasses import replace
-
-    from megavis.evaluation.images.generation import MANIFOLD_COUNT
-    from megavis.evaluation.images.image_files import NpzImages, holds_images, open_images
-    from megavis.evaluation.images.statistics_files import holds_statistics, read_statistics
-
     path: Path = args.reference
     if not holds_statistics(path):
         size = args.image_size if path.is_dir() else None
@@ -174,3 +169,85 @@ def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSumm
         return statistics
     seen = collect_features(NpzImages(path), network, args, num_kept=MANIFOLD_COUNT)
     return replace(statistics, features=seen.features)
+
+
+_BATCH_SIZE = 64
+
+
+def evaluate_classes(args: argparse.Namespace) -> int:
+    """Fit, name and write.
+
+    Raises:
+        UserError: images or tokenizer cannot be used.
+    """
+    device, file = device_of(args), samples_of(args.samples)
+    samples, train, real = NpzImages(file), ShardImages(args.train), ShardImages(args.images)
+    names = _common_classes(train, real)
+    images, labels = _labelled(train, device)
+    classifier = fit_classifier(
+        images, labels, num_classes=len(names), epochs=args.epochs, seed=args.seed
+    )
+    result = {
+        part: class_accuracies(classifier, images, labels, names)
+        for part, (images, labels) in _to_name(args, real, samples, len(names), device).items()
+    }
+    words = (
+        f"{100 * share['all']:.1f} % of {share['images']} {part}" for part, share in result.items()
+    )
+    sys.stdout.write(f"named as their class: {', '.join(words)}\n")
+    options = {"train": str(args.train), "real": str(args.images), "drawn": str(file)}
+    fitting = {"epochs": args.epochs, "seed": args.seed}
+    out = default_output(args.samples, file, "classes")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, (json.dumps({**result, **options, **fitting}, indent=2) + "\n").encode())
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:
+    """Return the names of the classes. Raises UserError where shards differ or have no labels."""
+    if train.class_names != real.class_names:
+        raise UserError(
+            f"{real.path} has other classes than {train.path}; write it with"
+            f" --classes-from {train.path}"
+        )
+    for shards in (train, real):
+        if not len(shards) or min(shards.labels) < 0:
+            raise UserError(f"{shards.path} holds images without a label")
+    return train.class_names
+
+
+def _to_name(
+    args: argparse.Namespace,
+    real: ShardImages,
+    samples: NpzImages,
+    num_classes: int,
+    device: torch.device,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return images and their classes by what they are."""
+    images, labels = _labelled(real, device)
+    parts = {"real images": (images, labels)}
+    if args.tokenizer is not None:
+        parts["reconstructions"] = (_reconstruct(args.tokenizer, images), labels)
+    turns = torch.arange(len(samples), device=device) % num_classes
+    parts["samples"] = (_read(samples, device), turns)
+    return parts
+
+
+def _labelled(shards: ShardImages, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _read(shards, device), torch.from_numpy(shards.labels).long().to(device)
+
+
+def _read(images: Images, device: torch.device) -> Tensor:
+    return torch.from_numpy(images.read(np.arange(len(images)))).to(device)
+
+
+def _reconstruct(run_folder: Path, images: Tensor) -> Tensor:
+    tokenizer = open_tokenizer(run_folder, device=images.device)
+    parts = []
+    for batch in images.split(_BATCH_SIZE):
+        tokens = tokenizer.encode(batch)
+        parts.append(
+            tokenizer.decode(tokens[:, 0] if isinstance(tokenizer, LatentTokenizer) else tokens)
+        )
+    return torch.cat(parts)

@@ -1,34 +1,31 @@
-"""`megavis export`: a run's weights in a form that others read."""
+"""`megavis export` and `megavis checkpoint convert`: a run's weights in other forms."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.arguments import add_run, add_step
+import torch
+from safetensors.torch import save_file
+
+from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.state import convert as conversion
+from megavis.commands.checkpoint import chosen_step
+from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.notebook import Run
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a run's weights in a form that others read",
-        description="Write whole named tensors, from a checkpoint of any layout: as one safetensors"
-        " file, or as an ImageGPT folder that transformers opens, after comparing the logits of"
-        " both on random input.",
-        epilog="example: megavis export runs/igpt_demo --to imagegpt exported/igpt_demo",
-    )
-    add_run(parser)
-    parser.add_argument("--to", choices=("imagegpt", "safetensors"), required=True, help="form")
-    parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
-    add_step(parser)
-    parser.set_defaults(run=run)
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.notebook import Run
+from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
+from megavis.papers.igpt.imagegpt_folder import (
+    check_agreement,
+    folder_logits,
+    folder_settings,
+    write_folder,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,17 +34,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run cannot be opened, or has no such form.
     """
-    from megavis.commands.quiet import quietly
-
-    if args.out.exists():
-        raise UserError(f"{args.out} exists; choose another name")
     with quietly():
-        from safetensors.torch import save_file
-
-        from megavis.checkpoint.format.folder import step_folder
-        from megavis.checkpoint.format.reader import read_weights
-        from megavis.notebook import Run
-
         opened = Run.open(args.run_folder, step=args.step, device="cpu")
     weights = read_weights(step_folder(opened.folder, opened.step))
     if args.to == "safetensors":
@@ -61,17 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
-    import torch
-
-    from megavis.data.format.manifest import PALETTE_NAME
-    from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
-    from megavis.papers.igpt.imagegpt_folder import (
-        check_agreement,
-        folder_logits,
-        folder_settings,
-        write_folder,
-    )
-
     objective, model = opened.objective, opened.config.model
     try:
         colors = fits_imagegpt(opened.config)
@@ -85,3 +61,14 @@ def _export_imagegpt(opened: Run, weights: dict[str, Any], out: Path) -> float:
     has_palette = (opened.folder / PALETTE_NAME).exists()
     write_folder(out, settings, tensors, palette=opened.palette if has_palette else None)
     return difference
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write the checkpoint into another run folder, with the run's config."""
+    source = step_folder(args.run_folder, chosen_step(args.run_folder, args.step))
+    written = conversion.convert(source, args.target, tensor_size=args.tensor, data_size=args.data)
+    for file in args.run_folder.iterdir():
+        if file.name in ("config.yaml", "palette.npy") and not (args.target / file.name).exists():
+            shutil.copyfile(file, args.target / file.name)
+    sys.stdout.write(f"{written}\n")
+    return 0

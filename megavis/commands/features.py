@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_run
-
-if TYPE_CHECKING:
-    from megavis.evaluation.feature_cache import CachedFile
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "features",
-        help="list the features that a run folder keeps, or delete them",
-        description="List the features that `megavis probe` and `megavis figure` have computed and"
-        " kept in RUN/evaluation/features: of which weights, in which precision, how many images."
-        " Nothing there is needed: what is asked for again is computed again.",
-        epilog="example: megavis features runs/igpt_demo --clear",
-    )
-    add_run(parser)
-    parser.add_argument("--clear", action="store_true", help="delete them all")
-    parser.set_defaults(run=run)
+from megavis.checkpoint.format.folder import require_run_folder
+from megavis.evaluation.feature_cache import CachedFile, cached_features, clear_features
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,12 +15,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: there is no such run.
     """
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.checkpoint.format.folder import require_run_folder
-        from megavis.evaluation.feature_cache import cached_features, clear_features
-
     require_run_folder(args.run_folder)
     if args.clear:
         sys.stdout.write(f"deleted {clear_features(args.run_folder) / 1e6:.1f} MB\n")

@@ -3,96 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.arguments import add_run, add_runs
-from megavis.commands.group_figure import add_group_figure
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from megavis.checkpoint.format.folder import saved_steps
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
     network_of,
+    probe_data,
     probe_run,
     report_cache,
+    untrained_network,
 )
-from megavis.commands.opening import open_run
-from megavis.commands.options import refuse_options
-from megavis.commands.patch_figures import add_patch_figures
-from megavis.commands.position_figures import add_position_figures
-from megavis.commands.probing import (
-    add_data_arguments,
-    add_layout_argument,
-    add_probe_arguments,
-    probe_data,
+from megavis.commands.opening import (
+    job_closed,
+    open_held_out,
+    open_run,
+    open_shards,
+    training_shards,
 )
-from megavis.commands.save_figure import save_figure
-from megavis.commands.token_figures import add_token_figures
+from megavis.commands.options.figures import GENERAL_FIGURES
+from megavis.commands.options.shared import spelled
+from megavis.commands.quiet import quietly
+from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.evaluation.likelihood import CheckpointScore
-    from megavis.evaluation.probe_result import ProbeResult
-
-_OF_A_PROBE = (
-    *("--train", "--validation", "--selection", "--train-images", "--validation-images", "--seed"),
-    *("--step", "--masks", "--untrained-networks", "--precision", "--no-cache"),
-)
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its figures to the parser."""
-    parser = subparsers.add_parser(
-        "figure",
-        help="accuracy over depth or loss, errors by patch, completions, as PNG and CSV",
-        description="Draw what a run's features or predictions are worth: a PNG and the numbers in"
-        " it as CSV, in RUN/evaluation.",
-        epilog="example: megavis figure depth runs/igpt_demo",
-    )
-    figures = parser.add_subparsers(dest="figure", required=True, metavar="FIGURE")
-    _add_depth(figures)
-    _add_likelihood(figures)
-    add_patch_figures(figures)
-    add_group_figure(figures)
-    add_position_figures(figures)
-    add_token_figures(figures)
-
-
-def _add_depth(figures: Any) -> None:
-    parser = figures.add_parser(
-        "depth",
-        help="accuracy of the linear probe by layer (iGPT, Figure 2)",
-        description="Probe every layer of a run, of untrained networks like it, and raw pixels, and"
-        " draw accuracy over depth.",
-        epilog="example: megavis figure depth runs/igpt_demo --train-images 2000",
-    )
-    add_run(parser)
-    parser.add_argument(
-        "--probe",
-        type=Path,
-        metavar="FILE",
-        help="draw what `megavis probe` has written there, instead of probing",
-    )
-    add_data_arguments(parser)
-    add_layout_argument(parser)
-    add_probe_arguments(parser)
-    parser.set_defaults(run=draw_depth)
-
-
-def _add_likelihood(figures: Any) -> None:
-    parser = figures.add_parser(
-        "likelihood",
-        help="accuracy over validation loss of all checkpoints (iGPT, Figure 3)",
-        description="Compute the validation loss and the best layer's linear probe of every"
-        " checkpoint in a run folder, and draw one over the other, a line a run. What is written"
-        " lies in the first run's folder. Set checkpoint.keep_at or keep_every in training, so that"
-        " there are checkpoints to draw.",
-        epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",
-    )
-    add_runs(parser)
-    add_data_arguments(parser)
-    parser.set_defaults(run=draw_likelihood)
+from megavis.config.figures import FigureSpec, paper_figures
+from megavis.data.loading.leakage import refuse_overlap
+from megavis.data.loading.loader import read_in_turn
+from megavis.evaluation import figures, neighbors
+from megavis.evaluation.figures import Drawing, FigureInput, Row, write_png, write_table
+from megavis.evaluation.images.completions import score_completions
+from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
+from megavis.evaluation.neighbors import NeighborAccuracy
+from megavis.evaluation.probe import ProbeSettings, score_pixels
+from megavis.evaluation.probe_result import ProbeResult
+from megavis.notebook import Run
+from megavis.sampling.grids import completion_grid, save_png
+from megavis.sampling.pictures import pixels_of
 
 
 def draw_depth(args: argparse.Namespace) -> int:
@@ -101,11 +57,6 @@ def draw_depth(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run, its data or the file cannot be opened.
     """
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.evaluation import figures
-
     result = _depth_result(args)
     if result is None:
         return 0
@@ -119,17 +70,11 @@ def draw_depth(args: argparse.Namespace) -> int:
 
 
 def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.evaluation.probe import ProbeSettings
-        from megavis.evaluation.probe_result import ProbeResult
-
     if args.probe is not None:
-        refuse_options(args, _OF_A_PROBE, "to --probe FILE, which is drawn as it was written")
         return ProbeResult.read(args.probe)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        check_applies("depth", opened)
         return probe_run(opened, args, ProbeSettings(seed=args.seed))
 
 
@@ -139,11 +84,6 @@ def draw_likelihood(args: argparse.Namespace) -> int:
     Raises:
         UserError: a run, its data or a checkpoint cannot be opened.
     """
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.evaluation import figures
-
     with feature_job(args, alone=True):
         scores = [score for folder in args.run_folders for score in _scores(folder, args)]
         pixels = _pixel_accuracy(args)
@@ -155,15 +95,12 @@ def draw_likelihood(args: argparse.Namespace) -> int:
 
 def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]:
     """Yield the score of each checkpoint of a run, printed as it comes."""
-    from megavis.checkpoint.format.folder import saved_steps
-    from megavis.evaluation.likelihood import score_checkpoint
-    from megavis.evaluation.probe import ProbeSettings
-
     steps = saved_steps(folder)
     if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
     for step in steps:
         opened = open_run(folder, step=step, precision=args.precision)
+        check_applies("likelihood", opened)
         cache = feature_cache(opened, args)
         score = score_checkpoint(
             opened.config.name,
@@ -183,7 +120,184 @@ def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]
 
 def _pixel_accuracy(args: argparse.Namespace) -> float:
     """Return the accuracy of raw pixels on the first run's images."""
-    from megavis.evaluation.probe import ProbeSettings, score_pixels
-
     opened = open_run(args.run_folders[0], step=None)
     return score_pixels(probe_data(opened, args), ProbeSettings(seed=args.seed)).accuracy
+
+
+def draw_completions(args: argparse.Namespace) -> int:
+    """Complete, compare and draw.
+
+    Raises:
+        UserError: the run, its data or its objective does not allow it.
+    """
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        check_applies("completions", opened)
+        return _complete(opened, args)
+
+
+def _complete(opened: Run, args: argparse.Namespace) -> int:
+    options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
+    sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
+    dataset = open_held_out(opened, args.images, option="--images")
+    inputs = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
+    count, num_given = len(inputs), sampler.paper.num_tokens // 2
+    draws = max(args.draws, args.completions)
+    tokens = sampler.draw(count * draws, originals=inputs, num_given=num_given)
+    completed = sampler.to_images(tokens).unflatten(0, (draws, count))
+    originals = sampler.to_images(sampler.paper.tokens_of(inputs))
+    shown = [images.cpu().numpy() for images in (originals, *completed[: args.completions])]
+    given = pixels_of(sampler.given_part(count, num_given), shown[0])
+    scores = score_completions(originals, completed[: args.draws], torch.from_numpy(given))
+    first, *columns = (images[:8] for images in shown)
+    folder = args.run_folder / "evaluation"
+    save_png(folder / "completions.png", completion_grid(first, given[:8], columns))
+    table = write_table(folder / "completions.csv", scores.rows)
+    sys.stdout.write(
+        f"PSNR of the lower halves of {count} images: completed {scores.completed:.2f} dB,"
+        f" mean of {args.draws} completions {scores.mean:.2f} dB,"
+        f" last row repeated {scores.repeated:.2f} dB\n{folder / 'completions.png'}\n{table}\n"
+    )
+    return 0
+
+
+def draw_neighbors(args: argparse.Namespace) -> int:
+    """Classify and draw.
+
+    Raises:
+        UserError: the run or its data does not allow it.
+    """
+    with feature_job(args, alone=True):
+        opened = open_run(args.run_folder, step=args.step, precision=args.precision)
+        check_applies("neighbors", opened)
+        scores, record = _neighbor_scores(opened, args)
+    best = max(scores, key=lambda score: score.trained)
+    line = (
+        f"{record['num_held_out']} held-out images by {record['num_train']} training images, the"
+        f" {args.neighbors} nearest vote: highest at layer {best.layer}, {best.trained:.1%},"
+        f" untrained there {best.untrained:.1%}, last layer {scores[-1].trained:.1%}"
+    )
+    picture = neighbors.draw_neighbors(scores, name=args.run_folder.name, k=args.neighbors)
+    rows = [{**asdict(score), **record} for score in scores]
+    sys.stdout.write(f"{line}\n")
+    save_figure(args.run_folder / "evaluation", "neighbors", picture, rows)
+    return 0
+
+
+def _neighbor_scores(
+    opened: Run, args: argparse.Namespace
+) -> tuple[list[NeighborAccuracy], dict[str, Any]]:
+    """Return a score a layer, and what is needed to repeat them."""
+    held_out = open_held_out(opened, args.images, option="--images")
+    train = open_shards(opened, opened.config.data.train_sources[0].path)
+    refuse_overlap(held_out, [train, *training_shards(opened)])
+    cache = feature_cache(opened, args)
+    fresh = untrained_network(opened, cache, seed=opened.config.seed)
+    pairs = [
+        (
+            network.features(train, limit=args.train_images),
+            network.features(held_out, limit=args.num_images),
+        )
+        for network in (network_of(opened, cache), fresh)
+    ]
+    report_cache(cache)
+    columns = [neighbors.accuracy_by_layer(*pair, k=args.neighbors) for pair in pairs]
+    record = {
+        "step": opened.step,
+        "seed": opened.config.seed,
+        "neighbors": args.neighbors,
+        "train": train.directory,
+        "held_out": held_out.directory,
+        "num_train": len(pairs[0][0].labels),
+        "num_held_out": len(pairs[0][1].labels),
+    }
+    layers = enumerate(zip(*columns, strict=True))
+    return [NeighborAccuracy(layer, *pair) for layer, pair in layers], record
+
+
+def draw_declared(args: argparse.Namespace) -> int:
+    """Draw what a paper, or `GENERAL_FIGURES`, declares.
+
+    Raises:
+        UserError: the run has no such figure, or its data cannot be opened.
+    """
+    spec: FigureSpec = args.spec
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        check_applies(spec.name, opened)
+        images = open_held_out(opened, args.images, option="--images")
+        subject = FigureInput(opened.folder, opened.objective, opened.runner, images)
+        draw = _function(spec, spec.draw.partition(":")[2])
+        drawing: Drawing = draw(subject, args)
+    sys.stdout.writelines(f"{line}\n" for line in drawing.lines)
+    save_figure(args.run_folder / "evaluation", spec.name, drawing.picture, drawing.rows)
+    return 0
+
+
+def check_applies(name: str, opened: Run) -> None:
+    """Check that a run has the figure of this name.
+
+    Raises:
+        UserError: it has not; names those that it has.
+    """
+    declared = {spec.name: spec for spec in (*GENERAL_FIGURES, *paper_figures())}
+
+    def reason_against(each: str) -> str | None:
+        if each in _APPLY:
+            return _reason_against(_APPLY[each], opened)
+        return _reason_against(_function(declared[each], declared[each].applies), opened)
+
+    if (reason := reason_against(name)) is None:
+        return
+    those = [each for each in (*_APPLY, *declared) if reason_against(each) is None]
+    raise UserError(f"{name}: {reason}; figures of this run are: {', '.join(those) or 'none'}")
+
+
+def _function(spec: FigureSpec, name: str) -> Callable[..., Any]:
+    module = spec.draw.partition(":")[0]
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _reason_against(applies: Callable[[Trainable], bool], opened: Run) -> str | None:
+    """Return why a run has no such figure; None where it has."""
+    try:
+        if applies(opened.objective):
+            return None
+    except UserError as error:
+        return str(error)
+    return f"does not apply to runs of {opened.config.objective.name}"
+
+
+def _has_blocks(objective: Trainable) -> bool:
+    objective.backbone.composition()
+    return True
+
+
+def _draws_images(objective: Trainable) -> bool:
+    objective.generation()
+    return True
+
+
+_APPLY: Mapping[str, Callable[[Trainable], bool]] = {
+    "depth": _has_blocks,
+    "likelihood": _has_blocks,
+    "completions": _draws_images,
+    "neighbors": _has_blocks,
+}
+
+
+def save_figure(folder: Path, name: str, picture: Figure | np.ndarray, rows: Sequence[Row]) -> None:
+    """Write `name.png`, and `name.csv` where there are rows; print a line for each.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = folder / f"{name}.png"
+    if isinstance(picture, np.ndarray):
+        save_png(path, picture)
+    else:
+        write_png(path, picture)
+    sys.stdout.write(f"{path}\n")
+    if rows:
+        sys.stdout.write(f"{write_table(folder / f'{name}.csv', rows)}\n")

@@ -6,84 +6,54 @@ import argparse
 import math
 import shutil
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.options import refuse_options
-from megavis.config.arguments import non_negative_number, positive
+import torch
+from torch import Tensor
+
+from megavis.checkpoint.state.import_weights import write_weights
+from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.tokenizers.palette import Palette
-
-_FORMS = {
-    "imagegpt": ("--palette",),
-    "givt": ("--mode", "--num-classes", "--adapter", "--tokenizer"),
-    "givt-vae": ("--beta", "--image-size"),
-    "vqgan": ("--image-size",),
-    "timm": ("--heads",),
-}
-"""Each form, and the options that it has."""
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "import",
-        help="make a run out of released weights",
-        description="imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
-        " transformers saves them; kmeans_centers.npy or preprocessor_config.json for the palette),"
-        " write a run folder, and compare the logits of both on random input. givt, givt-vae: read"
-        " an .npz file of GIVT's released Transformers or VAEs. vqgan: read a checkpoint of"
-        " taming-transformers."
-        " timm: read a Vision Transformer with a class token (model.safetensors, and config.json)"
-        " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned.",
-        epilog="example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
-        "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae",
-    )
-    parser.add_argument("form", choices=tuple(_FORMS), help="what it holds")
-    parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
-    parser.add_argument(
-        "--palette", type=Path, help="kmeans_centers.npy; default: the folder's own"
-    )
-    givt = parser.add_argument_group("givt")
-    givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: read from the file")
-    givt.add_argument("--num-classes", type=positive, help="default: read from the file")
-    givt.add_argument(
-        "--beta",
-        type=non_negative_number,
-        metavar="B",
-        help="givt-vae: what it was trained with; default: 5e-5",
-    )
-    givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
-    givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
-    givt.add_argument(
-        "--image-size", type=positive, default=256, help="givt-vae, vqgan: of its images"
-    )
-    timm = parser.add_argument_group("timm")
-    timm.add_argument("--heads", type=positive, help="attention heads; default: width / 64")
-    parser.set_defaults(run=run)
+from megavis.config.load import dump_config, load_config
+from megavis.config.schema import (
+    FinetuneConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.notebook import Run
+from megavis.papers.darl.config import DARLConfig
+from megavis.papers.darl.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
+from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
+from megavis.papers.givt.weights import ReleasedModel
+from megavis.papers.igpt.imagegpt import from_imagegpt, has_biases, model_section
+from megavis.papers.igpt.imagegpt_folder import (
+    check_agreement,
+    folder_logits,
+    read_clusters,
+    read_folder,
+)
+from megavis.papers.igpt.paper import IGPTConfig
+from megavis.papers.vae.config import VAEConfig
+from megavis.papers.vqgan.config import VQGANConfig
+from megavis.tokenizers.palette import Palette
+from megavis.tokenizers.vqgan_released import read_released, released_shape
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert; a run that is not what was released is not kept.
 
     Raises:
-        UserError: the weights are not of this form, or the run exists.
+        UserError: the weights are not of this form.
     """
-    from megavis.commands.import_givt import import_transformer, import_vae
-    from megavis.commands.import_timm import import_timm
-    from megavis.commands.import_vqgan import import_vqgan
-
-    others = {option for options in _FORMS.values() for option in options} - {*_FORMS[args.form]}
-    refuse_options(args, sorted(others), f"to {args.form}")
-    if args.run_folder.exists():
-        raise UserError(f"{args.run_folder} exists; choose another name")
-    importers = (_import_imagegpt, import_transformer, import_vae, import_vqgan, import_timm)
-    forms = dict(zip(_FORMS, importers, strict=True))
     try:
-        forms[args.form](args)
+        _IMPORTERS[args.form](args)
     except BaseException:
         shutil.rmtree(args.run_folder, ignore_errors=True)
         raise
@@ -91,11 +61,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import_imagegpt(args: argparse.Namespace) -> None:
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.papers.igpt.imagegpt_folder import read_folder
-
     settings, tensors = read_folder(args.source)
     _write_imagegpt(args, settings, tensors)
     difference = _compare(args.run_folder, settings, tensors)
@@ -107,11 +72,6 @@ def _import_imagegpt(args: argparse.Namespace) -> None:
 def _write_imagegpt(
     args: argparse.Namespace, settings: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    from megavis.commands.imported_run import imported_config, write_run
-    from megavis.config.schema import ModelConfig
-    from megavis.papers.igpt.imagegpt import from_imagegpt, has_biases, model_section
-    from megavis.papers.igpt.paper import IGPTConfig
-
     side = math.isqrt(settings["n_positions"])
     if side * side != settings["n_positions"]:
         raise UserError(f"config.json: n_positions {settings['n_positions']} is no square image")
@@ -129,9 +89,6 @@ def _write_imagegpt(
 
 def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
     """Return the named palette, or the folder's own; None where it has none."""
-    from megavis.papers.igpt.imagegpt_folder import read_clusters
-    from megavis.tokenizers.palette import Palette
-
     given = args.palette is not None
     palette = Palette.load(args.palette) if given else read_clusters(args.source)
     if palette is not None and palette.num_tokens > num_colors:
@@ -143,13 +100,195 @@ def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
 
 
 def _compare(run_folder: Path, settings: dict[str, Any], tensors: dict[str, Any]) -> float:
-    import torch
-
-    from megavis.notebook import Run
-    from megavis.papers.igpt.imagegpt_folder import check_agreement, folder_logits
-
     generator = torch.Generator().manual_seed(0)
     shape = (2, settings["n_positions"])
     ids = torch.randint(settings["vocab_size"] - 1, shape, generator=generator)
     ours = Run.open(run_folder, device="cpu").outputs(ids)
     return check_agreement(ours, folder_logits(tensors, settings, ids))
+
+
+def import_transformer(args: argparse.Namespace) -> None:
+    """Write the run of a causal or masked model, with its adapter where the file has one.
+
+    Raises:
+        UserError: the file is no such checkpoint, or does not hold what is asked for.
+    """
+    arrays = dict(read_arrays(args.source))
+    if args.adapter is not None:
+        adapter = read_arrays(args.adapter)
+        arrays |= {f"params_adaptor/{name}": array for name, array in adapter.items()}
+    released = ReleasedModel(arrays, mode=args.mode, num_classes=args.num_classes)
+    paper = released.objective()
+    if args.tokenizer is not None:
+        pixels = _pixels_of_a_latent(args.tokenizer)
+        update = {"tokenizer": str(args.tokenizer), "downsampling": pixels}
+        paper = paper.model_copy(update=update)
+    size = released.side * paper.downsampling
+    if released.image_size not in (None, size):
+        raise UserError(
+            f"the encoder reads images of {released.image_size}² pixels, and the VAE of --tokenizer"
+            f" gives {released.side}² latents of images of {size}²"
+        )
+    write_released(args, paper, released.weights(), image_size=size, model=released.model())
+
+
+def _pixels_of_a_latent(run_folder: Path) -> int:
+    path = run_folder / "config.yaml"
+    paper = load_config(path).config.objective
+    if not isinstance(paper, VAEConfig):
+        raise UserError(f"--tokenizer: {run_folder} is a run of {paper.name}, not of a vae")
+    return paper.shape.downsampling
+
+
+def import_vae(args: argparse.Namespace) -> None:
+    """Write the run of a VAE; without its discriminator, which was not released.
+
+    Raises:
+        UserError: the file is no such checkpoint.
+    """
+    arrays = read_arrays(args.source)
+    shape = vae_shape(arrays)
+    paper = VAEConfig(
+        latent_channels=shape.latent_channels,
+        filters=shape.filters,
+        multipliers=shape.multipliers,
+        blocks_per_level=shape.blocks_per_level,
+        perceptual_weight=0.0,
+        adversarial_weight=0.0,
+        **({} if args.beta is None else {"beta": args.beta}),
+    )
+    weights = {f"vae.network.{name}": tensor for name, tensor in vae_weights(arrays).items()}
+    write_released(args, paper, weights, image_size=args.image_size)
+
+
+def write_released(
+    args: argparse.Namespace,
+    paper: ObjectiveConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    image_size: int,
+    **sections: Any,
+) -> None:
+    """Write the run folder and say how many parameters it has; `sections` of the config."""
+    config = imported_config(args.run_folder, paper, image_size=image_size, **sections)
+    write_run(args.run_folder, config, weights)
+    total = sum(tensor.numel() for tensor in weights.values())
+    sys.stdout.write(f"{args.run_folder}: {total:,} parameters from {args.source}\n")
+
+
+def import_vqgan(args: argparse.Namespace) -> None:
+    """Write the run of a VQGAN; without its discriminator, which is another network here.
+
+    Raises:
+        UserError: the file is no such checkpoint.
+    """
+    tensors = read_released(args.source)
+    shape = released_shape(tensors)
+    paper = VQGANConfig(**asdict(shape), perceptual_weight=0.0, adversarial_weight=0.0)
+    weights = {f"vqgan.network.{name}": tensor for name, tensor in tensors.items()}
+    write_released(args, paper, weights, image_size=args.image_size)
+
+
+def import_timm(args: argparse.Namespace) -> None:
+    """Convert and compare.
+
+    Raises:
+        UserError: the folder is no plain ViT of timm's, or the two networks do not agree.
+    """
+    model = read_timm_folder(args.source, num_heads=args.heads)
+    write_run(args.run_folder, _timm_config(args, model), from_timm(model))
+    difference = _compare_timm(args, model)
+    sys.stdout.write(
+        f"{args.run_folder}: features and class logits agree with {args.source} to"
+        f" {difference:.1e} on random input\n"
+    )
+
+
+def _timm_config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
+    return imported_config(
+        args.run_folder,
+        DARLConfig(patch_size=model.patch_size),
+        image_size=model.image_size,
+        validation="shards/validation",
+        model=ModelConfig(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_heads,
+            ffn_hidden_size=model.mlp_size,
+            normalization="layer_norm",
+            norm_epsilon=1e-6,
+            activation="gelu",
+            add_bias=True,
+            positions="learned",
+        ),
+        finetune=FinetuneConfig(
+            num_classes=max(2, model.num_classes), visibility="full", read_out="first"
+        ),
+    )
+
+
+def _compare_timm(args: argparse.Namespace, model: TimmViT) -> float:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, model.image_size, model.image_size, 3)
+    images = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    run = Run.open(args.run_folder, device="cpu")
+    theirs = timm_features(model, images)
+    difference = check_agreement(run.features(images, layer=model.num_layers), theirs.mean(1))
+    if model.num_classes:
+        logits = theirs[:, 0] @ model.tensors["head.weight"].t() + model.tensors["head.bias"]
+        difference = max(difference, check_agreement(run.outputs(images), logits))
+    return difference
+
+
+def imported_config(
+    run_folder: Path,
+    paper: ObjectiveConfig,
+    *,
+    image_size: int,
+    validation: str | None = None,
+    **sections: Any,
+) -> RunConfig:
+    """Return the config of an imported run; what it says of training is there for going on.
+
+    Args:
+        run_folder: gives the run its name.
+        paper: the objective's section.
+        image_size: side of the images in pixels.
+        validation: folder of held-out shards, which a `finetune` section wants.
+        **sections: further ones, such as `model`.
+    """
+    is_validated = validation is not None
+    return RunConfig(
+        name=run_folder.name,
+        output=str(run_folder.parent),
+        objective=paper,
+        data=DataConfig(train="shards/train", validation=validation, image_size=image_size),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        training=TrainingConfig(steps=1, batch_size=128, validate_every=int(is_validated)),
+        **sections,
+    )
+
+
+def write_run(
+    run_folder: Path,
+    config: RunConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    palette: Palette | None = None,
+) -> None:
+    """Write a new run folder with a checkpoint of step 0. Raises OSError."""
+    run_folder.mkdir(parents=True)
+    (run_folder / "config.yaml").write_text(dump_config(config))
+    if palette is not None:
+        palette.save(run_folder / PALETTE_NAME)
+    tokenizer = None if palette is None else palette.sha256
+    write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)
+
+
+_IMPORTERS: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "imagegpt": _import_imagegpt,
+    "givt": import_transformer,
+    "givt-vae": import_vae,
+    "vqgan": import_vqgan,
+    "timm": import_timm,
+}

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_precision
-from megavis.commands.opening import job_closed, open_run, training_shards
-from megavis.commands.patch_figures import add_image_arguments, held_out_images
-
-if TYPE_CHECKING:
-    from megavis.evaluation.likelihood import LikelihoodResult
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "likelihood",
-        help="nats and bits a dimension of held-out images",
-        description="Print how likely a run finds images that it was not trained on, where its loss"
-        " is a likelihood: iGPT's next colour, GIVT's next latent. A dimension is what the model"
-        " predicts, never a byte of the photograph; the output says what it is. `megavis figure"
-        " likelihood` draws probe accuracy over validation loss.",
-        epilog="example: megavis likelihood runs/igpt_demo",
-    )
-    add_image_arguments(parser, num_images=None)
-    add_precision(parser)
-    parser.add_argument("--out", type=Path, help="default: RUN/evaluation/likelihood.json")
-    parser.set_defaults(run=run)
+from megavis.commands.opening import job_closed, open_held_out, open_run, training_shards
+from megavis.data.loading.leakage import refuse_overlap
+from megavis.evaluation.likelihood import LikelihoodResult, measure_likelihood
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,10 +21,7 @@ def run(args: argparse.Namespace) -> int:
         opened = open_run(
             args.run_folder, step=args.step, device=args.device, precision=args.precision
         )
-        from megavis.data.loading.leakage import refuse_overlap
-        from megavis.evaluation.likelihood import measure_likelihood
-
-        images = held_out_images(opened, args)
+        images = open_held_out(opened, args.images, option="--images")
         refuse_overlap(images, training_shards(opened))
         result = measure_likelihood(
             opened.config.name,

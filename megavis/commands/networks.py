@@ -1,4 +1,4 @@
-"""What the commands that look at features share: networks, the job that runs them, the cache."""
+"""What the commands that look at features share: the job, networks, the cache, and the images."""
 
 from __future__ import annotations
 
@@ -7,21 +7,58 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-from megavis.commands.opening import job_closed
-from megavis.commands.options import refuse_options
-from megavis.commands.probing import probe_data
+from megavis.commands.opening import job_closed, open_held_out, open_shards, training_shards
+from megavis.commands.options.shared import refuse_options
+from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
+from megavis.evaluation.feature_cache import FOLDER, FeatureCache, identity_of_network
+from megavis.evaluation.networks import Network
+from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings, probe
+from megavis.evaluation.probe_result import ProbeResult
+from megavis.model.inference import Inference
+from megavis.notebook import Run
+from megavis.parallel.context import open_context
+from megavis.parallel.launch import read_launch
 
-if TYPE_CHECKING:
-    from megavis.evaluation.feature_cache import FeatureCache
-    from megavis.evaluation.networks import Network
-    from megavis.evaluation.probe import Pair, ProbeSettings
-    from megavis.evaluation.probe_result import ProbeResult
-    from megavis.model.inference import Inference
-    from megavis.notebook import Run
+
+def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
+    """Open the images that the options name.
+
+    Raises:
+        UserError: there are none, or they do not fit the run.
+    """
+    train = args.train or opened.config.data.train
+    if not isinstance(train, str):
+        raise UserError("the run trained on several shard folders; name one with --train")
+    train_data = open_shards(opened, train)
+    return ProbeData(
+        train_data,
+        open_held_out(opened, args.validation, option="--validation"),
+        palette=opened.palette if train_data.manifest.kind == "palette" else None,
+        num_train=args.train_images,
+        num_validation=args.validation_images,
+        selection=open_shards(opened, args.selection) if args.selection else None,
+        trained_on=training_shards(opened),
+    )
+
+
+def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
+    """Read `all` (None), or numbers in 0 .. `num_layers` with commas between them.
+
+    Raises:
+        UserError: the text is neither.
+    """
+    if text == "all":
+        return None
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        layers = [-1]
+    if any(not 0 <= layer <= num_layers for layer in layers):
+        raise UserError(f"--layers {text}: say all, or numbers from 0 to {num_layers}, as 0,3")
+    return layers
 
 
 @contextlib.contextmanager
@@ -36,9 +73,6 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
         UserError: there are several processes where one is wanted, or they do not divide by
             --tensor-parallel.
     """
-    from megavis.commands.quiet import quietly
-    from megavis.parallel.launch import read_launch
-
     launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
     if alone and launch.world_size > 1:
         raise UserError("this command runs as one process; start it without a launcher")
@@ -47,8 +81,6 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
             f"--tensor-parallel {tensor_size} does not divide the {launch.world_size} processes"
         )
     with quietly():
-        from megavis.parallel.context import open_context
-
         open_context(launch, tensor_model_parallel_size=tensor_size, device=args.device)
     with job_closed():
         yield
@@ -63,8 +95,6 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
     Raises:
         UserError: the data does not fit the run, or has no labels.
     """
-    from megavis.evaluation.probe import probe
-
     data, cache = probe_data(opened, args), feature_cache(opened, args)
     trained = network_of(opened, cache)
     if trained.num_views == 1:
@@ -85,8 +115,6 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
 
 def feature_cache(opened: Run, args: argparse.Namespace) -> FeatureCache | None:
     """Return where a run's features are kept; None for --no-cache."""
-    from megavis.evaluation.feature_cache import FOLDER, FeatureCache
-
     return None if args.no_cache else FeatureCache(opened.folder / FOLDER)
 
 
@@ -98,9 +126,6 @@ def report_cache(cache: FeatureCache | None) -> None:
 
 def network_of(opened: Run, cache: FeatureCache | None) -> Network:
     """Return the network of an opened run."""
-    from megavis.evaluation.feature_cache import identity_of_network
-    from megavis.evaluation.networks import Network
-
     identity = identity_of_network(
         opened.config,
         opened.checkpoint,
@@ -120,9 +145,6 @@ def untrained_networks(
 
 def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> Network:
     """Return a network like the run's with fresh weights, built only if it has to compute."""
-    from megavis.commands.quiet import quietly
-    from megavis.evaluation.feature_cache import identity_of_network
-    from megavis.evaluation.networks import Network
 
     def build() -> Inference:
         with quietly():

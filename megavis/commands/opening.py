@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.data.loading.batch import Batch
-    from megavis.data.loading.dataset import ShardDataset
-    from megavis.data.loading.leakage import Shards
-    from megavis.notebook import Run
+from megavis.data.codecs.transforms import evaluation_transform
+from megavis.data.loading import leakage
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.leakage import Shards
+from megavis.notebook import Run
+from megavis.parallel.context import close_context, current_context
 
 
 @contextlib.contextmanager
 def job_closed() -> Iterator[None]:
     """Leave the job that opening a run has made, also after an error."""
-    from megavis.parallel.context import close_context, current_context
-
     try:
         yield
     finally:
@@ -32,13 +32,7 @@ def open_run(
     folder: Path, *, step: int | None, device: str | None = None, precision: str = "float32"
 ) -> Run:
     """Open a run without the libraries' chatter; raises UserError as `Run.open`."""
-    from megavis.commands.quiet import quietly
-
     with quietly():
-        import torch
-
-        from megavis.notebook import Run
-
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         return Run.open(folder, step=step, device=device, dtype=dtype)
 
@@ -49,9 +43,6 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
     Raises:
         UserError: they do not fit the run, or were made with another palette.
     """
-    from megavis.data.codecs.transforms import evaluation_transform
-    from megavis.data.loading.dataset import ShardDataset
-
     data = opened.config.data
     # The run's own copy: the file that the config names may have gone.
     palette = opened.palette if data.palette else None
@@ -75,28 +66,6 @@ def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDatas
     return open_shards(opened, folder)
 
 
-def read_in_turn(dataset: ShardDataset, count: int) -> Batch:
-    """Read `count` images: the first of each class, then the second of each, and so on."""
-    from megavis.data.loading.loader import read_batch
-
-    indices = take_turns(dataset, count)
-    return read_batch(dataset, indices, indices)
-
-
-def take_turns(dataset: ShardDataset, count: int) -> Any:
-    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
-    import numpy as np
-
-    seen: dict[int, int] = {}
-    turns = []
-    for index, label in enumerate(dataset.labels.tolist()):
-        seen[label] = seen.get(label, 0) + 1
-        turns.append((seen[label], label, index))
-    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)
-
-
 def training_shards(opened: Run) -> Sequence[Shards]:
     """Return what a run was trained on, as far as it is still there: no image of it may judge."""
-    from megavis.evaluation.trained_on import training_shards
-
-    return list(training_shards(opened.config))
+    return list(leakage.training_shards(opened.config))

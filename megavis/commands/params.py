@@ -5,56 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.arguments import add_config, read_config
-from megavis.commands.parts import part_lines, parts_json
-from megavis.config.arguments import positive
-
-if TYPE_CHECKING:
-    from megavis.composition.trainable import Trainable
-    from megavis.config.schema import RunConfig
-    from megavis.planning.parameters import Matrix, ModelPart
-    from megavis.planning.states import StateMemory
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "params",
-        help="count the parameters of a config",
-        description="Count the parameters of a config by part and by matrix. No weights are"
-        " allocated, so any size is counted in seconds. With --processes also what weights,"
-        " gradients and optimizer states take on each process in the config's layout.",
-        epilog="example: megavis params yaml_configs/igpt/xl_64.yaml --processes 32",
-    )
-    add_config(parser)
-    parser.add_argument(
-        "--processes", type=positive, help="also print the memory of each of N processes"
-    )
-    parser.add_argument("--json", action="store_true", help="write JSON")
-    parser.set_defaults(run=run)
+from megavis.commands.quiet import quietly
+from megavis.composition.trainable import Trainable
+from megavis.config.schema import RunConfig
+from megavis.model.parts import StackSize
+from megavis.papers import build_objective
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import read_launch
+from megavis.planning.layouts import Layout
+from megavis.planning.parameters import Layers, Matrix, ModelPart, count_parameters, parts_of
+from megavis.planning.states import StateMemory, fullest_states
 
 
 def run(args: argparse.Namespace) -> int:
-    """Count and write a table, or JSON.
-
-    Raises:
-        UserError: the config is wrong.
-    """
-    from megavis.commands.quiet import quietly
-
-    loaded = read_config(args)
-    if args.processes is not None:
-        loaded.require_world(args.processes)
-    with quietly():
-        from megavis.papers import build_objective
-        from megavis.parallel.context import close_context, open_context
-        from megavis.parallel.launch import read_launch
-        from megavis.planning.parameters import count_parameters, parts_of
-
-    config = loaded.config
+    """Count and write a table, or JSON."""
+    config = args.loaded.config
     with quietly():
         context = open_context(read_launch({}), device="cpu")
         objective = build_objective(config, context)
@@ -70,10 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 def count_memory(objective: Trainable, matrices: list[Matrix], num_processes: int) -> StateMemory:
     """Return what the fullest process of the config's layout holds before it has seen an image."""
-    from megavis.planning.layouts import Layout
-    from megavis.planning.parameters import Layers
-    from megavis.planning.states import fullest_states
-
     config = objective.config
     layers = Layers.of(matrices, objective.layer_plans())
     layout = Layout.of(config, num_processes)
@@ -129,3 +94,35 @@ def _memory_line(config: RunConfig, memory: StateMemory) -> str:
     words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     zero, precision = config.parallel.zero_stage, config.training.precision
     return f"GB a process before any image, {precision}, ZeRO-{zero}: {words}"
+
+
+def part_lines(parts: Sequence[ModelPart]) -> list[str]:
+    """Return a row for each part; nothing where there is one stack."""
+    stacks = _stacks(parts)
+    if len(stacks) < 2:
+        return []
+    has_phases = len({stack.phase for stack in stacks}) > 1
+    width = max(len(part.name) for part in parts) + 2
+    head = f"{'parameters':>15}{'blocks':>8}{'width':>8}{'heads':>7}{'tokens':>8}{'GFLOP':>10}"
+    lines = [f"  {'part':{width}}{head}{'  generation' * has_phases}"]
+    for part in parts:
+        row = f"  {part.name:{width}}{part.parameters:>15,}"
+        if (stack := part.stack) is not None:
+            row += f"{stack.num_layers:>8}{stack.hidden_size:>8,}{stack.num_heads:>7}"
+            row += f"{stack.num_tokens:>8,}{stack.flops / 1e9:>10,.2f}"
+            row += f"  {_WHEN[stack.phase]}" * has_phases
+        lines.append(row)
+    return lines
+
+
+_WHEN = {"once": "once", "step": "each step"}
+
+
+def parts_json(parts: Sequence[ModelPart]) -> dict[str, Any]:
+    """Return the sizes of all stacks, in operations an image; nothing where there is one."""
+    stacks = _stacks(parts)
+    return {"stacks": [asdict(stack) for stack in stacks]} if len(stacks) > 1 else {}
+
+
+def _stacks(parts: Sequence[ModelPart]) -> list[StackSize]:
+    return [part.stack for part in parts if part.stack is not None]

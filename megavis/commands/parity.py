@@ -5,55 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.arguments import add_config, read_config
-from megavis.config.arguments import positive
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.config.schema import ParallelConfig
-    from megavis.training.parity import ParityResult
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "parity",
-        help="compare every layout with one process",
-        description="Run every legal layout of N local processes against one process with the same"
-        " data and seed, dropout off, and print how far loss and gradient norm differ. Exit code 1"
-        " when any layout fails.",
-        epilog="example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4",
-    )
-    add_config(parser)
-    parser.add_argument(
-        "--layouts",
-        default="all",
-        help="all (tensor × pipeline × ZeRO), everything (with sequence parallelism and activation"
-        " checkpointing too), or names such as tp2-pp1-zero3,tp2-pp2-zero1-sp-full",
-    )
-    parser.add_argument("--processes", type=positive, default=4, help="local processes")
-    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="default: cuda where each process has a GPU, else cpu",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
-    parser.set_defaults(run=run)
+from megavis.config.schema import ParallelConfig
+from megavis.planning.layouts import layout_name, legal_layouts
+from megavis.training.parity import ParityResult, compare_layouts, parity_config
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare; returns 1 when any layout fails."""
-    from megavis.commands.quiet import quietly
-
-    loaded = read_config(args)
-    with quietly():
-        from megavis.training.parity import compare_layouts, parity_config
-
+    loaded = args.loaded
     config = parity_config(loaded.config)
     layouts = _choose(args.layouts, config, args.processes)
     _print_row("layout", "loss", "grad norm", "tolerance", "")
@@ -74,8 +36,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(words: str, config: Any, num_processes: int) -> list[ParallelConfig]:
-    from megavis.planning.layouts import layout_name, legal_layouts
-
     legal = {layout_name(parallel): parallel for parallel in legal_layouts(config, num_processes)}
     if words == "everything":
         return list(legal.values())

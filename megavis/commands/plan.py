@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.arguments import add_config, read_config
-from megavis.commands.parts import part_lines, parts_json
-from megavis.config.arguments import positive
+from megavis.commands.params import part_lines, parts_json
+from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.config.load import LoadedConfig
-    from megavis.planning.hardware import Cluster
-    from megavis.planning.plan import Plan, Recommendation
-    from megavis.planning.shape import ModelShape
+from megavis.config.load import LoadedConfig
+from megavis.config.schema import ParallelConfig
+from megavis.config.yaml_tree import BASED_ON, dump_tree
+from megavis.papers import build_objective
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import read_launch
+from megavis.planning.boundary_activations import boundary_activations_of_layouts
+from megavis.planning.hardware import Cluster, open_device
+from megavis.planning.layouts import Layout, all_layouts, with_layout
+from megavis.planning.plan import Plan, Recommendation, plan_layout, recommend
+from megavis.planning.shape import ModelShape, require_blocks, shape_of
 
 _SHOWN = 10
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="estimate memory, traffic and time, and recommend a layout",
-        description="Say whether a config fits on so many GPUs, what it takes and how long, rank"
-        " all legal layouts and recommend one. Nothing is allocated and no GPU is needed. Exit"
-        " code 2 where no layout fits.",
-        epilog="example: megavis plan yaml_configs/igpt/xl_64.yaml --gpus 64 --gpu a100",
-    )
-    add_config(parser)
-    parser.add_argument("--gpus", type=positive, required=True, help="GPUs in all")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs of a node")
-    parser.add_argument("--gpu", default="h100", help="a100, h100, h200 or a YAML file")
-    parser.add_argument("--gpu-memory", metavar="80GB", help="default: the GPU's own")
-    parser.add_argument(
-        "--interconnect",
-        help="between nodes: 100ge, hdr, ndr, or GB/s for each GPU; default: the GPU's usual one",
-    )
-    parser.add_argument("--json", action="store_true", help="write JSON")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,13 +35,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the config or an option is wrong.
     """
-    from megavis.commands.quiet import quietly
-
-    loaded = read_config(args)
-    with quietly():
-        from megavis.planning.plan import recommend
-        from megavis.planning.shape import require_blocks
-
+    loaded = args.loaded
     require_blocks(loaded.config)
     cluster = _cluster(args)
     with quietly():
@@ -80,23 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from megavis.planning.hardware import Cluster, open_device
-
     device = open_device(args.gpu, memory=args.gpu_memory, interconnect=args.interconnect)
     return Cluster(device, args.gpus, min(args.gpus, args.gpus_per_node))
 
 
 def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
     """Return the model's sizes, for all layouts of so many processes; no context may be open."""
-    from dataclasses import replace
-
-    from megavis.papers import build_objective
-    from megavis.parallel.context import close_context, open_context
-    from megavis.parallel.launch import read_launch
-    from megavis.planning.boundary_activations import boundary_activations_of_layouts
-    from megavis.planning.layouts import all_layouts, with_layout
-    from megavis.planning.shape import shape_of
-
     config = loaded.config
     context = open_context(read_launch({}), device="cpu")
     try:
@@ -112,9 +75,6 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
 
 def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | str:
     """Return the plan of the config's own layout, or why it is not legal."""
-    from megavis.planning.layouts import Layout
-    from megavis.planning.plan import plan_layout
-
     try:
         loaded.require_world(cluster.num_devices)
     except UserError as error:
@@ -143,8 +103,6 @@ def as_json(
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:
-    from dataclasses import asdict
-
     memory = asdict(plan.memory)
     memory["states"]["total"] = plan.memory.states.total
     memory["activations"]["total"] = plan.memory.activations.total
@@ -254,11 +212,6 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
         cluster: what it is for.
         command: what chose it.
     """
-    import os
-
-    from megavis.config.schema import ParallelConfig
-    from megavis.config.yaml_tree import BASED_ON, dump_tree
-
     base = Path(loaded.source.path)
     own, asked = plan.layout.parallel.model_dump(), loaded.config.parallel.model_dump()
     plain = ParallelConfig().model_dump()

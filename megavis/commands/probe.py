@@ -5,59 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_run
-from megavis.commands.networks import feature_job, probe_run
+from megavis.commands.networks import feature_job, probe_run, read_layers
 from megavis.commands.opening import open_run
-from megavis.commands.probing import (
-    add_data_arguments,
-    add_few_label_arguments,
-    add_layout_argument,
-    add_probe_arguments,
-    read_layers,
-)
-from megavis.config.arguments import non_negative
-
-if TYPE_CHECKING:
-    from megavis.evaluation.concatenation import ConcatenatedScore
-    from megavis.evaluation.linear import LayerScore
-    from megavis.evaluation.probe_result import ProbeResult
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "probe",
-        help="accuracy of a linear classifier on the features of each layer",
-        description="Fit a linear classifier on the features of each layer (iGPT, section 2.4), on"
-        " raw pixels, and on untrained networks (their mean), all by one procedure: layer and"
-        " regularisation are chosen on a held-out part of the training images, the accuracies are"
-        " those of the validation images.",
-        epilog="example: megavis probe runs/igpt_demo --concatenate 5 --images-per-class 4,25",
-    )
-    add_run(parser)
-    parser.add_argument("--layers", default="all", help="all, or numbers such as 0,3,6")
-    parser.add_argument(
-        "--concatenate",
-        type=non_negative,
-        default=0,
-        help="also the features of N adjacent layers around the best one; default: no",
-    )
-    parser.add_argument(
-        "--classifier",
-        choices=("standardized", "plain"),
-        default="standardized",
-        help="standardized: each feature standardised, the best of five penalties; plain: features"
-        " as they are and scikit-learn's own penalty (C = 1), as iGPT, section 3.4, reads",
-    )
-    add_few_label_arguments(parser)
-    add_data_arguments(parser)
-    add_layout_argument(parser)
-    add_probe_arguments(parser)
-    parser.add_argument("--out", type=Path, help="default: RUN/evaluation/probe.json")
-    parser.set_defaults(run=run)
+from megavis.evaluation.concatenation import ConcatenatedScore
+from megavis.evaluation.linear import RECIPES, LayerScore
+from megavis.evaluation.probe import ProbeSettings
+from megavis.evaluation.probe_result import ProbeResult
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,12 +20,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run or its data cannot be opened, or the data has no labels.
     """
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.evaluation.linear import RECIPES
-        from megavis.evaluation.probe import ProbeSettings
-
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
         settings = ProbeSettings(

@@ -7,35 +7,14 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_runs
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.reports.run_record import RunRecord
+from megavis.data.format.files import write_atomically
+from megavis.reports.page import render
+from megavis.reports.results import eval_metrics
+from megavis.reports.run_record import RunRecord
 
 _LABEL_WIDTH = 18
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "report",
-        help="what runs have come to, on one screen and as one web page",
-        description="Sum up runs from their folders: validation loss before and after, linear"
-        " probe, pictures, and how to watch them in TensorBoard. The whole is written as one HTML"
-        " page that needs nothing but itself: curves, events, pictures, all of RUN/evaluation, the"
-        " paper's published numbers beside, config, versions and commands. Several runs are"
-        " compared on one page.",
-        epilog="example: megavis report runs/igpt_demo\n"
-        "         megavis report runs/igpt_s runs/igpt_m --html sizes.html",
-    )
-    add_runs(parser)
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the page; default: report.html in the first RUN"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,10 +23,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a folder holds no metrics, or the page cannot be written.
     """
-    from megavis.data.format.files import write_atomically
-    from megavis.reports.page import render
-    from megavis.reports.run_record import RunRecord
-
     records = [RunRecord.read(folder) for folder in args.run_folders]
     for record in records:
         sys.stdout.write("\n".join(summary(record)) + "\n")
@@ -96,8 +71,6 @@ def _losses(run: RunRecord) -> Iterator[str]:
 
 def _measures(folder: Path) -> Iterator[str]:
     """What evaluation has found: a row a number, named once by what was measured."""
-    from megavis.reports.eval_metrics import eval_metrics
-
     before = ""
     for measure in eval_metrics(folder):
         note = f"  {measure.note}" if measure.note else ""

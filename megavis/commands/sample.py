@@ -3,105 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megavis.commands.options import refuse_options
-from megavis.commands.probing import add_layout_argument
-from megavis.commands.sampling_options import add_options, chosen_options, spelled
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavis.commands.opening import open_held_out, open_shards
+from megavis.commands.options.shared import chosen_options, refuse_options, spelled
+from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from megavis.data.loading.batch import Batch
-    from megavis.notebook import Run
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "sample",
-        help="draw images, or complete photographs",
-        description="Draw images from a run, or with --prefix complete held-out photographs: a row"
-        " each, original | what was given | completions. A run that predicts from images draws what"
-        " belongs to held-out ones: image | target | drawn targets. Runs alone, or under torchrun,"
-        " where the processes share the images.",
-        epilog="example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
-        "         megavis sample runs/givt --classes 207,360 --temperature 0.95 --guidance 0.4",
-    )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="run folder")
-    parser.add_argument("--num-images", type=int, default=16, help="default: 16")
-    parser.add_argument(
-        "--prefix",
-        type=prefix_share,
-        default=0.0,
-        metavar="none|half|SHARE",
-        help="share of the image, first in the run's order, that is given; default: none",
-    )
-    parser.add_argument(
-        "--completions",
-        type=int,
-        help="of each photograph, or targets drawn from it; default: 3, or 1 where groups differ",
-    )
-    parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
-    parser.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
-    parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
-    parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
-    parser.add_argument(
-        "--npz",
-        type=Path,
-        metavar="FILE",
-        help="write --num-images images, classes in turns, as evaluation takes them; a command that"
-        " was cut off goes on",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is")
-    add_layout_argument(parser)
-    _add_classes(parser)
-    add_options(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_classes(parser: argparse.ArgumentParser) -> None:
-    """Add which classes are drawn, and what else is shown of them."""
-    classes = parser.add_argument_group("runs with classes")
-    classes.add_argument("--classes", type=_numbers, metavar="C,C,...", help="a row of each")
-    classes.add_argument("--per-class", type=int, default=8, help="images of each; default: 8")
-    classes.add_argument(
-        "--then-classes", type=_numbers, metavar="C,C,...", help="other classes of the lower halves"
-    )
-    parser.add_argument(
-        "--show-rounds", action="store_true", help="a draw from the prior and every round, a row"
-    )
-    parser.add_argument(
-        "--moments",
-        action="store_true",
-        help="compare the moments of --num-images latents with held-out ones, in RUN/evaluation",
-    )
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of classes such as 0,3,7") from None
-
-
-def prefix_share(text: str) -> float:
-    """Read `none`, `half` or a share in [0, 1)."""
-    named = {"none": 0.0, "half": 0.5}
-    try:
-        share = named[text] if text in named else float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not none, half or a share in [0, 1)")
-    return share
+from megavis.data.format.files import write_atomically
+from megavis.data.format.manifest import MANIFEST_NAME
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import read_batch, read_in_turn
+from megavis.evaluation.moments import compare, largest_differences
+from megavis.notebook import Run
+from megavis.parallel.context import close_context, open_context
+from megavis.parallel.launch import read_launch
+from megavis.sampling.grids import save_png
+from megavis.sampling.npz import write_npz
+from megavis.sampling.pictures import Gallery, picture, picture_of_rounds
+from megavis.sampling.sampler import Sampler
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,18 +38,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run cannot be opened or sampled.
     """
-    from megavis.commands.quiet import quietly
-
-    if min(args.num_images, args.completions or 1, args.batch_size, args.per_class) < 1:
-        raise UserError(
-            "--num-images, --completions, --batch-size and --per-class must be at least 1"
-        )
     with quietly():
-        from megavis.notebook import Run
-        from megavis.parallel.context import close_context, open_context
-        from megavis.parallel.launch import read_launch
-        from megavis.sampling.grids import save_png
-
         context = open_context(
             read_launch(os.environ),
             tensor_model_parallel_size=args.tensor_parallel,
@@ -168,9 +85,6 @@ def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
 
 def _draw(opened: Run, args: argparse.Namespace) -> Any:
     """Draw what the options ask for: a grid uint8 `[H, W, 3]`, or None where it is a file."""
-    from megavis.commands.sample_moments import compare_moments
-    from megavis.commands.sample_npz import write_samples
-
     if opened.objective.reconstructs:
         return _reconstructions(opened, args)
     paper = opened.objective.generation()
@@ -188,8 +102,6 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     sampler.paper.check_images(opened.folder)
     conditions, later, columns = _conditions(args, sampler.paper.condition.names)
     if args.show_rounds:
-        from megavis.sampling.pictures import picture_of_rounds
-
         count = args.num_images if conditions is None else len(conditions["labels"])
         usual = sampler.paper.condition.usual(count, None)
         return picture_of_rounds(sampler, usual if conditions is None else conditions, count)
@@ -199,8 +111,6 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
 def _picture(
     opened: Run, args: argparse.Namespace, options: Mapping[str, Any], **layout: Any
 ) -> Any:
-    from megavis.sampling.pictures import picture
-
     paper = opened.objective.generation()
     own = paper.schedule.columns if args.prefix else ({},)
     columns = [{**column, **options} for column in own]
@@ -235,8 +145,6 @@ def _conditions(
     Raises:
         UserError: the run has no classes, or the lists do not match.
     """
-    import torch
-
     if args.classes is None:
         return None, None, 8
     if "labels" not in names or "image" in names:
@@ -257,8 +165,6 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
     others = ["--prefix", "--completions", "--npz", "--classes", "--moments", "--show-rounds"]
     others += [spelled(option) for option in chosen_options(args)]
     refuse_options(args, others, f"to this run of {name}, which reconstructs --images")
-    from megavis.sampling.pictures import Gallery
-
     gallery = Gallery(opened.objective, opened.folder)
     examples = None
     if args.images is not None or opened.config.data.validation is not None:
@@ -268,7 +174,69 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
     """Return held-out images, classes taking turns; raises UserError where there are none."""
-    from megavis.commands.opening import open_held_out, read_in_turn
-
     dataset = open_held_out(opened, args.images, option="--images")
     return read_in_turn(dataset, args.num_images).to(opened.context.device)
+
+
+def write_samples(opened: Run, args: argparse.Namespace) -> None:
+    """Draw --num-images images from nothing into `args.npz`.
+
+    Raises:
+        UserError: the run draws no images so, or the file was begun with other settings.
+    """
+    if args.prefix:
+        raise UserError("--npz holds images from nothing; leave --prefix out")
+    options = chosen_options(args)
+    sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
+    sampler.paper.check_images(opened.folder)
+    write_npz(
+        args.npz,
+        sampler.from_nothing,
+        num_images=args.num_images,
+        batch_size=args.batch_size,
+        context=opened.context,
+        settings={"step": opened.step, "seed": args.seed, **options},
+    )
+    if opened.context.is_main:
+        sys.stdout.write(f"{args.npz}\n")
+
+
+def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> None:
+    """Compare drawn with held-out latents, and as a yardstick those of training with them.
+
+    Raises:
+        UserError: there are no held-out latents, or the run draws none.
+    """
+    folder = args.images or opened.config.data.validation
+    if folder is None:
+        raise UserError("the run has no data.validation; name latents shards with --images")
+    held_out, labels = _stored_latents(opened, folder, args.num_images)
+    drawn = sampler.draw(len(labels), conditions={"labels": labels}, batch_size=args.batch_size)
+    result = {**chosen_options(args), **compare(drawn.cpu(), held_out)}
+    differences = {"drawn": result["largest_difference"]}
+    trained_on = opened.config.data.train
+    if isinstance(trained_on, str) and Path(trained_on, MANIFEST_NAME).exists():
+        seen, _ = _stored_latents(opened, trained_on, args.num_images)
+        result["training_difference"] = largest_differences(seen, held_out)
+        differences["of training"] = result["training_difference"]
+    if opened.context.is_main:
+        path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
+        sys.stdout.write(f"{path}\nlargest difference to held-out latents over the channels\n")
+        for name, moments in differences.items():
+            words = ", ".join(f"{moment} {value:.3f}" for moment, value in moments.items())
+            sys.stdout.write(f"  {name}: {words}\n")
+
+
+def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tensor]:
+    """Return latents `[b, c, h, w]`, evenly spaced over a shard folder, and their labels."""
+    dataset = open_shards(opened, folder)
+    places = np.linspace(0, len(dataset) - 1, min(len(dataset), count)).astype(np.int64)
+    batch = read_batch(dataset, places, places)
+    latents = opened.objective.generation().tokens_of(batch.inputs, batch.sample_index)
+    if latents.ndim != 4 or not latents.is_floating_point():
+        raise UserError(
+            f"--moments is for latents; runs of {opened.config.objective.name} draw none"
+        )
+    return latents, batch.labels

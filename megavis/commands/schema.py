@@ -6,20 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "schema",
-        help="write the JSON schema of config files",
-        description="Write the JSON schema of config files. An editor with a YAML language server"
-        " completes and checks keys by it.",
-        epilog="example: megavis schema --out yaml_configs/schema.json",
-    )
-    parser.add_argument("--out", metavar="FILE", help="default: standard output")
-    parser.set_defaults(run=run)
+from megavis.config.errors import UserError
+from megavis.config.json_schema import json_schema
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,8 +17,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the file cannot be written.
     """
-    from megavis.config.errors import UserError
-
     text = schema_text()
     if args.out is None:
         sys.stdout.write(text)
@@ -43,6 +30,4 @@ def run(args: argparse.Namespace) -> int:
 
 def schema_text() -> str:
     """Return the schema as the file `yaml_configs/schema.json` has it."""
-    from megavis.config.json_schema import json_schema
-
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -8,92 +8,34 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megavis.commands.arguments import add_device, add_run, add_step
 from megavis.commands.networks import (
     feature_cache,
     feature_job,
     network_of,
+    read_layers,
     report_cache,
     untrained_networks,
 )
 from megavis.commands.opening import open_run, open_shards, training_shards
-from megavis.commands.probing import (
-    add_feature_arguments,
-    add_few_label_arguments,
-    add_layout_argument,
-    add_seed_argument,
-    read_layers,
-)
-from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    from megavis.data.loading.leakage import Shards
-    from megavis.evaluation.data_sets import LabelledFolders
-    from megavis.evaluation.feature_cache import FeatureCache
-    from megavis.evaluation.networks import Network
-    from megavis.evaluation.probe import Pair, ProbeData
-    from megavis.evaluation.transfer import Task, TransferResult, TransferSettings
-    from megavis.notebook import Run
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "transfer",
-        help="linear probes on a list of labelled data sets, as one table",
-        description="Fit a linear classifier on frozen features for each data set. Layer and"
-        " regularisation are chosen on held-out training images, the classifier is then fitted on"
-        " all training images and meets the test images once. An untrained network of the same"
-        " model and raw pixels stand beside. Writes transfer.md and transfer.csv.",
-        epilog="example: megavis transfer runs/igpt_demo --data-sets"
-        " cifar10:shards/cifar10,pets:shards/pets --examples 1000",
-    )
-    add_run(parser)
-    parser.add_argument(
-        "--data-sets",
-        required=True,
-        metavar="FILE.yaml|NAME:FOLDER,...",
-        help="shards, FOLDER/train and FOLDER/test; where there is FOLDER/validation, it is held"
-        " out, else a fifth of the training images. A file has `NAME: {path: FOLDER}` for each,"
-        " and names splits in other folders by `splits: {train: , validation: , test: }`",
-    )
-    parser.add_argument(
-        "--examples",
-        type=positive,
-        help="the first N training images alone, a fifth of them held out; VTAB has 1000;"
-        " default: all",
-    )
-    parser.add_argument(
-        "--layers", default="all", help="that may be the best: all, or numbers such as 0,3,6"
-    )
-    parser.add_argument("--layer", type=non_negative, help="score this layer as well as the best")
-    add_few_label_arguments(parser)
-    _add_baseline_arguments(parser)
-    add_seed_argument(parser)
-    add_step(parser)
-    add_device(parser)
-    add_feature_arguments(parser)
-    add_layout_argument(parser)
-    parser.add_argument("--out", type=Path, help="folder; default: RUN/evaluation")
-    parser.set_defaults(run=run)
-
-
-def _add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--untrained-networks",
-        type=non_negative,
-        default=1,
-        help="of the same model, to compare with",
-    )
-    parser.add_argument(
-        "--no-pixels",
-        action="store_true",
-        help="leave out raw pixels, which are many numbers an image where images are large",
-    )
+from megavis.data.loading.leakage import Shards
+from megavis.evaluation.data_sets import LabelledFolders, read_data_sets
+from megavis.evaluation.feature_cache import FeatureCache
+from megavis.evaluation.networks import Network
+from megavis.evaluation.probe import Pair, ProbeData, ProbeSettings
+from megavis.evaluation.transfer import (
+    PIXELS,
+    TRAINED,
+    Task,
+    TransferResult,
+    TransferSettings,
+    first_examples,
+    num_fitted,
+    transfer,
+)
+from megavis.evaluation.transfer_table import markdown_of, write_transfer
+from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,12 +44,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: the run or a data set cannot be opened, or they do not fit together.
     """
-    from megavis.commands.quiet import quietly
-
-    with quietly():
-        from megavis.evaluation.data_sets import read_data_sets
-        from megavis.evaluation.transfer_table import markdown_of, write_transfer
-
     data_sets = read_data_sets(args.data_sets)
     with feature_job(args):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
@@ -125,8 +61,6 @@ def _results(
     opened: Run, data_sets: Mapping[str, LabelledFolders], args: argparse.Namespace
 ) -> list[TransferResult]:
     """Return data set by data set one result a kind of features; none on other processes."""
-    from megavis.evaluation.transfer import transfer
-
     settings = _settings(opened, args)
     cache = feature_cache(opened, args)
     # All are opened before the first is evaluated, so a mistake is reported at once.
@@ -151,8 +85,6 @@ def _results(
 
 
 def _settings(opened: Run, args: argparse.Namespace) -> TransferSettings:
-    from megavis.evaluation.transfer import TransferSettings
-
     num_layers = opened.config.model.num_layers
     return TransferSettings(
         layers=read_layers(args.layers, num_layers),
@@ -170,8 +102,6 @@ def _features(
     cache: FeatureCache | None,
 ) -> Iterator[tuple[str, str, Pair]]:
     """Yield the name of a data set, whose features, and these: one network after another."""
-    from megavis.evaluation.transfer import PIXELS
-
     for features, network in _networks(opened, args, cache):
         for name, images in data.items():
             yield name, features, images.features(network)
@@ -185,8 +115,6 @@ def _features(
 def _networks(
     opened: Run, args: argparse.Namespace, cache: FeatureCache | None
 ) -> Iterator[tuple[str, Network]]:
-    from megavis.evaluation.transfer import TRAINED
-
     yield TRAINED, network_of(opened, cache)
     for number, network in enumerate(untrained_networks(opened, args, cache)):
         yield f"untrained, seed {args.seed + number}", network
@@ -200,9 +128,6 @@ def _checked_layer(layer: int | None, num_layers: int) -> int | None:
 
 def _task(name: str, data: ProbeData, features: str, pair: Pair, args: argparse.Namespace) -> Task:
     """Return a data set with its division. Raises UserError where there are too few images."""
-    from megavis.evaluation.probe import ProbeSettings
-    from megavis.evaluation.transfer import Task, first_examples
-
     train, test = pair
     if args.examples is None:
         selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
@@ -219,9 +144,6 @@ def _open(
     Raises:
         UserError: they do not fit the run or each other, or the test images were trained on.
     """
-    from megavis.evaluation.probe import ProbeData
-    from megavis.evaluation.transfer import num_fitted
-
     train = open_shards(opened, folders.train)
     selection = open_shards(opened, folders.validation) if folders.validation else None
     if examples is not None and selection is not None:

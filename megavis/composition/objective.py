@@ -23,7 +23,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
 from megavis.densities.base import Density
 from megavis.model.core import BLOCKS, Core, StackSpec
-from megavis.model.drop_path import SAMPLES, carries_samples
+from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.init import Initialization

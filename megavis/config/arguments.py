@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,12 +68,32 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser with `HelpFormatter`, as those of its commands; a mistake is a `UserError`."""
+    """A parser with `HelpFormatter`, as those of its commands; a mistake is a `UserError`.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        fill: adds description and options when the parser is first used, so that only the module
+            of the command that a user names is imported.
+        **options: as `argparse.ArgumentParser` takes them.
+    """
+
+    def __init__(
+        self, *, fill: Callable[[ArgumentParser], None] | None = None, **options: Any
+    ) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
         # By which a command finds out which of its options were given.
         self.set_defaults(default_of=self.get_default)
+        self._fill = fill
+
+    def fill(self) -> None:
+        """Add what `fill` adds, once."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Fill the parser and read arguments as `argparse` does."""
+        self.fill()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError: argparse would print the usage, many lines, and leave by itself."""
@@ -88,3 +109,18 @@ def non_negative_number(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of 0 or more")
     return number
+
+
+def add_perceptual_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the user's files of a perceptual distance."""
+    parser.add_argument(
+        "--perceptual-weights",
+        metavar="FILE",
+        help="VGG-16 or AlexNet weights; the distance in its features is measured too",
+    )
+    parser.add_argument(
+        "--lpips-weights",
+        metavar="FILE",
+        help="linear weights of the same network, as the package lpips has them; with"
+        " --perceptual-weights, LPIPS is measured",
+    )

@@ -12,9 +12,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megavis.config.schema import ObjectiveConfig
+if TYPE_CHECKING:
+    from megavis.config.schema import ObjectiveConfig
 
 _Found = TypeVar("_Found")
 _ROOMS = "megavis.papers"
@@ -47,6 +48,9 @@ class Papers(Mapping[str, _Found]):
 
 def paper_config(name: str) -> type[ObjectiveConfig]:
     """Return the config class whose `name` this is; raises KeyError where there is none."""
+    # Not at the top: declarations of figures are read without the schema.
+    from megavis.config.schema import ObjectiveConfig
+
     keys, _ = _modules(name)
     for each in vars(importlib.import_module(keys)).values():
         is_config = isinstance(each, type) and issubclass(each, ObjectiveConfig)

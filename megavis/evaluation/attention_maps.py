@@ -8,6 +8,7 @@ Legend: b images, n heads, s tokens, the last r² of them a square grid of cells
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megavis.composition.composition import Composition
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.figures import Row
+from megavis.evaluation.figures import Drawing, FigureInput, Row
 from megavis.model.core import Block
 from megavis.model.inference import Inference
 
@@ -55,10 +57,7 @@ def measure_attention(
         UserError: the paper's tokens do not all see all, or know where they stand by turning keys.
     """
     paper = objective.backbone.composition()
-    if paper.core.visibility_kind not in ("full", "context"):
-        raise UserError("attention maps are drawn of models whose tokens can all see all")
-    if "coordinates" in paper.carried_names and paper.relative_grid is None:
-        raise UserError("attention maps are not drawn of models with rotary positions")
+    _check_visibility(paper)
     total: AttentionMaps | None = None
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
@@ -70,6 +69,13 @@ def measure_attention(
         total = AttentionMaps(maps, entropies)
     assert total is not None
     return AttentionMaps(total.maps / limit, total.entropies / limit)
+
+
+def _check_visibility(paper: Composition) -> None:
+    if paper.core.visibility_kind not in ("full", "context"):
+        raise UserError("attention maps are drawn of models whose tokens can all see all")
+    if "coordinates" in paper.carried_names and paper.relative_grid is None:
+        raise UserError("attention maps are not drawn of models with rotary positions")
 
 
 def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -135,6 +141,27 @@ def relative_map(weights: Tensor) -> Tensor:
     sums.scatter_add_(-1, index.expand_as(cells), cells)
     counts = torch.bincount(index, minlength=width**2)
     return (sums / counts).unflatten(-1, (width, width))
+
+
+def applies(objective: Trainable) -> bool:
+    """Return whether all tokens can see all, wherever they stand."""
+    _check_visibility(objective.backbone.composition())
+    return True
+
+
+def draw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Average the attention of every head over held-out images, and draw it."""
+    maps = measure_attention(
+        subject.runner, subject.objective, subject.images, num_images=options.num_images
+    )
+    rows = attention_rows(maps)
+    low = lowest_entropy(rows)
+    line = (
+        f"entropy {min(r['entropy'] for r in rows):.2f} to {max(r['entropy'] for r in rows):.2f}"
+        f" nats; lowest in layer {low['layer']}, head {low['head']}, which looks"
+        f" {low['mean_distance']:.1f} cells far"
+    )
+    return Drawing(draw_attention(maps, name=subject.name), rows, [line])
 
 
 def attention_rows(maps: AttentionMaps) -> list[Row]:

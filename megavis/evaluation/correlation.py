@@ -7,6 +7,7 @@ Legend: b images, r² places, h hidden size.
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.figures import Row
+from megavis.evaluation.figures import Drawing, FigureInput, Row
 from megavis.model.inference import Inference
 
 if TYPE_CHECKING:
@@ -80,6 +82,23 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
         return centered / centered.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
     return (standard(first) @ standard(second).transpose(1, 2)).mean(0)
+
+
+def applies(objective: Trainable) -> bool:
+    """Return whether there are blocks whose tokens can be correlated."""
+    objective.backbone.composition()
+    return True
+
+
+def draw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Correlate the last layer's tokens of held-out images, and draw it."""
+    found = measure_correlations(
+        subject.runner, subject.objective, subject.images, num_images=options.num_images
+    )
+    within, between = found.means()
+    line = f"mean correlation of two places: same image {within:.3f}, two images {between:.3f}"
+    picture = draw_correlations(found, name=subject.name)
+    return Drawing(picture, correlation_rows(found), [line])
 
 
 def correlation_rows(found: Correlations) -> list[Row]:

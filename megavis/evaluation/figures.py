@@ -10,6 +10,7 @@ import csv
 import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,51 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from megavis.composition.trainable import Trainable
+    from megavis.data.loading.dataset import ShardDataset
     from megavis.evaluation.likelihood import CheckpointScore
     from megavis.evaluation.probe_result import ProbeResult
+    from megavis.model.inference import Inference
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FigureInput:
+    """What a figure is drawn of: a run on one process, and held-out images.
+
+    Attributes:
+        folder: run folder.
+        objective: the paper.
+        runner: runs the network.
+        images: held-out images, as the run takes them.
+    """
+
+    folder: Path
+    objective: Trainable
+    runner: Inference
+    images: ShardDataset
+
+    @property
+    def name(self) -> str:
+        """Name of the run, for titles."""
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is drawn.
+
+    Attributes:
+        picture: a chart, or pixels uint8 `[H, W, 3]`.
+        rows: the numbers in it; none where it has no table.
+        lines: what is printed of it.
+    """
+
+    picture: Figure | np.ndarray
+    rows: Sequence[Row] = ()
+    lines: Sequence[str] = ()
+
 
 _TRAINED, _UNTRAINED, _PIXELS = "#1f5fa8", "#8a8a8a", "#c2571a"
 

@@ -17,13 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.activations import ACTIVATIONS
 from megavis.model.attention import Attention, CrossAttention
-from megavis.model.drop_path import SAMPLES, draw_kept, drop_path_of
-from megavis.model.dropout import SplitDropout
+from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
-from megavis.model.residual import add_to_residual
 from megavis.model.sequence_parallel import all_tokens, own_tokens
 from megavis.model.visibility import AttentionContext, KeyValueCache, Visibility, VisibilityKind
 
@@ -46,7 +44,7 @@ class StackSpec:
         carried_names: of the tensors that travel with the hidden states; see `LayerState`. Where
             there is a `drop_path`, `SAMPLES` is the last.
         drop_path: probability that the last block leaves out what a part of it adds to an image;
-            those before it less often, the first never (`drop_path.py`).
+            those before it less often, the first never (`dropout.py`).
         relative_grid: rows and columns of the grid on which attention has a bias for each offset.
             Wants `coordinates` among the tensors that are carried.
         may_split_tokens: sequences are split over the tensor group where the layout has sequence

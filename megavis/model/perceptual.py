@@ -198,3 +198,16 @@ def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
         found = "missing" if given is None else f"of shape {given}"
         raise UserError(f"{name} of the linear weights is {found}; the network wants {wanted}")
     return linear[name]
+
+
+def open_perceptual(weights: str | None, lpips_weights: str | None) -> PerceptualDistance | None:
+    """Open the distance that the options `add_perceptual_arguments` name; None where none is named.
+
+    Raises:
+        UserError: a file is missing or is none of weights.
+    """
+    if weights is None:
+        if lpips_weights:
+            raise UserError("--lpips-weights needs the network's own in --perceptual-weights")
+        return None
+    return PerceptualDistance.load(weights, lpips_weights)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megavis.config.papers import Papers, paper_class
-from megavis.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from megavis.composition.trainable import Trainable
+    from megavis.config.schema import RunConfig
     from megavis.parallel.context import ParallelContext
 
 OBJECTIVES: Mapping[str, type[Trainable]] = Papers(paper_class)

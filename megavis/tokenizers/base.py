@@ -23,8 +23,8 @@ import yaml
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.format.reader import file_damage, read_weights
+from megavis.checkpoint.format.manifest import file_damage, read_manifest
+from megavis.checkpoint.format.reader import read_weights
 from megavis.config.errors import UserError
 
 TOKENIZERS: dict[str, str] = {

@@ -29,20 +29,21 @@ from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.callbacks.base import Callback, StepState, Validate
 from megavis.training.callbacks.eval_worker import evaluate_during
-from megavis.training.callbacks.saving import SaveCheckpoint
-from megavis.training.callbacks.standard import build_callbacks, make_up_for
+from megavis.training.callbacks.standard import SaveCheckpoint, build_callbacks, make_up_for
 from megavis.training.engine import Engine
-from megavis.training.faults.bad_steps import BadStepStreak, WatchBadSteps
+from megavis.training.faults.bad_steps import (
+    BadStepStreak,
+    WatchBadSteps,
+    record_rollback,
+    roll_back,
+)
 from megavis.training.faults.corruption_check import CheckReplicas
-from megavis.training.faults.interruption import Signals, StopOnSignal
-from megavis.training.faults.restarts import count_restart
-from megavis.training.faults.rollback import record_rollback, roll_back
+from megavis.training.faults.interruption import Signals, StopOnSignal, count_restart
 from megavis.training.faults.watchdog import Watchdog
 from megavis.training.finetune import Finetuning
-from megavis.training.job import hold_run, open_job
+from megavis.training.job import hold_run, open_held_out, open_job, open_training_data
 from megavis.training.loop import train
 from megavis.training.metrics import MetricsWriter
-from megavis.training.open_data import open_held_out, open_training_data
 from megavis.training.provenance import record_start
 from megavis.training.resume_checks import check_same_run, check_same_tokenizer
 

@@ -8,13 +8,14 @@ import pytest
 
 from data_tools.__main__ import build_parser as build_data_tools
 from data_tools.__main__ import main as data_tools
-from megavis.cli import build_parser, main, read_arguments
+from megavis.cli import _import_work, build_parser, main, read_arguments
 
 pytestmark = pytest.mark.once
 
 
 def commands(parser):
     """Yield the parsers that do something: those without further words."""
+    parser.fill()
     inner = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
     if not inner:
         yield parser
@@ -42,7 +43,13 @@ def test_every_command_says_what_it_does_and_shows_an_example_that_can_be_read(p
     examples = re.findall(rf"^(?:example: | +)({parser.prog} .*)$", help_text, re.MULTILINE)
     assert examples
     for example in examples:
-        assert read(example).run is parser.get_default("run")
+        assert read(example).run == parser.get_default("run")
+
+
+def test_the_work_of_every_command_is_there():
+    """Options name it in a string, which no type checker reads."""
+    for parser in commands(build_parser()):
+        assert callable(_import_work(parser.get_default("run")))
 
 
 @pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)

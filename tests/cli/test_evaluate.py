@@ -13,14 +13,14 @@ from small_network import Small
 from small_vqgan import write_untrained_run
 
 from megavis.cli import main
+from megavis.commands import evaluate_reconstruction, evaluate_samples
 from megavis.data.format.files import sha256_of_file
-from megavis.evaluation.images import feature_networks
 from megavis.evaluation.images.feature_networks import (
     EfficientNetFeatures,
     NetworkName,
 )
 from megavis.evaluation.images.image_files import open_images
-from megavis.evaluation.images.manifolds import precision_and_recall
+from megavis.evaluation.images.set_metrics import precision_and_recall
 from megavis.tokenizers.base import open_tokenizer
 
 pytestmark = pytest.mark.once
@@ -31,7 +31,8 @@ CPU, NAME = ["--device", "cpu"], "efficientnet-lite0"
 @pytest.fixture(autouse=True)
 def network(monkeypatch):
     network = Small()
-    monkeypatch.setattr(feature_networks, "open_network", lambda *_: network)
+    for command in (evaluate_samples, evaluate_reconstruction):
+        monkeypatch.setattr(command, "open_network", lambda *_: network)
     return network
 
 

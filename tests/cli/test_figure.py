@@ -1,6 +1,7 @@
 """Figures of a real run of three checkpoints."""
 
 import csv
+import importlib
 import io
 import json
 import shutil
@@ -11,6 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megavis.cli import main
+from megavis.config.figures import paper_figures
 
 pytestmark = pytest.mark.once
 
@@ -66,3 +68,21 @@ def test_a_run_without_checkpoints_has_no_likelihood_figure(run, tmp_path, capsy
     shutil.copy(run / "config.yaml", tmp_path)
     assert main(["figure", "likelihood", str(tmp_path)]) == 2
     assert "has no checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_figure_that_does_not_apply_is_refused_with_those_that_do(run, capsys):
+    assert main(["figure", "jigsaw", str(run), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == (
+        "error: jigsaw: igpt does not name the places of patches; figures of this run are: depth,"
+        " likelihood, completions, neighbors, correlation, patches\n"
+    )
+
+
+def test_what_draws_a_declared_figure_is_there():
+    declared = {spec.name: spec for spec in paper_figures()}
+    names = {"patches", "reconstructions", "groups", "positions", "jigsaw", "mixture"}
+    assert set(declared) == names
+    for spec in declared.values():
+        module, _, function = spec.draw.partition(":")
+        for name in (function, spec.applies):
+            assert callable(getattr(importlib.import_module(module), name))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny import tiny
 
-from megavis.commands.sample_npz import write_samples
-from megavis.commands.sampling_options import spelled
+from megavis.commands.options.shared import spelled
+from megavis.commands.sample import write_samples
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.sampling.sampler import Sampler

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.__main__ import build_parser
-from megavis.cli import _COMMANDS, read_arguments
+from megavis.cli import COMMANDS, read_arguments
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -68,7 +68,7 @@ def test_printed_commands_have_the_options_that_they_use(path):
 
 def test_the_readme_names_every_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [name for name in _COMMANDS if f"`megavis {name}" not in text]
+    assert not [name for name in COMMANDS if f"`megavis {name}" not in text]
 
 
 def config_keys():

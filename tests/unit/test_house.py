@@ -41,12 +41,12 @@ warnings.warn("Another of Megatron's.")
 
 def test_help_of_every_command_is_quick_and_has_an_example():
     """The parsers of all commands are built without a heavy import; each shows how it is used."""
-    from megavis.cli import _COMMANDS
+    from megavis.cli import COMMANDS
 
     code = f"""
 import sys
 from megavis.cli import main
-for name in {list(_COMMANDS)}:
+for name in {list(COMMANDS)}:
     try:
         main([name.rstrip("_"), "--help"])
     except SystemExit as end:
@@ -55,7 +55,24 @@ assert not [name for name in {HEAVY} if name in sys.modules]
 """
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.count("example: ") == len(_COMMANDS)
+    assert process.stdout.count("example: ") == len(COMMANDS)
+
+
+def imports_inside_functions(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inside = [node for function in functions for node in ast.walk(function)]
+    return sum(isinstance(node, ast.Import | ast.ImportFrom) for node in inside)
+
+
+def test_commands_import_at_their_top():
+    """But for the doctor, which runs without torch, and two that `--help` need not wait for."""
+    paths = [ROOT / "megavis/cli.py", *(ROOT / "megavis/commands").rglob("*.py")]
+    counts = {path.stem: imports_inside_functions(path) for path in paths}
+    assert {name: count for name, count in counts.items() if count and name != "doctor"} == {
+        "cli": 1,
+        "shared": 1,
+    }
 
 
 def modules_after(folder, *commands, code=2):

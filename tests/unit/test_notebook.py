@@ -156,7 +156,7 @@ def test_the_sample_command_writes_pictures(trained, capsys, tmp_path):
 
 
 def test_photographs_of_all_classes_take_turns(shard_folders):
-    from megavis.commands.opening import take_turns
+    from megavis.data.loading.loader import take_turns
 
     dataset = ShardDataset(shard_folders / "validation")
     indices = take_turns(dataset, 7)
@@ -198,7 +198,7 @@ def test_mistakes_are_one_message_and_exit_code_2(trained, capsys, words, messag
 
 
 def test_a_prefix_is_a_word_or_a_share(capsys):
-    from megavis.commands.sample import prefix_share
+    from megavis.commands.options.images import prefix_share
 
     assert [prefix_share(text) for text in ("none", "half", "0.25")] == [0.0, 0.5, 0.25]
     assert main(["sample", "runs/x", "--prefix", "most"]) == 2

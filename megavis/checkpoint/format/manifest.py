@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from megavis.config.errors import UserError
+from megavis.data.format.files import sha256_of_file
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "crc32"
@@ -156,3 +157,18 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}: damaged at {place or 'the top'}: {first['msg']}") from None
+
+
+def file_damage(path: Path, stored: StoredFile) -> str | None:
+    """Return what is wrong with a file of a checkpoint; None where its size and SHA-256 agree."""
+    if not path.exists():
+        return f"{path}: missing, although the checkpoint's manifest lists it"
+    size = path.stat().st_size
+    if size != stored.size:
+        return f"{path}: has {size} bytes where the manifest says {stored.size}; it was cut off"
+    if sha256_of_file(path) != stored.sha256:
+        return (
+            f"{path}: its SHA-256 is not the manifest's, so its bytes have changed since it was"
+            " saved"
+        )
+    return None

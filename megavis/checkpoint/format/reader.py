@@ -17,9 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megavis.checkpoint.format.manifest import LogicalTensor, StoredFile, TensorKind, read_manifest
+from megavis.checkpoint.format.manifest import LogicalTensor, TensorKind, read_manifest
 from megavis.config.errors import UserError
-from megavis.data.format.files import sha256_of_file
 
 
 class CheckpointReader:
@@ -127,18 +126,3 @@ def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
             for key in reader.manifest.tensors
             if key.startswith(start)
         }
-
-
-def file_damage(path: Path, stored: StoredFile) -> str | None:
-    """Return what is wrong with a file of a checkpoint; None where its size and SHA-256 agree."""
-    if not path.exists():
-        return f"{path}: missing, although the checkpoint's manifest lists it"
-    size = path.stat().st_size
-    if size != stored.size:
-        return f"{path}: has {size} bytes where the manifest says {stored.size}; it was cut off"
-    if sha256_of_file(path) != stored.sha256:
-        return (
-            f"{path}: its SHA-256 is not the manifest's, so its bytes have changed since it was"
-            " saved"
-        )
-    return None

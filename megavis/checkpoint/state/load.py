@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavis.checkpoint.format.manifest import CheckpointManifest, read_manifest
-from megavis.checkpoint.format.reader import CheckpointReader, file_damage
+from megavis.checkpoint.format.manifest import CheckpointManifest, file_damage, read_manifest
+from megavis.checkpoint.format.reader import CheckpointReader
 from megavis.checkpoint.state.parameter_states import (
     AVERAGE,
     ParameterStates,

@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megavis.checkpoint.format.manifest import CHECKSUMS, StoredFile, read_manifest
-from megavis.checkpoint.format.reader import file_damage
+from megavis.checkpoint.format.manifest import CHECKSUMS, StoredFile, file_damage, read_manifest
 from megavis.config.errors import UserError
 
 _PIECE = 1 << 24

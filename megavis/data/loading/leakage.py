@@ -1,4 +1,4 @@
-"""Find evaluation images among the training images.
+"""Find evaluation images among the training images, and which shards a run was trained on.
 
 Compares the manifests (SHA-256 of shards, of lists of source files) and, if that is not too much to
 read, the samples' bytes.
@@ -7,12 +7,15 @@ read, the samples' bytes.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import RunConfig
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
 from megavis.data.loading.remote import RemoteFolder, is_remote
@@ -125,3 +128,20 @@ def _digests(folder: Shards) -> Iterator[bytes]:
         places = zip(reader.index.offsets, reader.index.lengths, strict=True)
         for start, length in places:
             yield hashlib.blake2b(content[start : start + length].data, digest_size=16).digest()
+
+
+def training_shards(config: RunConfig) -> Iterator[Shards]:
+    """Yield the folders of `data.train`, then those of the run that fine-tuning started from.
+
+    Shards that are gone are reported on standard error: nobody knows whether it has images of the
+    test set.
+    """
+    for source in config.data.train_sources:
+        try:
+            yield find_shards(source.path, cache=config.data.cache)
+        except UserError as error:
+            sys.stderr.write(f"not compared with the test images: {error}\n")
+    source_run = config.finetune and config.finetune.from_run
+    path = Path(source_run or "") / "config.yaml"
+    if source_run and path.exists():
+        yield from training_shards(load_config(path).config)

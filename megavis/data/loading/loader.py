@@ -18,6 +18,7 @@ import torch
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
+from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.order import Order, RepeatedOrder
 from megavis.data.loading.prefetch import Prefetcher
 
@@ -256,3 +257,19 @@ def _check_sizes(batch_size: int, rank: int, num_ranks: int) -> None:
         raise ValueError(
             f"batch size {batch_size} must be at least 1 and rank {rank} lie in [0, {num_ranks})"
         )
+
+
+def read_in_turn(dataset: ShardDataset, count: int) -> Batch:
+    """Read `count` images: the first of each class, then the second of each, and so on."""
+    indices = take_turns(dataset, count)
+    return read_batch(dataset, indices, indices)
+
+
+def take_turns(dataset: ShardDataset, count: int) -> np.ndarray:
+    """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
+    seen: dict[int, int] = {}
+    turns = []
+    for index, label in enumerate(dataset.labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turns.append((seen[label], label, index))
+    return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Quality of completions of first halves, with a trivial baseline.
+"""Quality of predicted parts of images, and of a trivial baseline.
 
 The lower part of an image is completed from the rows above; the baseline repeats the last row that
 is given. The score is the peak signal-to-noise ratio of what was not given. By squared error the
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.evaluation.figures import Row
+from megavis.model.perceptual import PerceptualDistance
 
 
 def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:
@@ -82,3 +83,36 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
         for i in range(len(originals))
     ]
     return Completions(completed_db, mean_db, repeated_db, table)
+
+
+_BATCH_SIZE = 64
+
+
+def score_filling(
+    originals: Tensor, made: Tensor, hidden: Tensor, *, perceptual: PerceptualDistance | None = None
+) -> dict[str, float]:
+    """Compare images of which a part was predicted with what they were.
+
+    Args:
+        originals: uint8 `[b, h, w, 3]`.
+        made: likewise; what was given is as it was.
+        hidden: bool `[b, h, w]`, the pixels that were predicted.
+        perceptual: the distance to measure besides.
+
+    Returns:
+        `psnr`: dB, of the hidden pixels of all images together; `psnr_of_images`: of all pixels of
+        each image, the mean over the images; `lpips_alexnet` or as the distance is named: its mean.
+    """
+    scores = {
+        "psnr": float(signal_to_noise(made[hidden][None], originals[hidden][None])),
+        "psnr_of_images": float(signal_to_noise(made, originals).mean()),
+    }
+    if perceptual is not None:
+        pairs = zip(made.split(_BATCH_SIZE), originals.split(_BATCH_SIZE), strict=True)
+        distances = torch.cat([perceptual(_pixels(a), _pixels(b)) for a, b in pairs])
+        scores[perceptual.name] = float(distances.mean())
+    return scores
+
+
+def _pixels(images: Tensor) -> Tensor:
+    return images.permute(0, 3, 1, 2).float() / 255.0

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.evaluation.images.class_score import RunningClassScore
 from megavis.evaluation.images.feature_networks import FeatureNetwork, NetworkName
-from megavis.evaluation.images.gaussian import Gaussian, RunningGaussian, frechet_distance
-from megavis.evaluation.images.manifolds import NEIGHBORS, precision_and_recall
+from megavis.evaluation.images.set_metrics import (
+    NEIGHBORS,
+    Gaussian,
+    RunningClassScore,
+    RunningGaussian,
+    frechet_distance,
+    precision_and_recall,
+)
 
 PUBLISHED_COUNT = 50_000
 """Samples in published tables."""

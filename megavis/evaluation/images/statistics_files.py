@@ -20,8 +20,8 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
 from megavis.evaluation.images.feature_networks import NetworkName
-from megavis.evaluation.images.gaussian import Gaussian
 from megavis.evaluation.images.generation import FeatureSummary
+from megavis.evaluation.images.set_metrics import Gaussian
 
 
 def write_statistics(path: Path, summary: FeatureSummary) -> None:

@@ -1,11 +1,27 @@
-"""Build the callbacks of a training run, in the order in which they are called."""
+"""The callbacks of a training run, in the order in which they are called.
+
+Two of them stand here: checkpoints, which are written while training continues, and the report of
+samples that could not be read. `ShardDataset` reads the next good sample in place of a bad one, so
+that one broken image does not end a run of a month; the report keeps this from going unnoticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megavis.checkpoint.state.save import Snapshot
+from megavis.data.loading.blended_dataset import Samples
+from megavis.parallel.agreement import AsyncFlag
+from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.base import (
     Callback,
     CollectGarbage,
@@ -14,9 +30,7 @@ from megavis.training.callbacks.base import (
     StepState,
     Validate,
 )
-from megavis.training.callbacks.replaced_samples import ReportReplacedSamples
 from megavis.training.callbacks.samples import SampleImages
-from megavis.training.callbacks.saving import SaveCheckpoint
 from megavis.training.faults.interruption import StopOnSignal
 from megavis.training.finetune import Finetuning
 from megavis.training.metrics import MetricsWriter, read_metrics
@@ -97,3 +111,121 @@ def make_up_for(
         finetuning.stopping(state)
     if metrics is not None and state.record:
         metrics.amend(state.step, state.record)
+
+
+class SaveCheckpoint:
+    """Saves a checkpoint every N steps, when a hook requests one, and at the end.
+
+    Training waits while weights and states are copied to host memory; a thread then writes them. A
+    failed write is reported and training continues, except at the end.
+
+    Attributes:
+        failures: checkpoints that could not be written.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        take: Callable[[StepState], Snapshot],
+        *,
+        published: Callable[[], None],
+        also_at: Collection[int] = (),
+    ) -> None:
+        """Prepare; every process calls this.
+
+        Args:
+            every: steps between two checkpoints; 0: only where a hook wants one, and at the end.
+            take: copies the run as it is after a step.
+            published: called when a checkpoint has appeared.
+            also_at: steps at which one is saved whatever `every` says.
+        """
+        self.every, self._take, self._published = every, take, published
+        self._also_at = frozenset(also_at)
+        self.failures = 0
+        self._agreement = AsyncFlag()
+        self._snapshot: Snapshot | None = None
+        self._writer: Thread | None = None
+        self._stall = 0.0
+
+    def __call__(self, state: StepState) -> None:
+        """Save where it is due, and let appear what all processes have written."""
+        began = time.perf_counter()
+        due = state.is_due(self.every) or state.step in self._also_at
+        due = due or state.wants_checkpoint or state.step == state.last_step
+        due = due and not state.goes_back
+        if due or state.is_last or self._all_have_written():
+            self._publish(required=state.is_last and not due and not state.goes_back)
+        if due:
+            self._snapshot = self._take(state)
+            self._writer = Thread(target=self._snapshot.write, name="checkpoint", daemon=True)
+            self._writer.start()
+            if state.is_last:
+                self._publish(required=True)
+        self._stall += time.perf_counter() - began
+
+    def record_stall(self, state: StepState) -> None:
+        """Put into a logged line how long training has waited for checkpoints since the last one.
+
+        A hook.
+        """
+        if state.record and self._stall:
+            state.record["save_stall_s"], self._stall = self._stall, 0.0
+            if self.failures:
+                state.record["checkpoints_not_saved"] = self.failures
+
+    def _all_have_written(self) -> bool:
+        if self._snapshot is None or self._writer is None:
+            return False
+        return self._agreement.exchange(self._writer.is_alive()) is False
+
+    def _publish(self, *, required: bool) -> None:
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None or self._writer is None:
+            return
+        self._writer.join()
+        self._agreement.forget()
+        try:
+            snapshot.publish()
+            self._published()
+        except OSError as error:
+            if required:
+                raise
+            self.failures += 1
+            warning = f"WARNING: {error}; training goes on, and the checkpoint before it stays"
+            tqdm.write(warning, file=sys.stderr)
+
+
+_MAX_NAMED = 20
+"""Names that a process prints; further ones are only counted."""
+
+
+class ReportReplacedSamples:
+    """Name new ones on stderr and record `samples_replaced`, every N steps.
+
+    Batches are read ahead, so that a sample may be named before the step that would have had it.
+    """
+
+    def __init__(self, every: int, data: Samples, context: ParallelContext) -> None:
+        self.every, self.data, self.context = every, data, context
+        # What the index shows, every process knows from the start.
+        self._known = len(data.skipped_names)
+        self._named: set[str] = set() if context.is_main else set(data.skipped_names)
+
+    def __call__(self, state: StepState) -> None:
+        """Every process takes part."""
+        if not state.is_due(self.every):
+            return
+        names = self.data.skipped_names
+        self._report([name for name in names if name not in self._named])
+        met = torch.tensor(len(names) - self._known, device=self.context.device)
+        dist.all_reduce(met, group=self.context.data.group)
+        if total := self._known + int(met):
+            state.record["samples_replaced"] = total
+
+    def _report(self, names: list[str]) -> None:
+        room = max(0, _MAX_NAMED - len(self._named))
+        for name in names[:room]:
+            tqdm.write(f"data: {name}; the next good sample is read in its place", sys.stderr)
+        if 0 < room < len(names):
+            tqdm.write("data: further samples are counted, not named", sys.stderr)
+        self._named.update(names)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavis.cli import main
-from megavis.evaluation.ensemble import ClassProbabilities, average
+from megavis.evaluation.classes import ClassProbabilities, average
 
 pytestmark = pytest.mark.once
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from megavis.commands.networks import read_layers
 from megavis.commands.probe import table
-from megavis.commands.probing import read_layers
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.features import pixel_features

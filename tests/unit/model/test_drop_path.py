@@ -7,7 +7,7 @@ from tiny import tiny
 
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
-from megavis.model.drop_path import drop_path_of
+from megavis.model.dropout import drop_path_of
 from megavis.model.layer_state import LayerState
 
 COUNT = 2000

@@ -27,7 +27,7 @@ from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.tokenizers.base import objective_section, open_tokenizer
-from megavis.training.open_data import open_data
+from megavis.training.job import open_data
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
@@ -264,7 +264,7 @@ def test_unlabelled_samples_in_labelled_shards_want_a_null_label(encoding, tmp_p
     loaded = LoadedConfig(objective.config, ConfigSource("config.yaml"))
     found = ShardDataset(folder)
     found.labels[1:3] = -1
-    monkeypatch.setattr("megavis.training.open_data.ShardDataset", lambda *_, **__: found)
+    monkeypatch.setattr("megavis.training.job.ShardDataset", lambda *_, **__: found)
     arguments = ("data.train", str(folder), None)
     assert open_data(loaded, *arguments, objective) is found
     paper = objective.paper.model_copy(update={"label_dropout": 0.0})

@@ -13,8 +13,7 @@ from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import TrainingConfig
-from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector
-from megavis.training.faults.rollback import roll_back
+from megavis.training.faults.bad_steps import BadStepStreak, SpikeDetector, roll_back
 
 pytestmark = pytest.mark.once
 

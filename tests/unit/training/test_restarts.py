@@ -10,7 +10,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
 from megavis.training.callbacks.base import StepState, Validate
-from megavis.training.faults.restarts import count_restart, is_automatic
+from megavis.training.faults.interruption import count_restart, is_automatic
 
 
 @pytest.fixture

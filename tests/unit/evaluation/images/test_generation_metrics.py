@@ -11,10 +11,13 @@ import torch
 from inception_weights import random_features
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from megavis.evaluation.images import manifolds
-from megavis.evaluation.images.class_score import RunningClassScore
-from megavis.evaluation.images.gaussian import RunningGaussian, frechet_distance
-from megavis.evaluation.images.manifolds import precision_and_recall
+from megavis.evaluation.images import set_metrics
+from megavis.evaluation.images.set_metrics import (
+    RunningClassScore,
+    RunningGaussian,
+    frechet_distance,
+    precision_and_recall,
+)
 
 pytestmark = pytest.mark.once
 
@@ -88,7 +91,7 @@ def test_the_class_score_is_that_of_torch_fidelity(batch_size):
 
 def test_precision_and_recall_are_those_of_torch_fidelity(monkeypatch):
     # Several blocks of distances.
-    monkeypatch.setattr(manifolds, "_BLOCK", 5000)
+    monkeypatch.setattr(set_metrics, "_BLOCK", 5000)
     first, second, _ = random_features()
     golden = (float(GOLDEN["precision"]), float(GOLDEN["recall"]))
     assert precision_and_recall(first, second) == pytest.approx(golden, rel=1e-6)

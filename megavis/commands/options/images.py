@@ -1,0 +1,315 @@
+"""Options of the commands that make or compare images: sample, evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.checkpoint.format.folder import require_run_folder
+from megavis.commands.options.shared import (
+    add_data_arguments,
+    add_device,
+    add_image_arguments,
+    add_image_file_arguments,
+    add_layout_argument,
+    add_network_arguments,
+    add_options,
+    add_run,
+    add_step,
+    refuse_options,
+)
+from megavis.config.arguments import add_perceptual_arguments, non_negative, positive
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+
+def add_sample(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis sample`."""
+    parser.description = (
+        "Draw images from a run, or with --prefix complete held-out photographs: a row"
+        " each, original | what was given | completions. A run that predicts from images draws what"
+        " belongs to held-out ones: image | target | drawn targets. Runs alone, or under torchrun,"
+        " where the processes share the images."
+    )
+    parser.epilog = (
+        "example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
+        "         megavis sample runs/givt --classes 207,360 --temperature 0.95 --guidance 0.4"
+    )
+    add_run(parser)
+    parser.add_argument("--num-images", type=int, default=16, help="default: 16")
+    parser.add_argument(
+        "--prefix",
+        type=prefix_share,
+        default=0.0,
+        metavar="none|half|SHARE",
+        help="share of the image, first in the run's order, that is given; default: none",
+    )
+    parser.add_argument(
+        "--completions",
+        type=int,
+        help="of each photograph, or targets drawn from it; default: 3, or 1 where groups differ",
+    )
+    parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
+    parser.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
+    parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
+    add_step(parser)
+    parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
+    parser.add_argument(
+        "--npz",
+        type=Path,
+        metavar="FILE",
+        help="write --num-images images, classes in turns, as evaluation takes them; a command that"
+        " was cut off goes on",
+    )
+    add_device(parser)
+    add_layout_argument(parser)
+    _add_classes(parser)
+    add_options(parser)
+    parser.set_defaults(run="sample:run", check=_check_sample)
+
+
+def _check_sample(args: argparse.Namespace) -> None:
+    if min(args.num_images, args.completions or 1, args.batch_size, args.per_class) < 1:
+        raise UserError(
+            "--num-images, --completions, --batch-size and --per-class must be at least 1"
+        )
+
+
+def _add_classes(parser: argparse.ArgumentParser) -> None:
+    """Add which classes are drawn, and what else is shown of them."""
+    classes = parser.add_argument_group("runs with classes")
+    classes.add_argument("--classes", type=_numbers, metavar="C,C,...", help="a row of each")
+    classes.add_argument("--per-class", type=int, default=8, help="images of each; default: 8")
+    classes.add_argument(
+        "--then-classes", type=_numbers, metavar="C,C,...", help="other classes of the lower halves"
+    )
+    parser.add_argument(
+        "--show-rounds", action="store_true", help="a draw from the prior and every round, a row"
+    )
+    parser.add_argument(
+        "--moments",
+        action="store_true",
+        help="compare the moments of --num-images latents with held-out ones, in RUN/evaluation",
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of classes such as 0,3,7") from None
+
+
+def prefix_share(text: str) -> float:
+    """Read `none`, `half` or a share in [0, 1)."""
+    named = {"none": 0.0, "half": 0.5}
+    try:
+        share = named[text] if text in named else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not none, half or a share in [0, 1)")
+    return share
+
+
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis evaluate`."""
+    parser.description = (
+        "Measure images that a run has drawn or reconstructed, or each checkpoint of a"
+        " run as it appears."
+    )
+    parser.epilog = (
+        "example: megavis evaluate samples samples.npz --reference statistics.npz"
+        " --inception weights.pth"
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    add_samples(verbs)
+    add_classes(verbs)
+    add_reconstruction(verbs)
+    add_watch(verbs)
+
+
+def add_samples(verbs: Any) -> None:
+    """Add both to the verbs of `megavis evaluate`."""
+    samples = verbs.add_parser(
+        "samples",
+        help="FID, inception score, precision and recall of generated images",
+        description="Compare generated images with real ones: Fréchet distance, inception score"
+        " (10 splits, in the order of the images), precision and recall (3 neighbours), and sFID."
+        " The numbers lie next to the samples as JSON; of a run, in RUN/evaluation/samples.json.",
+        epilog="example: megavis evaluate samples samples.npz --reference"
+        " VIRTUAL_imagenet256_labeled.npz --inception"
+        " weights-inception-2015-12-05-6726825d.pth",
+    )
+    samples.add_argument(
+        "samples",
+        metavar="SAMPLES",
+        type=Path,
+        help="an .npz of uint8 [N, H, W, 3] in arr_0, a folder of PNG or JPEG files, or a run"
+        " folder, whose newest .npz in RUN/samples is taken",
+    )
+    samples.add_argument(
+        "--reference",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="statistics, of `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
+        " .npz, a folder, or jpeg or palette shards",
+    )
+    samples.add_argument("--out", type=Path, metavar="FILE", help="JSON file of the numbers")
+    add_network_arguments(samples)
+    add_image_file_arguments(samples)
+    samples.set_defaults(run="evaluate_samples:evaluate_samples")
+    statistics = verbs.add_parser(
+        "statistics",
+        help="statistics of real images, to compare with later",
+        description="Write mean and covariance of the features of real images, and the features of"
+        " some, to a file that `megavis evaluate samples --reference` takes.",
+        epilog="example: megavis evaluate statistics shards/train --out reference.npz --inception"
+        " weights-inception-2015-12-05-6726825d.pth",
+    )
+    statistics.add_argument(
+        "images", metavar="IMAGES", type=Path, help="an .npz, a folder, or jpeg or palette shards"
+    )
+    statistics.add_argument("--out", required=True, type=Path, metavar="FILE", help=".npz file")
+    statistics.add_argument(
+        "--features",
+        type=non_negative,
+        default=10_000,
+        help="of so many images, for precision and recall",
+    )
+    add_network_arguments(statistics)
+    add_image_file_arguments(statistics)
+    statistics.set_defaults(run="evaluate_samples:write_reference")
+
+
+def add_classes(verbs: Any) -> None:
+    """Add it to the verbs of `megavis evaluate`."""
+    parser = verbs.add_parser(
+        "classes",
+        help="how often a classifier of real images names the class that was asked for",
+        description="Fit a small convolutional classifier on labelled images and let it name"
+        " samples, whose classes take turns as `megavis sample --npz` draws them; real images that"
+        " it has not seen; and these as a tokenizer reconstructs them. Writes"
+        " RUN/evaluation/classes.json.",
+        epilog="example: megavis evaluate classes runs/givt --train shards/train --images"
+        " shards/validation --tokenizer runs/vae",
+    )
+    parser.add_argument(
+        "samples",
+        metavar="SAMPLES",
+        type=Path,
+        help="an .npz of uint8 [N, H, W, 3] in arr_0, or a run folder, whose newest .npz in"
+        " RUN/samples is taken",
+    )
+    parser.add_argument(
+        "--train", required=True, type=Path, metavar="FOLDER", help="jpeg shards to fit on"
+    )
+    parser.add_argument(
+        "--images", required=True, type=Path, metavar="FOLDER", help="real images, in jpeg shards"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="RUN", help="reconstruct the real images with it"
+    )
+    parser.add_argument("--epochs", type=positive, default=5, help="of fitting; default: 5")
+    parser.add_argument("--seed", type=non_negative, default=0, help="of the classifier")
+    add_device(parser)
+    parser.set_defaults(run="evaluate_samples:evaluate_classes")
+
+
+def add_reconstruction(verbs: Any) -> None:
+    """Add it to the verbs of `megavis evaluate`."""
+    parser = verbs.add_parser(
+        "reconstruction",
+        help="PSNR, SSIM, LPIPS and FID of what comes out of a tokenizer",
+        description="Send held-out images through a tokenizer and compare what comes out: PSNR in"
+        " dB and SSIM (Gaussian window of 11×11 pixels), the means over the images; LPIPS and FID"
+        " with the user's weights. Writes RUN/evaluation/reconstruction.json.",
+        epilog="example: megavis evaluate reconstruction runs/vae --num-images 50000",
+    )
+    add_image_arguments(parser, num_images=5000)
+    add_perceptual_arguments(parser)
+    add_network_arguments(parser)
+    parser.set_defaults(run="evaluate_reconstruction:evaluate_reconstruction")
+
+
+DISTANCE = "frechet"
+MEASURES = ("loss", "probe", "neighbors", "samples", DISTANCE)
+
+
+def add_watch(verbs: Any) -> None:
+    """Add it to the verbs of `megavis evaluate`."""
+    parser = verbs.add_parser(
+        "watch",
+        help="measure each checkpoint of a run as it appears",
+        description="Beside a running job: measure each checkpoint when it has appeared, those that"
+        " are there first. Numbers go to RUN/evaluation/watch.jsonl, a line a checkpoint, and to"
+        " TensorBoard under 'evaluation'; samples to RUN/samples. Ends when the run has come to its"
+        " last step, or on Ctrl-C and SIGTERM; started again it goes on with what is new. The"
+        " config section `evaluation` lets a training start it by itself.",
+        epilog="example: megavis evaluate watch runs/igpt_demo --what loss,probe,samples",
+    )
+    add_run(parser)
+    parser.add_argument(
+        "--what",
+        type=read_measures,
+        default=("loss", "probe"),
+        metavar="NAMES",
+        help=f"of {', '.join(MEASURES)}, with commas between them",
+    )
+    parser.add_argument(
+        "--every", type=positive, default=1, help="only steps that N divides, and the last one"
+    )
+    parser.add_argument("--interval", type=float, default=5.0, help="seconds between two looks")
+    # How a training ends what it has started, also when it is killed: the pipe closes.
+    parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
+    add_data_arguments(parser)
+    add_distance_arguments(parser)
+    parser.set_defaults(run="evaluate_watch:watch", check=_check_watch)
+
+
+def _check_watch(args: argparse.Namespace) -> None:
+    if args.interval <= 0:
+        raise UserError(f"--interval {args.interval:g}: must be more than 0 seconds")
+    if DISTANCE not in args.what and not args.until_input_ends:
+        options = ("--reference", "--num-samples", "--inception", "--network")
+        refuse_options(args, options, f"to --what without {DISTANCE}")
+    if args.until_input_ends:
+        os.nice(10)  # Training comes first, and may not have written its config yet.
+    else:
+        require_run_folder(args.run_folder)
+
+
+def read_measures(text: str) -> tuple[str, ...]:
+    """Read names with commas between them.
+
+    Raises:
+        argparse.ArgumentTypeError: one is none of them.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in MEASURES:
+            raise argparse.ArgumentTypeError(f"'{name}' is not one of {', '.join(MEASURES)}")
+    return names
+
+
+def add_distance_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what drawn images are compared with, and how many are."""
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help=f"for {DISTANCE}: statistics of real images, of `megavis evaluate statistics`, ADM or"
+        " pytorch-fid",
+    )
+    parser.add_argument(
+        "--num-samples",
+        type=positive,
+        default=1000,
+        help=f"for {DISTANCE}: images that are drawn of each checkpoint",
+    )
+    add_network_arguments(parser)

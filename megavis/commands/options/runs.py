@@ -1,0 +1,184 @@
+"""Options of the commands that look after runs and machines: report, checkpoint, import, ..."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megavis.commands.options.shared import add_json, add_run, add_runs, add_step, refuse_options
+from megavis.config.arguments import non_negative, non_negative_number, positive
+from megavis.config.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis report`."""
+    parser.description = (
+        "Sum up runs from their folders: validation loss before and after, linear"
+        " probe, pictures, and how to watch them in TensorBoard. The whole is written as one HTML"
+        " page that needs nothing but itself: curves, events, pictures, all of RUN/evaluation, the"
+        " paper's published numbers beside, config, versions and commands. Several runs are"
+        " compared on one page."
+    )
+    parser.epilog = (
+        "example: megavis report runs/igpt_demo\n"
+        "         megavis report runs/igpt_s runs/igpt_m --html sizes.html"
+    )
+    add_runs(parser)
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="the page; default: report.html in the first RUN"
+    )
+    parser.set_defaults(run="report:run")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis checkpoint`."""
+    parser.description = (
+        "Look after the checkpoints of a run. They belong to no layout: any layout"
+        " reads them as they are."
+    )
+    parser.epilog = "example: megavis checkpoint verify runs/igpt_demo"
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    listing = _add_verb(verbs, "list", "steps, layouts that saved them, sizes", "checkpoint:list_")
+    add_json(listing)
+    verify = _add_verb(
+        verbs, "verify", "read every byte; name damaged files and tensors", "checkpoint:verify"
+    )
+    verify.add_argument("--step", type=non_negative, help="this one alone; default: all")
+    prune = _add_verb(
+        verbs, "prune", "delete old ones; the latest always stays", "checkpoint:prune"
+    )
+    prune.add_argument("--keep-last", type=positive, required=True, help="newest ones to keep")
+    prune.add_argument(
+        "--keep-every",
+        type=non_negative,
+        default=0,
+        help="keep those of every N-th step too; 0: none",
+    )
+    convert = _add_verb(
+        verbs, "convert", "write one in the slices of another layout, offline", "export:convert"
+    )
+    convert.add_argument("target", type=Path, help="run folder to write into")
+    add_step(convert)
+    convert.add_argument("--tensor", type=positive, default=1, help="tensor-parallel size")
+    convert.add_argument("--data", type=positive, default=1, help="data-parallel size")
+
+
+def _add_verb(verbs: Any, name: str, text: str, run: str) -> argparse.ArgumentParser:
+    example = {
+        "list": "",
+        "verify": "",
+        "prune": " --keep-last 2 --keep-every 10000",
+        "convert": " runs/igpt_demo_tp2 --tensor 2",
+    }[name]
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example: megavis checkpoint {name} runs/igpt_demo{example}",
+    )
+    add_run(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+_FORMS = {
+    "imagegpt": ("--palette",),
+    "givt": ("--mode", "--num-classes", "--adapter", "--tokenizer"),
+    "givt-vae": ("--beta", "--image-size"),
+    "vqgan": ("--image-size",),
+    "timm": ("--heads",),
+}
+"""Each form, and the options that it has."""
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis import`."""
+    parser.description = (
+        "imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
+        " transformers saves them; kmeans_centers.npy or preprocessor_config.json for the palette),"
+        " write a run folder, and compare the logits of both on random input. givt, givt-vae: read"
+        " an .npz file of GIVT's released Transformers or VAEs. vqgan: read a checkpoint of"
+        " taming-transformers."
+        " timm: read a Vision Transformer with a class token (model.safetensors, and config.json)"
+        " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned."
+    )
+    parser.epilog = (
+        "example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
+        "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae"
+    )
+    parser.add_argument("form", choices=tuple(_FORMS), help="what it holds")
+    parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
+    parser.add_argument(
+        "--palette", type=Path, help="kmeans_centers.npy; default: the folder's own"
+    )
+    givt = parser.add_argument_group("givt")
+    givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: read from the file")
+    givt.add_argument("--num-classes", type=positive, help="default: read from the file")
+    givt.add_argument(
+        "--beta",
+        type=non_negative_number,
+        metavar="B",
+        help="givt-vae: what it was trained with; default: 5e-5",
+    )
+    givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
+    givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
+    givt.add_argument(
+        "--image-size", type=positive, default=256, help="givt-vae, vqgan: of its images"
+    )
+    timm = parser.add_argument_group("timm")
+    timm.add_argument("--heads", type=positive, help="attention heads; default: width / 64")
+    parser.set_defaults(run="import_:run", check=_check_import)
+
+
+def _check_import(args: argparse.Namespace) -> None:
+    others = {option for options in _FORMS.values() for option in options} - {*_FORMS[args.form]}
+    refuse_options(args, sorted(others), f"to {args.form}")
+    if args.run_folder.exists():
+        raise UserError(f"{args.run_folder} exists; choose another name")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis export`."""
+    parser.description = (
+        "Write whole named tensors, from a checkpoint of any layout: as one safetensors"
+        " file, or as an ImageGPT folder that transformers opens, after comparing the logits of"
+        " both on random input."
+    )
+    parser.epilog = "example: megavis export runs/igpt_demo --to imagegpt exported/igpt_demo"
+    add_run(parser)
+    parser.add_argument("--to", choices=("imagegpt", "safetensors"), required=True, help="form")
+    parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
+    add_step(parser)
+    parser.set_defaults(run="export:run", check=_check_export)
+
+
+def _check_export(args: argparse.Namespace) -> None:
+    if args.out.exists():
+        raise UserError(f"{args.out} exists; choose another name")
+
+
+def add_schema(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis schema`."""
+    parser.description = (
+        "Write the JSON schema of config files. An editor with a YAML language server"
+        " completes and checks keys by it."
+    )
+    parser.epilog = "example: megavis schema --out yaml_configs/schema.json"
+    parser.add_argument("--out", metavar="FILE", help="default: standard output")
+    parser.set_defaults(run="schema:run")
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis doctor`."""
+    parser.description = (
+        "Look for all that megavis can use. Exit code 0 where training can work, 1"
+        " where something that it needs is missing."
+    )
+    parser.epilog = "example: megavis doctor --json"
+    add_json(parser)
+    parser.set_defaults(run="doctor:run")

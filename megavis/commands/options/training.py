@@ -1,0 +1,246 @@
+"""Options of the commands that train or plan: train, finetune, search-lr, sweep, parity, ..."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megavis.commands.options.shared import (
+    add_config,
+    add_device,
+    add_json,
+    read_config,
+    refuse_options,
+)
+from megavis.config.arguments import non_negative, positive
+from megavis.config.errors import UserError
+from megavis.training.search.axis import SweepAxis
+
+if TYPE_CHECKING:
+    pass
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis train`."""
+    parser.description = (
+        "Train a run, alone or under deepspeed, torchrun or srun. A run that exists"
+        " goes on from its newest checkpoint, in any layout."
+    )
+    parser.epilog = "example: megavis train yaml_configs/igpt/demo.yaml training.steps=100"
+    add_config(parser)
+    add_device(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="look at config, layout, data, disk and checkpoint as a job of --processes would, and"
+        " train nothing; exit code 2 where it could not start",
+    )
+    parser.add_argument(
+        "--processes", type=positive, help="of the job that --dry-run looks at; default: 1"
+    )
+    parser.set_defaults(run="train:run", check=_check_train)
+
+
+def _check_train(args: argparse.Namespace) -> None:
+    if args.processes is not None and not args.dry_run:
+        raise UserError(
+            "--processes belongs to --dry-run; a job's launcher says how many there are"
+        )
+    read_config(args)
+
+
+def add_finetune(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis finetune`."""
+    parser.description = (
+        "Train all weights of the run that finetune.from_run names on the classes of"
+        " the images. The step with the best accuracy on the selection images is kept, and named"
+        " by its accuracy on other ones, with a confusion matrix, in RUN/evaluation. Runs alone,"
+        " or under torchrun, deepspeed or srun, in any layout."
+    )
+    parser.epilog = (
+        "example: megavis finetune yaml_configs/igpt/finetune_demo.yaml training.steps=100"
+    )
+    add_config(parser, text="YAML file with a finetune section")
+    add_device(parser)
+    parser.set_defaults(run="train:run", check=_check_finetune, dry_run=False)
+
+
+def _check_finetune(args: argparse.Namespace) -> None:
+    read_config(args)
+    if args.loaded.config.finetune is None:
+        raise UserError(
+            f"{args.config}: has no finetune section; name the run to start from as"
+            " finetune.from_run and the number of classes as finetune.num_classes, or use megavis"
+            " train"
+        )
+
+
+def add_search_lr(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis search-lr`."""
+    parser.description = (
+        "Train the config with one learning rate after the other, from large to small,"
+        " and stop once the final validation loss starts to rise (iGPT, section 3.4), or in"
+        " fine-tuning the best validation accuracy to fall. A run whose"
+        " loss goes up and stays up is given up early. Each rate has a run folder of its own,"
+        " NAME-lr-RATE; a search that was interrupted goes on. Table and picture lie in"
+        " NAME-search. Alone, or under deepspeed, torchrun or srun."
+    )
+    parser.epilog = "example: megavis search-lr yaml_configs/igpt/demo.yaml --rates 1e-2,3e-3,1e-3"
+    add_config(parser)
+    parser.add_argument(
+        "--rates",
+        type=_rates,
+        metavar="R,R,…",
+        help="default: 0.01,0.003,0.001,0.0003,0.0001, as the paper",
+    )
+    parser.add_argument(
+        "--patience",
+        type=positive,
+        default=10,
+        help="a run is given up when so many logged losses in a row are up",
+    )
+    add_device(parser)
+    parser.set_defaults(run="search:search_rate")
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a list of numbers, for example 1e-2,3e-3"
+        ) from None
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis sweep`."""
+    parser.description = (
+        "Train the config with every pair of values of two keys, each pair in a run"
+        " folder of its own, and draw one heat-map. Runs that are finished are kept, others go on."
+        " Alone, or under deepspeed, torchrun or srun, which share each run; or as a SLURM array,"
+        " one run a task (launch/sweep.sh), and at the end once more with --draw."
+    )
+    parser.epilog = (
+        "example: megavis sweep yaml_configs/darl/demo.yaml --grid"
+        " objective.noise_a=0.1..10:5 --grid objective.noise_b=0.1..10:5"
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--grid",
+        action="append",
+        required=True,
+        type=_axis,
+        metavar="KEY=V,V,…|KEY=LOW..HIGH:COUNT",
+        help="a key and its values, or a logarithmic grid; say it twice",
+    )
+    parser.add_argument(
+        "--index", type=non_negative, help="train the N-th run alone, counted from 0; default: all"
+    )
+    parser.add_argument("--count", action="store_true", help="say how many runs there are")
+    parser.add_argument("--draw", action="store_true", help="train nothing, draw what is there")
+    parser.add_argument(
+        "--measure",
+        choices=("probe", "loss", "accuracy"),
+        default="probe",
+        help="accuracy of the best layer's linear probe (default), validation accuracy of a"
+        " fine-tuning, or validation loss, which compares nothing where the grid changes the task,"
+        " as a noise schedule does",
+    )
+    parser.add_argument("--train-images", type=positive, default=2000, help="of a probe")
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compute a probe's features; default: they are read from and kept in each run's"
+        " evaluation/features",
+    )
+    add_device(parser)
+    parser.set_defaults(run="search:sweep", check=_check_sweep)
+
+
+def _check_sweep(args: argparse.Namespace) -> None:
+    # The config is read with the values of each point: alone it may lack a key.
+    if args.measure != "probe":
+        refuse_options(args, ("--train-images", "--no-cache"), f"to --measure {args.measure}")
+
+
+def _axis(text: str) -> SweepAxis:
+    try:
+        return SweepAxis.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_parity(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis parity`."""
+    parser.description = (
+        "Run every legal layout of N local processes against one process with the same"
+        " data and seed, dropout off, and print how far loss and gradient norm differ. Exit code 1"
+        " when any layout fails."
+    )
+    parser.epilog = (
+        "example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4"
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--layouts",
+        default="all",
+        help="all (tensor × pipeline × ZeRO), everything (with sequence parallelism and activation"
+        " checkpointing too), or names such as tp2-pp1-zero3,tp2-pp2-zero1-sp-full",
+    )
+    parser.add_argument("--processes", type=positive, default=4, help="local processes")
+    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: cuda where each process has a GPU, else cpu",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    parser.set_defaults(run="parity:run")
+
+
+def add_params(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis params`."""
+    parser.description = (
+        "Count the parameters of a config by part and by matrix. No weights are"
+        " allocated, so any size is counted in seconds. With --processes also what weights,"
+        " gradients and optimizer states take on each process in the config's layout."
+    )
+    parser.epilog = "example: megavis params yaml_configs/igpt/xl_64.yaml --processes 32"
+    add_config(parser)
+    parser.add_argument(
+        "--processes", type=positive, help="also print the memory of each of N processes"
+    )
+    add_json(parser)
+    parser.set_defaults(run="params:run", check=_check_params)
+
+
+def _check_params(args: argparse.Namespace) -> None:
+    read_config(args)
+    if args.processes is not None:
+        args.loaded.require_world(args.processes)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis plan`."""
+    parser.description = (
+        "Say whether a config fits on so many GPUs, what it takes and how long, rank"
+        " all legal layouts and recommend one. Nothing is allocated and no GPU is needed. Exit"
+        " code 2 where no layout fits."
+    )
+    parser.epilog = "example: megavis plan yaml_configs/igpt/xl_64.yaml --gpus 64 --gpu a100"
+    add_config(parser)
+    parser.add_argument("--gpus", type=positive, required=True, help="GPUs in all")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs of a node")
+    parser.add_argument("--gpu", default="h100", help="a100, h100, h200 or a YAML file")
+    parser.add_argument("--gpu-memory", metavar="80GB", help="default: the GPU's own")
+    parser.add_argument(
+        "--interconnect",
+        help="between nodes: 100ge, hdr, ndr, or GB/s for each GPU; default: the GPU's usual one",
+    )
+    add_json(parser)
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the recommended layout as a config"
+    )
+    parser.set_defaults(run="plan:run")

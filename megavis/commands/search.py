@@ -1,0 +1,162 @@
+"""`megavis search-lr` and `megavis sweep`: several runs of one config, and what they compare."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megavis.commands.configs import load_user_config
+from megavis.commands.figure import save_figure
+from megavis.commands.networks import feature_cache, network_of
+from megavis.commands.opening import job_closed, open_run, open_shards
+from megavis.config.errors import UserError
+from megavis.data.format.files import write_atomically
+from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
+from megavis.notebook import Run
+from megavis.parallel.launch import read_launch
+from megavis.training.job import open_job
+from megavis.training.metrics import read_metrics
+from megavis.training.search.learning_rate import (
+    PAPER_RATES,
+    TrialResult,
+    best_of,
+    markdown_of,
+    search_rates,
+    write_search,
+)
+from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of, train_point
+
+
+def search_rate(args: argparse.Namespace) -> int:
+    """Search; returns 1 where no run finished.
+
+    Raises:
+        UserError: the config is wrong, or has no validation data.
+    """
+    loaded = args.loaded
+    with open_job(loaded, read_launch(os.environ), device=args.device) as context:
+        is_main = context.is_main
+        outcomes = search_rates(
+            loaded,
+            args.rates or PAPER_RATES,
+            context,
+            patience=args.patience,
+            report=_tell if is_main else _say_nothing,
+        )
+    best = best_of(outcomes)
+    if is_main:
+        sys.stdout.write(f"\n{markdown_of(outcomes)}\n")
+        folder = Path(loaded.config.output) / f"{loaded.config.name}-search"
+        for path in write_search(folder, outcomes, name=loaded.config.name):
+            sys.stdout.write(f"{path}\n")
+    return 0 if best is not None else 1
+
+
+def _tell(outcome: TrialResult) -> None:
+    end = "given up" if outcome.state != "finished" else f"loss {outcome.validation_loss:.4f}"
+    if outcome.accuracy is not None:
+        end += f", accuracy {outcome.accuracy:.4f}"
+    sys.stdout.write(f"learning rate {outcome.rate:g}: {end} at step {outcome.step}\n")
+    sys.stdout.flush()
+
+
+def _say_nothing(_: TrialResult) -> None:
+    pass
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Train what is asked for, then draw where this is one process.
+
+    Raises:
+        UserError: a point's config is wrong, or has no validation data.
+    """
+    points = points_of(
+        args.grid,
+        lambda words: load_user_config(args.config, [*args.overrides, *words]),
+    )
+    if args.count:
+        sys.stdout.write(f"{len(points)}\n")
+        return 0
+    if points[0].loaded.config.data.validation is None:
+        raise UserError("a sweep compares runs on held-out images: set data.validation")
+    launch = read_launch(os.environ)
+    if not args.draw:
+        for point in _chosen(points, args.index):
+            _train(point, launch, args)
+    if launch.world_size > 1 or (args.index is not None and not args.draw):
+        if launch.rank == 0:
+            sys.stdout.write("trained; draw with --draw, as one process\n")
+        return 0
+    return _draw(points, args)
+
+
+def _chosen(points: list[Point], index: int | None) -> list[Point]:
+    if index is None:
+        return points
+    if not 0 <= index < len(points):
+        raise UserError(f"--index {index}: the grid has the runs 0 to {len(points) - 1}")
+    return [points[index]]
+
+
+def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
+    if launch.rank == 0:
+        sys.stdout.write(f"{point.folder}\n")
+        sys.stdout.flush()
+    with open_job(point.loaded, launch, device=args.device) as context:
+        train_point(point, context)
+    # An engine lies in cycles of references, and the next one needs its memory.
+    gc.collect()
+
+
+def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
+    scores = [_score(point, args) if point.is_finished else math.nan for point in points]
+    if all(map(math.isnan, scores)):
+        raise UserError("no run of the grid is finished yet, so there is nothing to draw")
+    # The grid's name is what all its runs' names begin with.
+    config = points[0].loaded.config
+    name = config.name.removesuffix(
+        "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
+    )
+    what = "accuracy of a linear probe" if args.measure == "probe" else f"validation {args.measure}"
+    figure = draw_sweep(args.grid, scores, name=name, what=what)
+    folder = Path(config.output) / f"{name}-sweep"
+    save_figure(folder, "sweep", figure, rows_of(args.grid, points, scores))
+    return 0
+
+
+def _score(point: Point, args: argparse.Namespace) -> float:
+    """Return the point's score; a probe is kept in the run's folder."""
+    if args.measure != "probe":
+        key = f"validation_{args.measure}"
+        logged = [record[key] for record in read_metrics(point.folder) if key in record]
+        return logged[-1] if logged else math.nan
+    kept = point.folder / "evaluation" / "sweep.json"
+    asked = {"step": point.step, "train_images": args.train_images}
+    if kept.exists():
+        record = json.loads(kept.read_text(encoding="utf-8"))
+        if {key: record[key] for key in asked} == asked:
+            return float(record["accuracy"])
+    with job_closed():
+        opened = open_run(point.folder, step=None, device=args.device)
+        accuracy = _probe(opened, args)
+    kept.parent.mkdir(exist_ok=True)
+    write_atomically(kept, json.dumps({**asked, "accuracy": accuracy}).encode())
+    return accuracy
+
+
+def _probe(opened: Run, args: argparse.Namespace) -> float:
+    config = opened.config.data
+    assert config.validation is not None, "a grid without is refused"
+    train, validation = (
+        open_shards(opened, folder) for folder in (config.train_sources[0].path, config.validation)
+    )
+    data = ProbeData(train, validation, num_train=args.train_images)
+    features = data.features(network_of(opened, feature_cache(opened, args)))
+    return score_best_layer(features, data, ProbeSettings()).accuracy

@@ -1,0 +1,162 @@
+"""What sets of images are compared by: Fréchet distance, inception score, precision and recall.
+
+"GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium" (Heusel et al.,
+2017), equation 6: ‖μ₁ − μ₂‖² + Tr(Σ₁ + Σ₂ − 2 (Σ₁Σ₂)^½).
+"Improved Techniques for Training GANs" (Salimans et al., 2016), section 4: exp E KL(p(y|x) ‖ p(y)),
+over ten splits of the images in their order, whose mean is the score.
+"Improved Precision and Recall Metric for Assessing Generative Models" (Kynkäänniemi et al., 2019),
+equations 1 and 2: a set's manifold is the union of balls around its vectors, each of which reaches
+to the k-th nearest of the others. Precision is the share of samples inside the manifold of the
+reference, recall the share of the reference inside that of the samples.
+
+Legend: b images of a batch, N all images, c classes, d numbers of a feature vector, n and m vectors
+of two sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """A normal distribution.
+
+    Attributes:
+        mean: float64 `[d]`.
+        covariance: float64 `[d, d]`.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+
+class RunningGaussian:
+    """Mean and covariance of vectors that come in batches, in float64 and memory of `[d, d]`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean = self._scatter = torch.zeros(())
+
+    def add(self, features: Tensor) -> None:
+        """Take in vectors `[b, d]`, b at least 1."""
+        batch = features.double()
+        count, mean = len(batch), batch.mean(0)
+        if not self.count:
+            self._mean = torch.zeros_like(mean)
+            self._scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
+        centred = batch - mean
+        # Chan, Golub and LeVeque (1979): sums of squares of all would cancel. In place, since a
+        # matrix of 2048² is 32 MiB.
+        total, step = self.count + count, mean - self._mean
+        self._scatter.addmm_(centred.t(), centred)
+        self._scatter.addr_(step, step, alpha=self.count * count / total)
+        self._mean = self._mean + step * (count / total)
+        self.count = total
+
+    def result(self) -> Gaussian:
+        """Return the distribution, its covariance over count - 1, on the CPU."""
+        assert self.count > 1
+        return Gaussian(self._mean.cpu(), (self._scatter / (self.count - 1)).cpu())
+
+
+def frechet_distance(first: Gaussian, second: Gaussian) -> float:
+    """Return equation 6.
+
+    Tr (Σ₁Σ₂)^½ is the sum of the singular values of Σ₁^½ Σ₂^½, which no square root of rounding
+    errors enters, also where fewer images than features leave both covariances singular.
+    """
+    roots = _root(first.covariance) @ _root(second.covariance)
+    overlap = torch.linalg.svdvals(roots).sum()
+    apart = (first.mean - second.mean).square().sum()
+    return float(apart + first.covariance.trace() + second.covariance.trace() - 2.0 * overlap)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive semidefinite matrix."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.t()
+
+
+NUM_SPLITS = 10
+"""Of the published numbers: 50,000 images, 5,000 a split."""
+
+
+class RunningClassScore:
+    """Sums over each split, in float64.
+
+    Args:
+        num_images: N, which decides where the splits lie.
+    """
+
+    def __init__(self, num_images: int) -> None:
+        self.num_splits = min(NUM_SPLITS, num_images)
+        self._ends = [i * num_images // self.num_splits for i in range(1, self.num_splits + 1)]
+        self._seen = 0
+        self._negentropy = self._probabilities = torch.zeros(())
+
+    def add(self, logits: Tensor) -> None:
+        """Take in the logits `[b, c]` of the next images."""
+        log_p = logits.double().log_softmax(1)
+        p = log_p.exp()
+        if not self._seen:
+            self._negentropy = p.new_zeros(self.num_splits)
+            self._probabilities = p.new_zeros(self.num_splits, p.shape[1])
+        places = torch.arange(self._seen, self._seen + len(p), device=p.device)
+        ends = torch.tensor(self._ends, device=p.device)
+        splits = torch.searchsorted(ends, places, right=True)
+        self._negentropy.index_add_(0, splits, (p * log_p).sum(1))
+        self._probabilities.index_add_(0, splits, p)
+        self._seen += len(p)
+
+    def result(self) -> tuple[float, float]:
+        """Return mean and standard deviation over the splits."""
+        starts = [0, *self._ends[:-1]]
+        sizes = torch.tensor(self._ends) - torch.tensor(starts)
+        sizes = sizes.to(self._negentropy)
+        marginal = self._probabilities / sizes[:, None]
+        # KL is the mean of Σ p log p less Σ q log q of the mean q.
+        divergence = self._negentropy / sizes - torch.xlogy(marginal, marginal).sum(1)
+        scores = divergence.exp()
+        return float(scores.mean()), float(scores.std(correction=0))
+
+
+NEIGHBORS = 3
+"""k of the published numbers."""
+
+
+_BLOCK = 1 << 26
+"""Distances in memory at once."""
+
+
+def precision_and_recall(
+    samples: Tensor, reference: Tensor, *, neighbors: int = NEIGHBORS
+) -> tuple[float, float]:
+    """Return both, in [0, 1].
+
+    Args:
+        samples: `[n, d]`, n above `neighbors`.
+        reference: `[m, d]`, likewise.
+        neighbors: k.
+    """
+    precision = _share_inside(samples, reference, neighbors)
+    return precision, _share_inside(reference, samples, neighbors)
+
+
+def _share_inside(points: Tensor, centres: Tensor, neighbors: int) -> float:
+    """Return the share of points in at least one ball around centres."""
+    # The nearest of all to a centre is itself.
+    radii = [block.kthvalue(neighbors + 1).values for block in _distances(centres, centres)]
+    reach = torch.cat(radii)
+    inside = [(block <= reach).any(1) for block in _distances(points, centres)]
+    return float(torch.cat(inside).double().mean())
+
+
+def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+    """Yield the distances `[·, m]` of vectors `[n, d]` to all of `[m, d]`, some rows at a time."""
+    for block in rows.split(max(1, _BLOCK // len(columns))):
+        yield torch.cdist(block, columns)

@@ -1,0 +1,117 @@
+"""Hidden tokens of images as a model predicts them from the others.
+
+Whose figure this is: docs/evaluation.md.
+
+Legend: b images, n tokens, q predicted ones, h and w pixels; all colours uint8 in 0..255.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megavis.composition.composition import Composition
+from megavis.composition.trainable import Trainable
+from megavis.config.errors import UserError
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import read_in_turn
+from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.evaluation.images.completions import score_filling
+from megavis.model.inference import Inference
+from megavis.sampling.grids import hide, image_grid
+from megavis.sampling.pictures import pixels_of
+
+
+@dataclass(frozen=True)
+class Reconstructions:
+    """Images and what a model makes of them.
+
+    Attributes:
+        originals: uint8 `[b, h, w, 3]`.
+        made: likewise; visible tokens are as they were.
+        flat: likewise; each hidden token has its own mean colour.
+        hidden: bool `[b, n]`, the tokens that were predicted, in raster order.
+    """
+
+    originals: Tensor
+    made: Tensor
+    flat: Tensor
+    hidden: Tensor
+
+
+def reconstruct(
+    runner: Inference, paper: Composition, batch: Batch, folder: Path
+) -> Reconstructions:
+    """Predict what training would hide of images, from what it would show.
+
+    Args:
+        runner: the model, on one process.
+        paper: what it was trained for.
+        batch: images; their numbers decide what is hidden, as in training.
+        folder: of the run, which may hold what decodes tokens.
+
+    Raises:
+        UserError: the model does not predict tokens from others, or all of them.
+    """
+    plan = paper.schedule.draw(batch.sample_index)
+    predicted = plan.is_predicted.expand(len(batch.inputs), -1)
+    if plan.first_asked == 0 and bool(predicted.all()):
+        name = paper.config.objective.name
+        raise UserError(f"runs of {name} predict every token: none is visible among hidden ones")
+    sequence = paper.sequence(batch)
+    predictions = runner.predictions(sequence.inputs)
+    restored = paper.density.restored(predictions, sequence.targets[0])
+    tokens = paper.predicts.sequence(paper.predicts.of(batch.inputs, batch.sample_index))
+    places = plan.order[:, plan.first_asked :].expand(len(tokens), -1)
+    hidden = torch.zeros_like(tokens[..., 0], dtype=torch.bool).scatter(1, places, predicted)
+    made = tokens.scatter(1, places[..., None].expand_as(restored), restored)
+    made = torch.where(hidden[..., None], made, tokens)
+    originals, made = (
+        paper.predicts.to_images(paper.predicts.from_sequence(each), folder)
+        for each in (tokens, made)
+    )
+    return Reconstructions(
+        originals, made, _flattened(originals, hidden, paper.predicts.grid), hidden
+    )
+
+
+def _flattened(images: Tensor, hidden: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Give each hidden cell of a grid its mean colour."""
+    rows, columns = grid
+    count, height, width, _ = images.shape
+    cells = images.view(count, rows, height // rows, columns, width // columns, 3)
+    means = cells.float().mean((2, 4), keepdim=True).round().to(torch.uint8)
+    flat = torch.where(hidden.view(count, rows, 1, columns, 1, 1), means, cells)
+    return flat.reshape(images.shape)
+
+
+def applies(objective: Trainable) -> bool:
+    """Return whether some tokens are visible while others are predicted."""
+    if objective.classification() is not None:
+        return False
+    plan = objective.backbone.composition().schedule.draw(torch.zeros(1, dtype=torch.int64))
+    return plan.first_asked > 0 or not bool(plan.is_predicted.all())
+
+
+def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Predict what is hidden, compare and draw the first eight images."""
+    batch = read_in_turn(subject.images, options.num_images).to(subject.runner.context.device)
+    paper = subject.objective.backbone.composition()
+    found = reconstruct(subject.runner, paper, batch, subject.folder)
+    originals, made = (each.cpu().numpy() for each in (found.originals, found.made))
+    hidden = pixels_of(found.hidden, originals)
+    rows = [
+        {"hidden": name, **score_filling(found.originals, images, torch.from_numpy(hidden))}
+        for name, images in (("predicted", found.made), ("their mean colour", found.flat))
+    ]
+    words = ", ".join(f"{row['hidden']} {row['psnr']:.2f} dB" for row in rows)
+    columns = (hide(originals, ~hidden), made, originals)
+    return Drawing(
+        image_grid([*zip(*columns, strict=True)][:8]),
+        rows,
+        [f"PSNR of the hidden patches of {len(batch)} images: {words}"],
+    )

@@ -1,0 +1,288 @@
+"""Accuracy of predicted places, and images assembled by them.
+
+For every objective that names places; whose figures these are: docs/evaluation.md.
+
+Legend: b images, n patches of an image and places for them, c context patches, d numbers of a
+patch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavis.composition.places import Places
+from megavis.composition.trainable import Trainable
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches, read_in_turn
+from megavis.evaluation.figures import Drawing, FigureInput, plain_axes
+from megavis.model.inference import Inference
+from megavis.model.orders import take_places
+from megavis.sampling.grids import image_grid
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BATCH_SIZE = 64
+_GREEN = (0, 200, 0)
+_RATIOS = (0.0, 0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class PositionAccuracy:
+    """Shares of patches whose likeliest place is the true one, in [0, 1].
+
+    Attributes:
+        mask_ratio: η when the places are asked for.
+        accuracy: over all patches.
+        of_context: over those that give keys and values.
+        of_masked: over the others; NaN where there are none.
+        chance: one place of n.
+    """
+
+    mask_ratio: float
+    accuracy: float
+    of_context: float
+    of_masked: float
+    chance: float
+
+
+def predicted_places(
+    runner: Inference, objective: Places, patches: Tensor, context: Tensor
+) -> Tensor:
+    """Return the likeliest place of each patch, int64 `[b, n]`.
+
+    Args:
+        runner: the model, on one process.
+        objective: the paper.
+        patches: `[b, n, d]`.
+        context: int64 `[b, c]`, those that are seen.
+    """
+    inputs = objective.inputs_with(patches, context)
+    return objective.outputs(runner.predictions(inputs)).argmax(-1)
+
+
+def position_accuracy(
+    runner: Inference,
+    objective: Places,
+    dataset: ShardDataset,
+    *,
+    mask_ratio: float,
+    num_images: int,
+) -> PositionAccuracy:
+    """Measure at one η; the context is drawn for each image from the run's seed.
+
+    Patches whose place is given do not count.
+    """
+    right = torch.zeros(2, dtype=torch.float64)
+    count = torch.zeros(2, dtype=torch.float64)
+    places = objective.num_places
+    limit = min(num_images, len(dataset))
+    for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
+        batch = batch.to(runner.context.device)
+        context = objective.context_of(batch.sample_index, mask_ratio)
+        patches = objective.patches_of(batch.inputs)
+        found = predicted_places(runner, objective, patches, context).cpu()
+        hits = (found == torch.arange(places)).double()
+        seen = torch.zeros(len(hits), places, dtype=torch.float64)
+        seen.scatter_(1, context.cpu(), 1.0)
+        counted = torch.ones_like(seen).scatter_(1, context[:, : objective.num_placed].cpu(), 0.0)
+        for part, weights in enumerate((counted * seen, 1.0 - seen)):
+            right[part] += (hits * weights).sum()
+            count[part] += weights.sum()
+    of_context, of_masked = (right / count).tolist()
+    overall = float(right.sum() / count.sum())
+    return PositionAccuracy(mask_ratio, overall, of_context, of_masked, 1.0 / places)
+
+
+def draw_accuracy(scores: Sequence[PositionAccuracy], *, name: str, trained_at: float) -> Figure:
+    """Draw accuracy over η.
+
+    Args:
+        scores: by rising η.
+        name: of the run, for the title.
+        trained_at: η in training.
+    """
+    figure, axes = plain_axes("mask ratio η at evaluation", "patches put in their place (%)")
+    ratios = [score.mask_ratio for score in scores]
+    for label, values, style in (
+        ("all patches", [score.accuracy for score in scores], "o-"),
+        ("context patches", [score.of_context for score in scores], ":"),
+        ("masked patches", [score.of_masked for score in scores], "--"),
+    ):
+        axes.plot(ratios, [100 * value for value in values], style, color="#1f5fa8", label=label)
+    axes.axhline(100 * scores[0].chance, color="#8a8a8a", label="chance")
+    axes.axvline(trained_at, color="#c2571a", alpha=0.5, label="η in training")
+    axes.set_ylim(bottom=0)
+    axes.set_title(name, fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    return figure
+
+
+def applies(objective: Trainable) -> bool:
+    """Return whether the model names the place of every patch."""
+    objective.places()
+    return True
+
+
+def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Measure at mask ratios from 0 to 0.9 and draw."""
+    objective = subject.objective.places()
+    scores = [
+        position_accuracy(
+            subject.runner,
+            objective,
+            subject.images,
+            mask_ratio=number / 10,
+            num_images=options.num_images,
+        )
+        for number in range(10)
+    ]
+    words = ", ".join(f"{score.mask_ratio:.1f}: {score.accuracy:.1%}" for score in scores[::2])
+    return Drawing(
+        draw_accuracy(scores, name=subject.name, trained_at=objective.mask_ratio),
+        [asdict(score) for score in scores],
+        [f"in their place by mask ratio (chance {scores[0].chance:.1%}): {words}"],
+    )
+
+
+def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Take held-out images apart and put them together."""
+    objective = subject.objective.places()
+    rows: list[Any] = []
+    accuracies = []
+    images = read_in_turn(subject.images, options.num_images).inputs
+    for number, image in enumerate(images, options.seed):
+        part, found = jigsaw_rows(subject.runner, objective, image, _RATIOS, seed=number)
+        rows += [[image.cpu().numpy(), *row] for row in part]
+        accuracies.append(found)
+    means = [sum(column) / len(column) for column in zip(*accuracies, strict=True)]
+    words = ", ".join(f"{r}: {mean:.1%}" for r, mean in zip(_RATIOS, means, strict=True))
+    return Drawing(image_grid(rows), lines=[f"in their place by mask ratio: {words}"])
+
+
+def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Mix the patches of pairs of held-out images and let the model sort them."""
+    objective = subject.objective.places()
+    rows: list[Any] = []
+    images = read_in_turn(subject.images, 2 * options.num_images).inputs
+    for number, pair in enumerate(images.split(2), options.seed):
+        rows += mixture_rows(subject.runner, objective, pair, _RATIOS, seed=number)
+    return Drawing(image_grid(rows), lines=[f"{options.num_images} pairs, mask ratios {_RATIOS}"])
+
+
+def reassemble(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Put each patch into its place and average those that fall on the same one.
+
+    Args:
+        patches: float `[b, n, d]`.
+        places: int64 `[b, n]`.
+
+    Returns:
+        Patches `[b, n, d]` in raster order, zeros where none fell, and bool `[b, n]`, whether one
+        did.
+    """
+    index = places[..., None].expand_as(patches)
+    sums = torch.zeros_like(patches).scatter_add_(1, index, patches)
+    counts = torch.zeros_like(places).scatter_add_(1, places, torch.ones_like(places))
+    return sums / counts.clamp(min=1)[..., None], counts > 0
+
+
+def show(objective: Places, patches: Tensor, filled: Tensor | None = None) -> np.ndarray:
+    """Return patches `[b, n, d]` as images uint8 `[b, h, w, 3]`, grey where `filled` is false."""
+    images = objective.images_of(patches).cpu().numpy()
+    if filled is None:
+        return images
+    return np.where(_by_pixel(filled, images.shape[1])[..., None], images, np.uint8(127))
+
+
+def outline(images: np.ndarray, chosen: Tensor) -> np.ndarray:
+    """Return images uint8 `[b, h, w, 3]` with the patches that `chosen` `[b, n]` names in green."""
+    side, rows = images.shape[1], round(chosen.shape[1] ** 0.5)
+    patch = side // rows
+    within = np.arange(side) % patch
+    edge = (within == 0) | (within == patch - 1)
+    lines = (edge[:, None] | edge[None, :]) & _by_pixel(chosen, side)
+    return np.where(lines[..., None], np.array(_GREEN, np.uint8), images)
+
+
+def jigsaw_rows(
+    runner: Inference, objective: Places, image: Tensor, ratios: Iterable[float], *, seed: int = 0
+) -> tuple[list[list[np.ndarray]], list[float]]:
+    """Take one image apart and let the model put it together.
+
+    Args:
+        runner: the model.
+        objective: the paper.
+        image: uint8 `[h, w, 3]`.
+        ratios: η of each column.
+        seed: decides context and shuffling.
+
+    Returns:
+        Three rows: context patches in their places, the shuffled patches with the context in
+        green, the patches where the model puts them; and the accuracy of each column.
+    """
+    patches = objective.patches_of(image[None].to(runner.context.device))
+    rows: list[list[np.ndarray]] = [[], [], []]
+    accuracies = []
+    order = _shuffled(patches.shape[1], seed)
+    for ratio in ratios:
+        context = objective.context_of(torch.tensor([seed], device=patches.device), ratio)
+        seen = torch.zeros(1, patches.shape[1], dtype=torch.bool).scatter_(1, context.cpu(), True)
+        places = predicted_places(runner, objective, patches, context)
+        accuracies.append(float((places.cpu() == torch.arange(len(order))).float().mean()))
+        rows[0].append(show(objective, patches, seen)[0])
+        shuffled = show(objective, take_places(patches, order.to(patches.device)))
+        rows[1].append(outline(shuffled, take_places(seen, order))[0])
+        rows[2].append(show(objective, *reassemble(patches, places))[0])
+    return rows, accuracies
+
+
+def mixture_rows(
+    runner: Inference, objective: Places, pair: Tensor, ratios: Iterable[float], *, seed: int = 0
+) -> list[list[np.ndarray]]:
+    """Shuffle the patches of two images together and let the model sort each half.
+
+    Args:
+        runner: the model.
+        objective: the paper.
+        pair: uint8 `[2, h, w, 3]`.
+        ratios: η of each row.
+        seed: decides context and shuffling.
+
+    Returns:
+        A row an η: both images, then for each half of the mixture its patches, context in green,
+        and where the model puts them.
+    """
+    whole = objective.patches_of(pair.to(runner.context.device))
+    count = whole.shape[1]
+    mixed = whole.flatten(0, 1)[_shuffled(2 * count, seed).to(whole.device)].view(2, count, -1)
+    rows = []
+    for ratio in ratios:
+        context = objective.context_of(torch.tensor([seed, seed + 1], device=whole.device), ratio)
+        seen = torch.zeros(2, count, dtype=torch.bool).scatter_(1, context.cpu(), True)
+        places = predicted_places(runner, objective, mixed, context)
+        halves = outline(show(objective, mixed), seen)
+        sorted_halves = show(objective, *reassemble(mixed, places))
+        row = [*pair.cpu().numpy()]
+        for half, put in zip(halves, sorted_halves, strict=True):
+            row += [half, put]
+        rows.append(row)
+    return rows
+
+
+def _shuffled(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def _by_pixel(flags: Tensor, side: int) -> np.ndarray:
+    """Spread flags `[b, n]` of patches over the pixels of images: bool `[b, side, side]`."""
+    rows = round(flags.shape[1] ** 0.5)
+    grid = flags.cpu().numpy().reshape(-1, rows, rows)
+    return grid.repeat(side // rows, axis=1).repeat(side // rows, axis=2)

@@ -1,0 +1,128 @@
+"""Filling in group by group, against forward passes made by hand."""
+
+import pytest
+import torch
+from small_batches import photographs
+
+from megavis.config.errors import UserError
+from megavis.model.orders import random_orders, take_places
+from megavis.papers.gvp.group_figure import fill
+from megavis.parallel.random import derive_seed
+from megavis.sampling.grids import patches_to_pixels
+from megavis.sampling.sampler import Sampler
+
+NUM_GIVEN, IMAGES = 3, torch.arange(2)
+
+
+@pytest.fixture
+def sampler(build_gvp, tmp_path):
+    """Build a GVP with what draws from it."""
+
+    def sampler(*words, **options):
+        objective, runner = build_gvp(*words)
+        return Sampler(runner, objective, tmp_path, options)
+
+    return sampler
+
+
+def filled(sampler, originals, **options):
+    return fill(sampler, originals, IMAGES, num_given=NUM_GIVEN, **options)
+
+
+def test_what_is_given_stays_and_the_rest_is_never_looked_at(sampler):
+    images, drawing = photographs(2, 12), sampler(groups=3)
+    first = filled(drawing, images)
+    assert first.given.sum(1).tolist() == [3, 3]
+    pixels = patches_to_pixels(first.given, 12, 12)
+    assert pixels.sum() == 2 * 3 * 16
+    assert torch.equal(first.images[pixels], images[pixels])
+    other = torch.where(pixels[..., None], images, photographs(2, 12, seed=2))
+    assert torch.equal(filled(drawing, other).images, first.images)
+
+
+def test_each_group_sees_what_was_predicted_before(sampler):
+    """All of z at once: g of a group sees h of the groups before, predicted patches among them."""
+    drawing = sampler(groups=2)
+    objective, runner = drawing.paper, drawing.runner
+    images, order = photographs(2, 12), random_orders(IMAGES, 9, seed=0)
+    drawn = filled(drawing, images)
+    patches = objective.tokens_of(images)
+    for stop in (6, 9):
+        # The paper's own form: every token in the order, all groups at once.
+        inputs = list(objective.inputs_from(images, order=order, boundaries=(3, 6)))
+        content = inputs[1]
+        inputs[0] = patches.gather(1, content[..., None].expand(-1, -1, 48))
+        predicted = runner.predictions(tuple(inputs))
+        places = order[:, stop - 3 : stop, None].expand(-1, -1, 48)
+        patches = patches.scatter(1, places, predicted[:, stop - 3 : stop])
+    assert torch.equal(drawn.images, drawing.to_images(patches))
+
+
+def test_orders_are_averaged(sampler):
+    """Of one hidden patch a group, the second and later orders predict otherwise than the first."""
+    drawing = sampler(groups=6)
+    objective, runner, images = drawing.paper, drawing.runner, photographs(2, 12)
+    order, sums = random_orders(IMAGES, 9, seed=0), 0.0
+    for number in range(3):
+        patches = objective.tokens_of(images)
+        for place in range(3, 9):
+            inputs = objective.inputs_from(
+                to_raster_images(objective, patches),
+                order=order,
+                boundaries=tuple(range(3, 9)),
+            )
+            inputs = (take_places(patches, order), *inputs[1:])
+            predicted = runner.predictions(inputs)[:, place]
+            patches = patches.clone()
+            for image in range(2):
+                patches[image, order[image, place]] = predicted[image]
+        sums = sums + patches
+        rest = random_orders(IMAGES, 6, seed=derive_seed(0, "fill", number))
+        order = torch.cat([order[:, :3], order[:, 3:].gather(1, rest)], dim=1)
+    drawn = filled(drawing, images, num_orders=3)
+    assert torch.equal(drawn.images, drawing.to_images(sums / 3))
+    assert not torch.equal(filled(drawing, images).images, drawn.images)
+
+
+def to_raster_images(objective, patches):
+    return objective.reads.to_images(patches)
+
+
+def test_nothing_is_drawn_from_nothing(sampler):
+    with pytest.raises(UserError, match="runs of gvp draw no images from nothing"):
+        sampler().from_nothing(IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective.normalize_targets=true"], "normalize_targets"),
+        (
+            ["objective.variant=p2d", "objective.vocabulary_size=8", "objective.tokenizer=none"],
+            "p2d reads patches",
+        ),
+    ],
+)
+def test_what_makes_no_picture_is_refused(sampler, words, message):
+    with pytest.raises(UserError, match=message):
+        sampler(*words)
+
+
+def test_ids_are_drawn_group_by_group(sampler):
+    """d2d: what is drawn in a group is read by the next; given ids stay."""
+    words = ("objective.variant=d2d", "objective.vocabulary_size=8")
+    ids = torch.randint(8, (2, 9), generator=torch.Generator().manual_seed(0))
+    drawing = sampler(*words, groups=3, temperature=0.9)
+    given = drawing.given_part(2, NUM_GIVEN)
+    drawn = drawing.draw(2, originals=ids, num_given=NUM_GIVEN)
+    assert torch.equal(drawn[given], ids[given])
+    assert not torch.equal(drawn, ids)
+    greedy = sampler(*words, groups=3, temperature=0.0)
+    order = random_orders(IMAGES, 9, seed=0)
+    expected = ids.clone()
+    for stop in (5, 7, 9):
+        inputs = greedy.paper.inputs_from(expected, order=order, boundaries=(3, 5, 7))
+        logits = greedy.paper.outputs(greedy.runner.predictions(inputs))
+        best = logits.argmax(-1)[:, stop - 2 : stop]
+        expected = expected.scatter(1, order[:, stop - 2 : stop], best)
+    assert torch.equal(greedy.draw(2, originals=ids, num_given=NUM_GIVEN), expected)

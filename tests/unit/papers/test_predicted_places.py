@@ -1,0 +1,141 @@
+"""Pictures and numbers of predicted places, against loops."""
+
+import numpy as np
+import pytest
+import torch
+
+from megavis.evaluation.attention_maps import relative_map
+from megavis.evaluation.correlation import correlation
+from megavis.evaluation.neighbors import neighbor_accuracy
+from megavis.papers.mp3 import place_figures
+
+
+def test_patches_on_the_same_place_are_averaged():
+    torch.manual_seed(0)
+    patches, places = torch.randn(2, 9, 5), torch.randint(9, (2, 9))
+    image, filled = place_figures.reassemble(patches, places)
+    for b in range(2):
+        for place in range(9):
+            here = [patches[b, p] for p in range(9) if places[b, p] == place]
+            assert bool(filled[b, place]) == bool(here)
+            expected = sum(here) / len(here) if here else torch.zeros(5)
+            torch.testing.assert_close(image[b, place], expected)
+    assert not filled.all()
+
+
+def test_patches_are_outlined_where_they_are_chosen():
+    images = np.zeros((1, 8, 8, 3), np.uint8)
+    chosen = torch.tensor([[False, True, False, False]])
+    drawn = place_figures.outline(images, chosen)[0, :, :, 1]
+    expected = np.zeros((8, 8), np.uint8)
+    expected[0:4, 4:8] = 200
+    expected[1:3, 5:7] = 0
+    assert np.array_equal(drawn, expected)
+
+
+class Names:
+    """Puts every patch where its first number says, and sees half of them."""
+
+    num_places = 4
+    num_placed = 0
+    mask_ratio = 0.5
+
+    def patches_of(self, images):
+        cells = torch.tensor([[0.0], [1.0], [2.0], [2.0]])
+        return cells.expand(len(images), 4, 1)
+
+    def images_of(self, patches):
+        return patches.reshape(-1, 2, 2, 1).expand(-1, 2, 2, 3).to(torch.uint8)
+
+    def context_of(self, sample_index, mask_ratio):
+        return torch.tensor([[0, 1]]).expand(len(sample_index), 2)
+
+    def inputs_with(self, patches, context):
+        return patches, context
+
+    def outputs(self, predictions):
+        return predictions
+
+
+class Runs:
+    context = type("Context", (), {"device": torch.device("cpu")})
+
+    def predictions(self, inputs):
+        return torch.nn.functional.one_hot(inputs[0][..., 0].long(), 4).float()
+
+
+def test_accuracy_is_told_of_context_and_masked_patches(monkeypatch):
+    from megavis.data.loading.batch import Batch
+
+    batch = Batch(torch.zeros(3, 2, 2, 3), torch.zeros(3), torch.arange(3))
+    monkeypatch.setattr(place_figures, "evaluation_batches", lambda *_, **__: [batch])
+    score = place_figures.position_accuracy(Runs(), Names(), [0] * 3, mask_ratio=0.5, num_images=3)
+    assert (score.accuracy, score.of_context, score.of_masked) == (0.75, 1.0, 0.5)
+    assert score.chance == 0.25
+    # Told where they stand, one more or less of the context is no merit.
+    names = Names()
+    names.num_placed = 1
+    score = place_figures.position_accuracy(Runs(), names, [0] * 3, mask_ratio=0.5, num_images=3)
+    assert (score.accuracy, score.of_context, score.of_masked) == (2 / 3, 1.0, 0.5)
+
+
+def test_a_jigsaw_and_a_mixture_show_what_they_say():
+    image = torch.zeros(2, 2, 3, dtype=torch.uint8)
+    rows, accuracies = place_figures.jigsaw_rows(Runs(), Names(), image, (0.0, 0.5))
+    assert accuracies == [0.75, 0.75]
+    assert [len(row) for row in rows] == [2, 2, 2]
+    # Nothing is put on the last place.
+    assert rows[2][0][:, :, 0].flatten().tolist() == [0, 1, 2, 127]
+    mixed = place_figures.mixture_rows(Runs(), Names(), image.expand(2, 2, 2, 3), (0.0, 0.25))
+    assert [len(row) for row in mixed] == [6, 6]
+
+
+def test_relative_attention_is_the_mean_over_pairs_of_an_offset():
+    torch.manual_seed(0)
+    weights = torch.rand(2, 10, 10).softmax(-1)
+    maps = relative_map(weights)
+    for row in range(-2, 3):
+        for column in range(-2, 3):
+            pairs = [
+                weights[:, 1 + 3 * r + c, 1 + 3 * (r + row) + c + column]
+                for r in range(3)
+                for c in range(3)
+                if 0 <= r + row < 3 and 0 <= c + column < 3
+            ]
+            expected = sum(pairs) / len(pairs)
+            torch.testing.assert_close(maps[:, row + 2, column + 2], expected)
+
+
+def test_correlation_is_that_of_numpy():
+    torch.manual_seed(0)
+    first, second = torch.randn(3, 4, 7), torch.randn(3, 4, 7)
+    expected = np.zeros((4, 4))
+    for b in range(3):
+        for i in range(4):
+            for j in range(4):
+                expected[i, j] += np.corrcoef(first[b, i], second[b, j])[0, 1] / 3
+    np.testing.assert_allclose(correlation(first, second).numpy(), expected, atol=1e-6)
+
+
+def test_neighbours_vote_as_scikit_learn_says():
+    from sklearn.neighbors import KNeighborsClassifier
+
+    random = np.random.default_rng(0)
+    centers = random.normal(size=(3, 6))
+    labels = random.integers(3, size=160)
+    points = (centers[labels] + 1.2 * random.normal(size=(160, 6))).astype(np.float32)
+    train, held_out = points[:120], points[120:]
+    center = train.mean(0)
+    reference = KNeighborsClassifier(5, metric="cosine").fit(train - center, labels[:120])
+    votes = reference.predict_proba(held_out - center)
+    clear = (np.sort(votes)[:, -1] > np.sort(votes)[:, -2]).nonzero()[0]
+    ours = neighbor_accuracy(
+        torch.from_numpy(train),
+        labels[:120],
+        torch.from_numpy(held_out[clear]),
+        labels[120:][clear],
+        k=5,
+    )
+    expected = (reference.predict(held_out - center) == labels[120:])[clear].mean()
+    assert ours == pytest.approx(expected)
+    assert len(clear) > 30
