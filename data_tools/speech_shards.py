@@ -3,9 +3,9 @@
 `validation_list.txt` and `testing_list.txt` in the folder name the files of the latter two ("Speech
 Commands", Warden, 2018). With `--words` only these are classes of their own: the others are
 `_unknown_`, and seconds of zeros are `_silence_`, a tenth as many as wanted words each, as in the
-twelve classes of TC-ResNet, whose preparation MP3 keeps (section 4.1). Its augmentation of training
-recordings (`anchored_slice_or_pad_with_shift`) is stored: `--variants N` moves each by up to 100 ms
-and mixes `_background_noise_` into it, N times.
+twelve classes of TC-ResNet. Its augmentation of training recordings
+(`anchored_slice_or_pad_with_shift`) is stored: `--variants N` moves each by up to 100 ms and mixes
+`_background_noise_` into it, N times.
 """
 
 from __future__ import annotations

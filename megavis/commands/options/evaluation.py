@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megavis.commands.options.shared import (
     add_data_arguments,
@@ -22,9 +21,6 @@ from megavis.commands.options.shared import (
 )
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_probe(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavis.commands.options.shared import (
     add_data_arguments,
@@ -18,10 +18,6 @@ from megavis.commands.options.shared import (
 )
 from megavis.config.arguments import positive
 from megavis.config.figures import FigureSpec, paper_figures
-
-if TYPE_CHECKING:
-    pass
-
 
 _OF_A_PROBE = (
     *("--train", "--validation", "--selection", "--train-images", "--validation-images", "--seed"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavis.checkpoint.format.folder import require_run_folder
 from megavis.commands.options.shared import (
@@ -22,9 +22,6 @@ from megavis.commands.options.shared import (
 )
 from megavis.config.arguments import add_perceptual_arguments, non_negative, positive
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_sample(parser: argparse.ArgumentParser) -> None:

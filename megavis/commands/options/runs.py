@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavis.commands.options.shared import add_json, add_run, add_runs, add_step, refuse_options
 from megavis.config.arguments import non_negative, non_negative_number, positive
 from megavis.config.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megavis.commands.options.shared import (
     add_config,
@@ -16,9 +15,6 @@ from megavis.commands.options.shared import (
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 from megavis.training.search.axis import SweepAxis
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
