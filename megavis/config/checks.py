@@ -166,6 +166,8 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
         yield "data.train", "names no folder: give one, or a list of `path` and `weight`"
     if data.scale[0] > data.scale[1]:
         yield "data.scale", f"{list(data.scale)} must begin with the smaller share"
+    if data.aspect[0] > data.aspect[1]:
+        yield "data.aspect", f"{list(data.aspect)} must begin with the smaller width / height"
     if data.short_sides[0] > data.short_sides[1]:
         yield "data.short_sides", f"{list(data.short_sides)} must begin with the smaller length"
     if data.crop == "scaled" and data.crop_size > data.short_sides[0]:

@@ -73,6 +73,8 @@ class DataConfig(Section):
     validation the shorter side, too."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
     """Smallest and largest share of an image's area that a `random_resized` crop takes."""
+    aspect: Annotated[tuple[Above0, Above0], Field(strict=False)] = (3 / 4, 4 / 3)
+    """Smallest and largest width / height of such a crop."""
     short_side: Positive | None = None
     """What the shorter side is resized to before the middle is cut; `image_size` when absent."""
     flip: bool = False

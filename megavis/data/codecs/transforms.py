@@ -162,6 +162,7 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
         image_size=config.image_size,
         crop=config.crop,
         scale=config.scale,
+        ratio=config.aspect,
         short_sides=config.short_sides,
         crop_size=config.crop_size,
         short_side=config.short_side,

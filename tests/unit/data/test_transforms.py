@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from megavis.config.data import DataConfig
 from megavis.data.codecs.base import PaletteCodec
 from megavis.data.codecs.crops import WrongSizeError, mirror, random_window, resize
-from megavis.data.codecs.transforms import Transform, evaluation_transform
+from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 
 RANDOM = np.random.default_rng(0)
 SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)
@@ -202,3 +202,16 @@ def test_the_fast_layout_gives_the_bytes_of_the_plain_one(shape):
     assert (result == expected[0].numpy().transpose(1, 2, 0)).all()
     assert (mirror(image) == image[:, ::-1]).all()
     assert (mirror(result) == result[:, ::-1]).all()
+
+
+def test_crops_of_aspect_1_are_squares():
+    """GIVT, appendix C.2, as its released code has it: 80 to 100 % of the area, as wide as high."""
+    config = DataConfig(
+        train="a", image_size=8, crop="random_resized", scale=(0.8, 1.0), aspect=(1, 1)
+    )
+    transform = training_transform(config, seed=0)
+    assert transform.ratio == (1, 1)
+    for draws in RANDOM.random((100, 40)):
+        window = random_window(300, 300, draws, scale=transform.scale, ratio=transform.ratio)
+        assert window.height == window.width
+        assert 0.8**0.5 * 300 - 1 <= window.height <= 300

@@ -59,3 +59,33 @@ def test_latents_of_another_vae_or_size_lie_in_another_folder():
         folders.setdefault(read(name).data.train, set()).add((vae, size))
     assert len(folders) == 4
     assert all(len(made_by) == 1 for made_by in folders.values())
+
+
+@pytest.mark.parametrize("name", ["vae", "vae_large", "causal_default_crops"])
+def test_images_are_cut_as_the_released_code_does(name):
+    """Appendix C.2; givt_imagenet2012.py: area_min=80, area_max=100, ratio_min=ratio_max=1.0."""
+    data = read(name).data
+    assert (data.crop, data.scale, data.aspect) == ("random_resized", (0.8, 1.0), (1, 1))
+    assert data.flip
+
+
+def test_the_vae_keeps_an_average_of_its_weights():
+    """givt_imagenet2012.py: config.vae.model_load.use_ema_params = True."""
+    assert read("vae").optimizer.ema_decay == read("vae_large").optimizer.ema_decay == 0.9999
+
+
+def test_the_encoder_decoder_is_that_of_section_4_2():
+    """Section 4.2, and givt_coco_panoptic.py of the released code."""
+    config = read("encoder_decoder")
+    model, paper = config.model, config.objective
+    assert (model.num_layers, paper.encoder_layers, paper.encoder_patch_size) == (24, 24, 16)
+    assert (paper.latent_channels, paper.num_components) == (16, 1)
+    assert (config.data.image_size // paper.downsampling) ** 2 == 256
+    assert not model.has_dropout
+    assert config.training.steps == round(200 * (118_287 - 4096) / 512)
+    assert (config.training.batch_size, config.schedule.warmup_steps) == (512, 4000)
+    assert config.optimizer.weight_decay == pytest.approx(1e-6 / 1e-3)
+    targets = read("vae_targets")
+    assert targets.objective.beta == 2.5e-4
+    assert 2 ** (len(targets.objective.multipliers) - 1) == paper.downsampling
+    assert targets.folder == paper.tokenizer
