@@ -1,0 +1,83 @@
+"""iGPT's presets against sections 3.1 to 3.4 and 4.5, Figure 3 and Table 5 of the paper."""
+
+from pathlib import Path
+
+import pytest
+
+from megavis.config.load import load_config
+
+FOLDER = Path(__file__).parents[3] / "yaml_configs/igpt"
+# Layers, width (section 3.3), side, mode and learning rate (Table 5).
+PUBLISHED = {
+    "s_32": (24, 512, 32, "autoregressive", 0.003),
+    "m_32": (36, 1024, 32, "autoregressive", 0.003),
+    "l_32": (48, 1536, 32, "autoregressive", 0.001),
+    "l_48": (48, 1536, 48, "autoregressive", 0.01),
+    "xl_64": (60, 3072, 64, "autoregressive", 0.0003),
+    "s_32_bert": (24, 512, 32, "bert", 0.01),
+    "m_32_bert": (36, 1024, 32, "bert", 0.003),
+    "l_32_bert": (48, 1536, 32, "bert", 0.001),
+}
+# What they start from, and the side; section 4.5, and 4.6 for BERT.
+FINE_TUNED = {
+    "l_32_finetune_imagenet": "l_32",
+    "l_48_finetune_imagenet": "l_48",
+    "l_32_bert_finetune_imagenet": "l_32_bert",
+}
+
+
+@pytest.fixture(scope="module")
+def load():
+    return lambda name: load_config(FOLDER / f"{name}.yaml").config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pre_training_is_that_of_the_paper(load, name):
+    config, (layers, width, side, mode, rate) = load(name), PUBLISHED[name]
+    model, optimizer, data = config.model, config.optimizer, config.data
+    assert (model.num_layers, model.hidden_size, data.image_size) == (layers, width, side)
+    assert (config.objective.mode, config.objective.mask_ratio) == (mode, 0.15)
+    assert (optimizer.learning_rate, optimizer.betas) == (rate, (0.9, 0.95))
+    assert (optimizer.weight_decay, model.has_dropout) == (0.0, False)
+    batch, steps = (64, 2_000_000) if name == "xl_64" else (128, 1_000_000)
+    assert (config.training.batch_size, config.training.steps) == (batch, steps)
+    # One epoch of the 96 % that are not held out.
+    assert config.schedule.warmup_steps == -(-1_229_920 // batch)
+    assert config.schedule.decay == "cosine"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_images_are_augmented_as_in_section_3_1(load, name):
+    data = load(name).data
+    assert (data.crop, data.short_sides, data.crop_size) == ("scaled", (256, 384), 224)
+    assert (data.palette, data.flip) == ("palette.npy", False)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_checkpoints_of_figure_3_are_kept(load, name):
+    config = load(name)
+    points = [65_536 * 2**i for i in range(6) if 65_536 * 2**i < config.training.steps]
+    assert list(config.checkpoint.keep_at) == points
+
+
+@pytest.mark.parametrize("name", FINE_TUNED)
+def test_fine_tuning_on_imagenet_is_that_of_section_3_4(load, name):
+    config, before = load(name), load(FINE_TUNED[name])
+    assert (config.objective, config.model, config.data) == (
+        before.objective,
+        before.model,
+        before.data,
+    )
+    assert config.optimizer.learning_rate == pytest.approx(before.optimizer.learning_rate / 10)
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert (config.training.batch_size, config.schedule.decay) == (128, "constant")
+    assert (config.finetune.generative_weight, config.model.has_dropout) == (1.0, False)
+    assert config.finetune.patience > 0
+    assert config.finetune.from_run == f"runs/{before.name}"
+
+
+def test_the_baseline_from_random_weights_has_dropout(load):
+    config = load("l_48_scratch_imagenet")
+    assert config.model.has_dropout
+    assert (config.finetune.from_run, config.finetune.generative_weight) == (None, 0.0)
+    assert config.training.steps == -(-18 * 1_229_920 // 128)
