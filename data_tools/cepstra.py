@@ -36,7 +36,7 @@ def need_librosa() -> None:
         version("librosa")
     except ModuleNotFoundError:
         raise UserError(
-            "cepstral coefficients want librosa: pip install 'megavis[speech]'"
+            "cepstral coefficients need librosa: pip install 'megavis[speech]'"
         ) from None
 
 

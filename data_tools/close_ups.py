@@ -71,7 +71,7 @@ def _square(
     side = math.exp(random.uniform(math.log(sides[0]), math.log(sides[1])))
     side = min(side, *scale.size)
     left, top = (random.uniform(0, length - side) for length in scale.size)
-    # What is enlarged by itself is flat at its border, which tells a patch where it stands: the
+    # What is enlarged by itself is flat at its border, which gives a patch's position away: the
     # filter sees what lies around the square, but only inside the region.
     box = (left, top, left + side, top + side)
     return scale.resize((size, size), Image.Resampling.BICUBIC, box=box)

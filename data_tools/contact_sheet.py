@@ -72,7 +72,7 @@ def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None)
 
 
 def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None) -> np.ndarray:
-    """Return what a tokenizer's network makes of ids, or of the means of latents."""
+    """Return the images that a tokenizer decodes from ids, or from means of latents."""
     import torch
 
     from megavis.tokenizers.base import open_tokenizer

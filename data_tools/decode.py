@@ -49,7 +49,7 @@ def decode_image(content: bytes, *, channels: int = 3, min_side: int = 0) -> np.
 
     Args:
         content: the bytes of the file.
-        channels: 3, or 4 for a fourth byte without meaning, as `resample` wants it.
+        channels: 3, or 4 for a fourth byte without meaning, as `resample` expects.
         min_side: if set, a JPEG may be decoded at a smaller scale of n / 8 whose sides are at
             least this: faster, but not what a decode at full size and a resize would give.
 

@@ -1,4 +1,4 @@
-"""What `latents` and `ids` share: squares of pictures in batches, through a trained tokenizer."""
+"""Shared by `latents` and `ids`: batches of square crops through a trained tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does the units: this process, worker processes of this machine, or a Ray cluster.
+"""Run units of work in this process, in local worker processes, or on a Ray cluster.
 
 All of them yield results in any order. What was finished when something breaks is kept.
 """
@@ -105,7 +105,7 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
 def end_with_parent() -> None:
     """End this worker process when the one that started it is gone.
 
-    Otherwise a worker whose parent is killed waits for its next unit for ever.
+    Otherwise a worker whose parent is killed waits for its next unit forever.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

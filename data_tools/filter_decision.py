@@ -1,4 +1,4 @@
-"""What `filter` decides from measurements, and the lists that it writes.
+"""Decisions of `filter` from measurements, and the lists that it writes.
 
 One `dropped-NNNNNN.jsonl` a unit names every dropped picture with its reason, and what it is a
 near-duplicate of; `report.json`, written last, has the counts and makes the selection whole.
@@ -184,7 +184,7 @@ def drop_near(
     hashes = np.concatenate([reference.hashes, table["perceptual"][kept]])
     found = find_duplicates(hashes, distance=thresholds.near, num_fixed=num_fixed)[num_fixed:]
     if thresholds.keep_duplicates:
-        # Whoever is close to the reference is said to be so, whatever else it is close to.
+        # Being close to the reference is the reason given, whatever else an image is close to.
         found[found >= num_fixed] = -1
     names = np.array([_NEAR_EXCLUDED, _NEAR_EVALUATION, _NEAR_OTHER], object)
     near = np.flatnonzero(found >= 0)
@@ -254,6 +254,6 @@ def _say(out: Path, report: dict[str, Any]) -> None:
     say(f"{out}: {kept} of {total} pictures kept; other verbs take --selection {out}")
     if report["area_under_roc"] is not None:
         area = report["area_under_roc"]
-        say(f"  the classifier tells --like from the rest with an area under ROC of {area:.3f}")
+        say(f"  the classifier separates --like from the rest with an area under ROC of {area:.3f}")
     for name, count in report["dropped"].items():
         say(f"  dropped, {name}: {count} (the first: {report['examples'][name][0]})")

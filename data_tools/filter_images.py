@@ -1,6 +1,6 @@
-"""`filter`: which pictures of the web take part, and why the others do not.
+"""`filter`: which images of a web collection are kept, and why the others are not.
 
-Pictures are measured once, unit by unit; deciding takes a moment and is done anew for other
+Pictures are measured once, unit by unit; deciding takes a moment and is repeated for other
 thresholds. The pictures stay where they are: `--selection` of the other verbs leaves out what is
 written down here.
 """
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, decide, write down. Raises UserError and OSError.
 
     Returns:
-        0, or 1 where the disk failed or a worker was killed: a rerun goes on.
+        0, or 1 where the disk failed or a worker was killed: a rerun continues.
     """
     _check(arguments)
     check_installed()
@@ -157,7 +157,7 @@ class FirstParts:
 
     @property
     def root(self) -> Path:
-        """Where the source lies."""
+        """Path of the source."""
         return self.source.root
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:

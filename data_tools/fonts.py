@@ -1,8 +1,8 @@
-"""The fonts of `letters`: those that matplotlib ships, shared out to the parts of a data set.
+"""The fonts of `letters`: those that matplotlib ships, divided among the splits of a data set.
 
 Licences, whose texts come with matplotlib and its sources; none asks anything of images of letters:
-DejaVu: Bitstream Vera's and Arev's (LICENSE_DEJAVU beside the fonts). STIX: STIX Font License of
-2010 (LICENSE_STIX beside the fonts). cm: Computer Modern, BaKoMa Fonts Licence (LICENSE_BAKOMA).
+DejaVu: Bitstream Vera's and Arev's (LICENSE_DEJAVU with the fonts). STIX: STIX Font License of
+2010 (LICENSE_STIX). cm: Computer Modern, BaKoMa Fonts Licence (LICENSE_BAKOMA).
 """
 
 from __future__ import annotations

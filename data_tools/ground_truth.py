@@ -43,7 +43,7 @@ class GroundTruth:
     by_stem: dict[str, str] = field(default_factory=dict)
 
     def class_of(self, name: str) -> str | None:
-        """Return the class of a picture, None where its name tells no number.
+        """Return the class of a picture, None where its name has no number.
 
         Raises:
             UserError: the list ends before its number: it is cut, or of another data set.
@@ -62,7 +62,7 @@ class GroundTruth:
 
 
 def find_truth(place: Path) -> Path | None:
-    """Return the ground truth that lies beside the pictures, or above them as in Kaggle's tree."""
+    """Return the ground truth found next to the images, or above them as in Kaggle's tree."""
     for folder in place.resolve().parents[:_LEVELS]:
         for name in (KAGGLE_TRUTH, _KIT, f"{_KIT}.tar.gz", _TRUTH):
             if (folder / name).exists():
@@ -75,7 +75,7 @@ def read_truth(path: Path) -> GroundTruth:
 
     Args:
         path: the development kit (`ILSVRC2012_devkit_t12`: a folder, its .tar.gz, or the list in
-            it beside its meta.mat), Kaggle's `LOC_val_solution.csv`, or a text file with one class
+            its meta.mat next to it), Kaggle's `LOC_val_solution.csv`, or a text file with one class
             name a line, in the order of the pictures' numbers.
 
     Raises:
@@ -103,7 +103,7 @@ def _read(path: Path) -> GroundTruth:
     if not meta.is_file():
         raise UserError(
             f"{path} numbers the classes in an order of its own: put {_META} of the development "
-            f"kit beside it, or give the whole kit, {_KIT}"
+            f"kit next to it, or give the whole kit, {_KIT}"
         )
     return _from_kit(path, meta.read_bytes(), text)
 

@@ -1,4 +1,4 @@
-"""`ids`: pictures become ids of a discrete tokenizer's codebook."""
+"""`ids`: encode images as ids of a discrete tokenizer's codebook."""
 
 from __future__ import annotations
 

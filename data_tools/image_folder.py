@@ -104,6 +104,6 @@ def _file_of(root: Path, raw: str) -> SourceFile:
         status = (root / raw).stat()
     except OSError:
         return SourceFile(name, -1, -1, path)  # reading it will fail, and be counted
-    # Opening a pipe would wait for ever.
+    # Opening a pipe would wait forever.
     refused = "" if stat.S_ISREG(status.st_mode) else _NOT_REGULAR
     return SourceFile(name, -1, status.st_size, path, refused=refused)

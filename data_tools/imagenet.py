@@ -1,4 +1,4 @@
-"""ILSVRC2012 as it is handed out: the tar of tars, and the flat validation set.
+"""ILSVRC2012 as distributed: the tar of tars, and the flat validation set.
 
 Names are the same for every layout (`n01440764/n01440764_10026.JPEG`), so the same pictures give
 the same shards from a tar as from a folder.
@@ -29,7 +29,7 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
     """List `ILSVRC2012_img_train.tar`, a tar with one tar a class, without unpacking it.
 
     Every header is read once (one seek a picture); pictures are later read at their offsets. A
-    class tar that is damaged gives what stands before the damage, and is named in the report.
+    class tar that is damaged yields what precedes the damage, and is named in the report.
 
     Raises:
         UserError: there is no class tar in it, or a class is not among `class_names`.

@@ -1,4 +1,4 @@
-"""What all verbs that write shards share: their options, the run, the report, the manifest.
+"""Shared by all verbs that write shards: options, the job, the report, the manifest.
 
 A verb gives a source and an encoder. The manifest of each folder is written last: a folder with one
 is finished.
@@ -90,7 +90,7 @@ def run_job(
         finish: called when all shards are there; where None, each folder gets its manifest.
 
     Returns:
-        0, or 1 where the disk failed or a worker was killed: a rerun goes on.
+        0, or 1 where the disk failed or a worker was killed: a rerun continues.
 
     Raises:
         UserError: a wrong option, a folder with other shards, or no picture at all.

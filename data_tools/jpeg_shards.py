@@ -1,4 +1,4 @@
-"""`jpeg`: pictures become folders of JPEG files that training decodes and crops.
+"""`jpeg`: shards of JPEG files that training decodes and crops.
 
 With `--size` every picture is resized, cut square and encoded again, in one decode for any number
 of sizes; without, JPEG files are kept byte for byte and only pictures of other formats are encoded.

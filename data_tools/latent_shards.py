@@ -1,4 +1,4 @@
-"""`latents`: pictures become mean and scale of a VAE's latents, from which training draws afresh.
+"""`latents`: encode images as mean and scale of a VAE's latents, which training samples from.
 
 Both are float16, of the picture and of its mirror image, so that training also flips at random.
 """

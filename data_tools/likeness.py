@@ -1,7 +1,7 @@
-"""How like the pictures of one collection those of another are: a linear classifier.
+"""Similarity of images to a reference collection, by a linear classifier.
 
 Logistic regression on colour and texture, or on features of a trained network, between the pictures
-that one wants more of and a random sample of what the web gives (as language models' text is
+that one wants more of and a random sample of the web (as language models' text is
 filtered, Brown et al., Language Models are Few-Shot Learners, appendix A).
 """
 
@@ -21,7 +21,7 @@ class Likeness:
 
     Attributes:
         model: from features `[n, D]` to probabilities.
-        area: how well it tells the two collections apart on pictures that it was not trained on:
+        area: how well it separates the two collections on images that it was not trained on:
             area under the ROC curve, 0.5 is chance.
     """
 

@@ -1,4 +1,4 @@
-"""A line through points, as the bytes of a PNG."""
+"""Draw a line through points, as the bytes of a PNG."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def line_figure(
     Args:
         points: (x, y), at least one.
         xlabel: below the x axis.
-        ylabel: beside the y axis.
+        ylabel: label of the y axis.
         doubling: the logarithm of x is drawn, and each x named; otherwise x, from zero on.
     """
-    # Imported here: it takes a second. A figure of its own, since pyplot would want a display.
+    # Imported here: it takes a second. A figure of its own, since pyplot would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")

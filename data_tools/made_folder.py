@@ -1,4 +1,4 @@
-"""A folder of images that a verb makes by itself: complete or absent, and kept when made again."""
+"""A folder of generated images: complete or absent, and kept when the verb is run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `filter` has to know of a picture: size, hashes, and a few numbers on colour and texture.
+"""Measurements of an image for `filter`: size, hashes, and a few numbers on colour and texture.
 
 They are stored as shards of 1 KB a picture (suffix `msr`), so that measuring resumes, runs on many
 machines and need not be done again when a threshold changes.

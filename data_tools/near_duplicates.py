@@ -53,7 +53,7 @@ def _pairs_of_band(
 
 
 def find_duplicates(hashes: np.ndarray, *, distance: int, num_fixed: int = 0) -> np.ndarray:
-    """Keep each hash that is not close to one that is kept and stands before it.
+    """Keep each hash that is not close to an earlier one that is kept.
 
     Args:
         hashes: uint64 `[n]`, the ones to prefer first.

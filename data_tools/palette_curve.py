@@ -1,4 +1,4 @@
-"""How the error of a palette falls with the number of its colours: a CSV and a picture."""
+"""The error of a palette over its number of colours, as a CSV and a plot."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measure(pixels: np.ndarray, counts: Sequence[int], *, seed: int, known: Poin
 
 
 def write(points: Sequence[Point], palette_path: Path) -> tuple[Path, Path]:
-    """Write `<palette>_curve.csv` and `.png` beside the palette; return both paths."""
+    """Write `<palette>_curve.csv` and `.png` next to the palette; return both paths."""
     table = palette_path.with_name(f"{palette_path.stem}_curve.csv")
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""`palette fit`: 512 colours that stand for all the colours of an image folder."""
+"""`palette fit`: 512 colours that represent all the colours of an image folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--curve",
         type=palette_curve.color_counts,
         metavar="K,K,...",
-        help="also fit palettes of these sizes, and write their errors beside --out: CSV and PNG",
+        help="also fit palettes of these sizes, and write their errors next to --out: CSV and PNG",
     )
 
 

@@ -1,4 +1,4 @@
-"""`palette shards`: pictures become folders of palette tokens that training reads.
+"""`palette shards`: encode images as palette tokens, in shards that training reads.
 
 One decode serves any number of sizes; each has its own folder.
 """

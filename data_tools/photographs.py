@@ -40,7 +40,7 @@ class Photograph:
 
     Attributes:
         name: its class.
-        package, path: where the file lies.
+        package, path: of the file.
         held_out: the edge (left, right, bottom) at which its strip without training crops lies,
             chosen so that both sides show the subject.
     """

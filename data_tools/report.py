@@ -1,4 +1,4 @@
-"""What the tools tell the person at the terminal, and what they leave in a log."""
+"""Terminal output and log lines of the data tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProgressBar:
 
     Args:
         label: what is being done.
-        total: number of items; 0 where nobody knows.
+        total: number of items; 0 if unknown.
         unit: name of an item, in the plural.
     """
 
@@ -151,12 +151,12 @@ def write_report(
 ) -> dict[str, list[str]]:
     """Write the report of a job.
 
-    What stands under `measured` is another in every run; all else is a function of the images.
+    Values under `measured` differ from run to run; all else is a function of the images.
 
     Args:
         path: of the JSON file.
         outcome: of the job.
-        finished: the shards that are there, to name beside those that a failure left out.
+        finished: shards that exist, reported along with those that a failure left out.
 
     Returns:
         The names of refused files by reason, both sorted.

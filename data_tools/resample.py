@@ -73,7 +73,7 @@ class Weights:
         starts: int64 `[count]`, the first input pixel of each output pixel.
         values: int32 `[count, taps]`, with 22 fractional bits; taps is a multiple of 8.
         first, end: the input pixels with a weight are `[first, end)`.
-        reach: zero weights stand for pixels up to here.
+        reach: weights are zero-padded up to this pixel.
     """
 
     starts: np.ndarray

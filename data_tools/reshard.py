@@ -221,7 +221,7 @@ class CopyEncoder:
         return {"copy": self.suffix}
 
     def prepare(self, directory: Path) -> None:
-        """Put the palette of palette shards beside them."""
+        """Copy the palette of palette shards next to them."""
         palette = self.sources[0].path / PALETTE_NAME
         if palette.exists() and not (directory / PALETTE_NAME).exists():
             write_atomically(directory / PALETTE_NAME, palette.read_bytes())

@@ -1,4 +1,4 @@
-"""Any picture to squares of given sides: bicubic, antialiased, equal to Pillow to the bit."""
+"""Resize images to squares: bicubic, antialiased, equal to Pillow to the bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a trained network makes of a picture: features for the classifier of `filter --like`.
+"""Features of a trained network, for the classifier of `filter --like`.
 
-The one place where data tools open a run of any paper; everything else stands on tokenizers alone.
+The one place where data tools open a run of any paper; everything else needs tokenizers alone.
 """
 
 from __future__ import annotations

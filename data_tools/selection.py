@@ -1,4 +1,4 @@
-"""Which pictures of a source take part: a split by hash, and what `filter` has dropped."""
+"""Select images of a source: a split by hash, without those that `filter` dropped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Units of work: what each one is, whether it is done, and the doing of it.
+"""Units of work: plan them, find those that are done, and run them.
 
 A unit turns one part of a source into one shard (in each folder that its encoder writes). Units do
 not depend on each other, so any number of workers gives the same bytes, and a rerun after a crash
-redoes only what is missing. A unit is finished when its index stands beside its tar.
+redoes only what is missing. A unit is finished once its index exists next to its tar.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import FORMAT_VERSION, ShardEntry
 from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
 
-# What an encoder makes of one picture: for each of its folders the payloads of the samples that
+# What an encoder returns for one image: for each of its folders the payloads of the samples that
 # this picture gives there (one, or several crops), or the reason why it gives none.
 Encoded = Sequence[Sequence[bytes]] | RefusedImageError
 
 
 class ShardEncoder(Protocol):
-    """What a verb makes of pictures.
+    """Encodes images as samples of a verb's shards.
 
     It can be pickled and is small: what is large (tables, weights) is loaded where `encode` first
     needs it, and kept for the next unit of the process.
@@ -69,7 +69,7 @@ class Unit:
         directories: the shard folders.
         shard: file name of the tar, the same in each of them.
         part: what it reads.
-        encoder: what it makes of that.
+        encoder: encodes it.
         jobs: identity of the whole job, one a folder.
     """
 

@@ -1,4 +1,4 @@
-"""From the command line to a source: which of the known layouts lies at a path."""
+"""Open a source from the command line: detect which known layout a path has."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
     parser.add_argument(
         "--ground-truth",
         type=Path,
-        help="labels of ImageNet's flat validation set, where they do not lie beside it: "
+        help="labels of ImageNet's flat validation set, where they are not next to it: "
         f"ILSVRC2012_devkit_t12 (folder or .tar.gz), Kaggle's {KAGGLE_TRUTH}, or a text file of "
         "class names",
     )

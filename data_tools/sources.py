@@ -1,4 +1,4 @@
-"""Where pictures come from: a source is cut into parts, and a part hands out file contents.
+"""Sources of images: a source is cut into parts, and a part yields file contents.
 
 A part is what one unit of work reads. It is small, travels to other processes, and opens files
 only there. `FileSource` is a list of files that is shuffled and cut into slices; its files may lie

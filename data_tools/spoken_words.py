@@ -1,4 +1,4 @@
-"""`words`: a speech synthesiser says words, and they lie in a folder as Speech Commands does.
+"""`words`: spoken words from a speech synthesiser, in a folder like Speech Commands.
 
 espeak-ng has about a hundred voices. Some of them are held out: `validation_list.txt` and
 `testing_list.txt` name their recordings, so that a model is judged by voices that it never heard.

@@ -1,4 +1,4 @@
-"""Reading other people's tars: member by member, noticing where they are damaged or cut."""
+"""Read tars member by member, and detect where they are damaged or truncated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     between two members.
 
     Raises:
-        BrokenTarError: at the first damage, after what stands before it. `tarfile` alone would
+        BrokenTarError: at the first damage, after what precedes it. `tarfile` alone would
             end silently at a damaged header, and where a hole of zeros looks like the end.
         OSError: the disk fails.
     """
@@ -104,7 +104,7 @@ def is_tar(path: Path) -> bool:
         block = file.read(_BLOCK)
     try:
         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    # tarfile's own types do not tell of these two.
+    # tarfile's own types do not cover these two.
     except (tarfile.EmptyHeaderError, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
         return True
     except tarfile.HeaderError:

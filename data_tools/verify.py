@@ -1,4 +1,4 @@
-"""`verify`: read every byte of a shard folder and name what is wrong."""
+"""`verify`: read every byte of a shard folder and report what is wrong."""
 
 from __future__ import annotations
 

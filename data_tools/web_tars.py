@@ -48,7 +48,7 @@ class TarPart:
     """One tar.
 
     Attributes:
-        path: where it lies.
+        path: of the file.
         number: its place among the tars of the source.
         num_files: pictures in it as img2dataset's `_stats.json` says; 0 where there is none.
         num_classes: labels (`.cls` members) must be below it; 0: labels are not read.

@@ -1,4 +1,4 @@
-"""CIFAR and STL-10 as plain binary files: records of one size, one behind the other."""
+"""CIFAR and STL-10 as plain binary files: consecutive records of one size."""
 
 from __future__ import annotations
 

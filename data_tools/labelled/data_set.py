@@ -1,4 +1,4 @@
-"""What a labelled data set is: official splits, classes, and a list of labelled pictures.
+"""A labelled data set: official splits, classes, and a list of labelled images.
 
 A reader lists one split without decoding anything. Pictures that lie as bare numbers in a file of
 many are handed out as PPM, which every verb decodes to the same pixels.

@@ -1,4 +1,4 @@
-"""Data sets whose labels, or pictures too, lie in .mat files: SVHN, Flowers-102, Stanford Cars."""
+"""Data sets with labels, or images too, in .mat files: SVHN, Flowers-102, Stanford Cars."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def list_flowers(root: Path, split: str) -> Listing:
 
 
 def list_cars(root: Path, split: str) -> Listing:
-    """List Stanford Cars; test labels are a file of their own, beside the kit or in it."""
+    """List Stanford Cars; test labels are a file of their own, next to the kit or in it."""
     name, folder = _CAR_LISTS[split]
     place = root / "devkit" / name
     if not place.is_file() and (root / name).is_file():

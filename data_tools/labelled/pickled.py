@@ -38,7 +38,7 @@ def list_pickled(root: Path, batches: list[str], *, labels: str, meta: str) -> L
         meta: file and key of the class names, with `:` between them.
 
     Raises:
-        UserError: a file is missing, damaged, or wants to call what no array needs.
+        UserError: a file is missing, damaged, or calls what no array needs.
     """
     path, key = meta.split(":")
     names = [name.decode() for name in _value(root / path, key, list)]
@@ -94,7 +94,7 @@ class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
             raise UserError(
-                f"this pickle wants to call {module}.{name}, which no array needs: take the binary"
+                f"this pickle calls {module}.{name}, which no array needs: take the binary"
                 " version of CIFAR (cifar-10-binary.tar.gz, cifar-100-binary.tar.gz)"
             )
         return _KNOWN[module, name]
