@@ -4,7 +4,7 @@
 
 Trains a stand-in for iGPT-XL (60 blocks of a smaller width, default 192) for one step on four
 processes under ZeRO-3, saves it as training does, and loads it into the same engine. Prints the
-anonymous memory that each phase added to a process, beside its share of weights and moments; then
+anonymous memory that each phase added to a process, besides its share of weights and moments; then
 computes the largest share of iGPT-XL itself on 64 processes.
 """
 

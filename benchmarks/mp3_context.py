@@ -1,4 +1,4 @@
-"""What a mask ratio saves MP3, beside MAE of the same size and a full ViT (MP3, table 2).
+"""What a mask ratio saves MP3, compared with MAE of the same size and a full ViT (MP3, table 2).
 
     OMP_NUM_THREADS=2 python -m benchmarks.mp3_context
 

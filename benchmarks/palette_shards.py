@@ -1,4 +1,4 @@
-"""`palette shards` beside a loop that only decodes, and one that is written plainly.
+"""`palette shards` compared with a loop that only decodes, and with a plain one.
 
     OMP_NUM_THREADS=1 python -m benchmarks.palette_shards
 

@@ -1,10 +1,10 @@
-"""Reading shards beside what it must at least cost.
+"""Cost of reading shards, compared with its lower bound.
 
     OMP_NUM_THREADS=1 python -m benchmarks.reading
 
 Palette tokens at 32², shuffled, in one thread and through the loader; JPEGs of 500x375 with the
 random resized crop of Masked Autoencoders Are Scalable Vision Learners (appendix A.1) at 224²,
-beside a loop that only decodes the same files and resizes the same parts of them.
+compared with a loop that only decodes the same files and resizes the same parts of them.
 """
 
 from __future__ import annotations

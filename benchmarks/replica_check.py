@@ -1,4 +1,4 @@
-"""What a look of `training.check_replicas_every` costs, beside the steps between two looks.
+"""Cost of a check of `training.check_replicas_every`, relative to the steps between two.
 
     OMP_NUM_THREADS=1 python -m benchmarks.replica_check
 

@@ -16,7 +16,7 @@ if (($# == 0)); then
   exit 2
 fi
 
-# What these are for stands in torchrun.sh.
+# These are explained in torchrun.sh.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 

@@ -7,7 +7,7 @@
 #   SEED=1 make demo       other weights and another order of images; its runs end in _1
 #
 # A step is a line on the screen; its command and what it says are in demo/PAPER.log. Run again, a
-# demo resumes; after `rm -r demo runs/*_demo*` it begins anew.
+# demo resumes; after `rm -r demo runs/*_demo*` it starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

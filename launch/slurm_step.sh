@@ -42,7 +42,7 @@ if [[ -n ${CONTAINER:-} ]]; then
   inside=(apptainer exec --nv --bind "$PWD" --pwd "$PWD" "$CONTAINER")
 fi
 
-# Where a task fails, the others end by themselves, tell by their codes why, and name the one that is
+# Where a task fails, the others end by themselves, report why by their exit codes, and name the one that is
 # dead; --wait ends those that still wait for it after a minute. --kill-on-bad-exit would end them at
 # once, and a mistake in the config would look like a node that failed.
 # Every task sees all GPUs of its node and takes the one of its SLURM_LOCALID.
@@ -66,7 +66,7 @@ if ((code != 0 && code != 75 && SECONDS < 300)); then
 else
   rm -f "$failures"
 fi
-# 2 is a mistake in the config, which another turn would make again. All else goes on from the newest
+# 2 is a mistake in the config, which another turn would make again. All else resumes from the newest
 # checkpoint: a run that was asked to stop (75), a node that failed, a hang.
 if ((code == 0 || code == 2)); then
   rm -f "$failures"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # MP3's speech demo: spoken words to cepstral coefficients to a small keyword spotter, with and
-# without pre-training, on CPU. Wants `pip install 'megavis[speech]'`.
+# without pre-training, on CPU. Requires `pip install 'megavis[speech]'`.
 #
 #   bash launch/speech_demo.sh
 #
 # Each command is shown as you would type it. Run again, it resumes; after
-# `rm -r demo/words demo/speech runs/mp3_*speech*` it begins anew.
+# `rm -r demo/words demo/speech runs/mp3_*speech*` it starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -15,7 +15,7 @@
 # %x is the job's name, %A the array's number, %a the task's.
 #SBATCH --output=%x-%A-%a.log
 #SBATCH --open-mode=append
-# A task that is preempted, loses its node or comes to its time limit is queued again and goes on from
+# A task that is preempted, loses its node or reaches its time limit is queued again and resumes from
 # its checkpoint.
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300

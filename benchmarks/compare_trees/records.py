@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 Record = dict[str, Any]
-"""By measurement: an array, or what JSON holds. Seconds stand under `seconds/...`."""
+"""By measurement: an array, or what JSON holds. Seconds are under `seconds/...`."""
 
 SECONDS = "seconds/"
 

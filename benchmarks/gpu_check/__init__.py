@@ -16,7 +16,7 @@ time limit or a crash loses the part that was running and nothing else.
     4      3        waits for the device inside a step
     5      12       the papers' presets: step time, MFU, memory, where the time goes
     6      6        decoding: batch 1, 16, 64; float32, bf16, CUDA graph
-    7      4        the loader alone and beside a step; the stall of a save
+    7      4        the loader alone and during a step; the stall of a save
     8      3        two equal runs, replica check, a refit of the planner
 
 Nothing needs to be installed. With a folder of wheels and no network, from the checkout:

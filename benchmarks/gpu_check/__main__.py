@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_check`; what it does stands in the package's docstring."""
+"""`python -m benchmarks.gpu_check`; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         mistake, 130 when interrupted.
     """
     options = parser().parse_args(words)
-    # Both: a job of a shell's background ignores the first, until it is told not to.
+    # Both: a job of a shell's background ignores the first, until it is set otherwise.
     before = {each: signal.signal(each, _interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     worker = Worker()
     try:

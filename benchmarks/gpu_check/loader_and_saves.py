@@ -1,4 +1,4 @@
-"""Stage 7: images a second of the loader, alone and beside a step; how long a save stalls."""
+"""Stage 7: images a second of the loader, alone and during a step; how long a save stalls."""
 
 from __future__ import annotations
 
