@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("training", "train a run, or go on with it"),
+    "train": Command("training", "train a run, or resume it"),
     "search-lr": Command("training", "try learning rates from large to small"),
     "sweep": Command("training", "train a grid over two keys and draw a heat-map"),
     "parity": Command("training", "compare every layout with one process"),
@@ -68,7 +68,7 @@ COMMANDS: Mapping[str, Command] = {
     "figure": Command(
         "figures", "accuracy over depth or loss, errors by patch, completions, as PNG and CSV", True
     ),
-    "finetune": Command("training", "train a run's weights on classes, or go on with it"),
+    "finetune": Command("training", "train a run's weights on classes, or resume it"),
     "ensemble": Command("evaluation", "average the class probabilities of fine-tuned runs", True),
     "report": Command("runs", "what runs have come to, on one screen and as one web page"),
     "checkpoint": Command("runs", "list, verify, prune or convert the checkpoints of a run"),
@@ -149,7 +149,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
         UserError: they are no command, or not its options.
     """
     parsed, words = build_parser().parse_known_args(arguments)
-    # argparse takes key=value words only where they stand together; users put options between.
+    # argparse takes key=value words only if adjacent; users put options between them.
     if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
         raise UserError(
             f"unrecognized arguments: {' '.join(words)}; `megavis {parsed.command} --help` shows"

@@ -46,7 +46,7 @@ class Run:
         checkpoint: folder of the weights; None for fresh ones.
         step: optimizer steps of the weights; 0 for fresh ones.
         objective: the paper.
-        context: where this process stands.
+        context: ranks and groups of this process.
         dtype: of the weights.
         runner: runs the network.
     """

@@ -1,1 +1,1 @@
-"""What each `megavis` command does."""
+"""The `megavis` commands, one file each."""

@@ -1,4 +1,4 @@
-"""What `megavis evaluate watch` measures of a checkpoint, each measure by its name."""
+"""Measures of a checkpoint for `megavis evaluate watch`, by name."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class SampleFID:
                 network.
         """
         sampler = opened.sampler(seed=self._seed)
-        # Precision and recall would want tens of thousands.
+        # Precision and recall would need tens of thousands.
         collector = FeatureCollector(self._network, num_images=self._num_images, num_kept=0)
         digest = hashlib.sha256()
         for numbers in torch.arange(self._num_images).split(_BATCH_SIZE):

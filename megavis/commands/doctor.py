@@ -90,7 +90,7 @@ def _package(module: str, distribution: str, purpose: str, required: bool = Fals
 def _attempt(action: Callable[[], object]) -> tuple[bool, str]:
     """Return whether an action succeeded, and why it did not.
 
-    A broken package may raise anything when it is imported, and the doctor has to go on.
+    A broken package may raise anything when it is imported, and the doctor has to continue.
     """
     try:
         action()
@@ -195,7 +195,7 @@ def _libaio() -> SystemCheck:
         return SystemCheck("libaio", False, "not installed", purpose)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    # DeepSpeed's own test links a program, so it wants the development files as well.
+    # DeepSpeed's own test links a program, so it needs the development files as well.
     found = bool(AsyncIOBuilder().is_compatible(verbose=False))
     detail = "library and development files" if found else "its development files are missing"
     return SystemCheck("libaio", found, detail, purpose)

@@ -1,4 +1,4 @@
-"""`megavis ensemble`: several fine-tuned runs together on the same held-out images."""
+"""`megavis ensemble`: average the class probabilities of several fine-tuned runs."""
 
 from __future__ import annotations
 

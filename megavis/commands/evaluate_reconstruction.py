@@ -1,4 +1,4 @@
-"""`megavis evaluate reconstruction`: what a tokenizer loses of held-out images."""
+"""`megavis evaluate reconstruction`: reconstruction error of a tokenizer on held-out images."""
 
 from __future__ import annotations
 

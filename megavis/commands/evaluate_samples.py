@@ -63,7 +63,7 @@ def collect_features(
 
     Args:
         images: in files.
-        network: looks at them.
+        network: computes features.
         args: the options; how many at once.
         num_images: so many, evenly spread; all where None.
         num_kept: feature vectors to keep, at most.

@@ -71,7 +71,7 @@ def _watch(args: argparse.Namespace) -> None:
 
 
 def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
-    """Yield the steps of checkpoints to measure, looking anew after each."""
+    """Yield the steps of checkpoints to measure, looking again after each."""
     while True:
         done = {record["step"] for record in _records(args.run_folder)} | pruned
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)

@@ -1,4 +1,4 @@
-"""`megavis features`: what a run folder keeps of its networks' features; how to be rid of it."""
+"""`megavis features`: list or delete the cached features of a run."""
 
 from __future__ import annotations
 

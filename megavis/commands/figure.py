@@ -1,4 +1,4 @@
-"""`megavis figure`: pictures of what a run's features, and its predictions, are worth."""
+"""`megavis figure`: figures of a run's features and predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megavis import`: make a run out of weights that were released elsewhere."""
+"""`megavis import`: make a run from released weights."""
 
 from __future__ import annotations
 
@@ -248,13 +248,13 @@ def imported_config(
     validation: str | None = None,
     **sections: Any,
 ) -> RunConfig:
-    """Return the config of an imported run; what it says of training is there for going on.
+    """Return the config of an imported run; its training keys are those for training it further.
 
     Args:
         run_folder: gives the run its name.
         paper: the objective's section.
         image_size: side of the images in pixels.
-        validation: folder of held-out shards, which a `finetune` section wants.
+        validation: folder of held-out shards, which a `finetune` section requires.
         **sections: further ones, such as `model`.
     """
     is_validated = validation is not None

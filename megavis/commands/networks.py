@@ -67,7 +67,7 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
 
     Args:
         args: with what `add_feature_arguments` adds, and `add_layout_argument` where not alone.
-        alone: want no launcher.
+        alone: refuse a launcher.
 
     Raises:
         UserError: there are several processes where one is wanted, or they do not divide by

@@ -1,4 +1,4 @@
-"""Opening what a command looks at: a run, shards as the run takes them, held-out images."""
+"""Open what a command evaluates: a run, shards in the run's form, held-out images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megavis parity`: prove that every layout computes what one process computes."""
+"""`megavis parity`: check that every layout computes what one process computes."""
 
 from __future__ import annotations
 

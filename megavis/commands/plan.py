@@ -1,4 +1,4 @@
-"""`megavis plan`: memory, traffic and time of a run before it has begun, and which layout."""
+"""`megavis plan`: estimate memory, communication and time of a run, and recommend a layout."""
 
 from __future__ import annotations
 
@@ -182,10 +182,10 @@ def _details(plan: Plan, cluster: Cluster) -> list[str]:
         f"  run          MFU {time.mfu:.1%}; {plan.steps:,} steps in {plan.days:.1f} days",
     ]
     for transfer in plan.traffic:
-        beside = ", beside the arithmetic" if transfer.is_hidden else ""
+        hidden = ", overlapped with compute" if transfer.is_hidden else ""
         lines.append(
             f"  sends        {transfer.kind}: {transfer.inside / 1e9:.2f} GB inside a node,"
-            f" {transfer.between / 1e9:.2f} between nodes{beside}"
+            f" {transfer.between / 1e9:.2f} between nodes{hidden}"
         )
     return lines
 
@@ -206,7 +206,7 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
     """Return the recommended layout as a YAML file that is based on the asked one.
 
     Args:
-        path: where it will stand; its folder and name become the run's name.
+        path: destination; its folder and name become the run's name.
         loaded: the asked config.
         plan: the layout.
         cluster: what it is for.

@@ -1,4 +1,4 @@
-"""Keep what libraries print while they are imported out of a command's own output."""
+"""Keep messages of imported libraries out of a command's output."""
 
 from __future__ import annotations
 

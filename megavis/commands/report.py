@@ -1,4 +1,4 @@
-"""`megavis report`: what runs have come to, on one screen and as one web page."""
+"""`megavis report`: results of runs, as a terminal summary and a web page."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def summary(run: RunRecord) -> list[str]:
 def bits_per_dimension(nats_per_token: float) -> float:
     """Return bits a dimension of an image: nats / ln 2 / 3.
 
-    A palette token stands for the three dimensions of a pixel, red, green and blue.
+    A palette token represents the three dimensions of a pixel, red, green and blue.
     """
     return nats_per_token / math.log(2) / 3
 

@@ -156,7 +156,7 @@ def _conditions(
     if args.then_classes is None:
         return labels(args.classes), None, args.per_class
     if len(args.then_classes) != len(args.classes):
-        raise UserError("--then-classes wants as many classes as --classes")
+        raise UserError("--then-classes needs as many classes as --classes")
     return labels(args.classes), labels(args.then_classes), args.per_class
 
 

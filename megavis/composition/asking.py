@@ -2,7 +2,7 @@
 
 - `Shift`: a row holds the token before the one that it predicts.
 - `Mask`: a row holds its own token, or nothing where that is hidden.
-- `Query`: rows that hold no token stand behind those that do, and nobody sees them.
+- `Query`: rows without a token follow those with one, and no row attends to them.
 - `InContext`: a row asks about itself; all rows see those of the context.
 
 An asking kind has no parameters. `rows` runs on every process and turns tokens into the tensors
@@ -36,7 +36,7 @@ AskedRows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Embedded:
-    """What a first layer makes of rows.
+    """Embedded rows of a first layer.
 
     Attributes:
         hidden: `[b, m, h]`.
@@ -59,7 +59,7 @@ class Asking(ABC):
     extra_tensors: tuple[str, ...] = ()
     """Names of the tensors that say so, in the order in which they travel."""
     permutes: ClassVar[bool] = True
-    """True where rows stand in the order of the arrangement, not in raster order."""
+    """True where rows are in the order of the arrangement, not in raster order."""
     num_front: int = 0
     """Condition rows in front of all others."""
 
@@ -133,7 +133,7 @@ class Shift(Asking):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, places, what stands before the first."""
+        """Tokens, positions, what precedes the first."""
         asked: tuple[Role, ...] = ("asked_positions",) if self.place == "both" else ()
         return ("content", "positions", *asked, "start")
 
@@ -201,12 +201,12 @@ class Mask(Asking):
     visibility: VisibilityKind = "full"
 
     def __init__(self, *, num_front: int = 0) -> None:
-        """Build; so many condition rows stand in front."""
+        """Build with so many condition rows in front."""
         self.num_front = num_front
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, places, and what stands for hidden ones."""
+        """Tokens, positions, and what represents hidden ones."""
         return ("content", "positions", "mask", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
@@ -250,8 +250,8 @@ class Query(Asking):
         """Build.
 
         Args:
-            num_front: condition rows in front, which stand in group 0.
-            starts: a start token stands in front, in group 0.
+            num_front: condition rows in front, which are in group 0.
+            starts: a start token comes first, in group 0.
             queries: False leaves the queries away: the last content row before a token predicts
                 it.
         """
@@ -259,7 +259,7 @@ class Query(Asking):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, places, what is in front, and what stands for a token that is asked for."""
+        """Tokens, positions, what is in front, and what represents a token that is asked for."""
         start: tuple[Role, ...] = ("start",) if self.starts else ()
         return ("content", "positions", *start, "query", *self._front)
 
@@ -307,7 +307,7 @@ class Query(Asking):
             # A condition has no place: rotary positions do not turn it.
             F.pad(torch.cat([places, asked], dim=1), (num_front, 0)),
             {
-                # It stands in group 0, which all see.
+                # It is in group 0, which all see.
                 "content_groups": F.pad(groups, (num_front, 0)).contiguous(),
                 "query_groups": asked_groups.contiguous(),
             },

@@ -1,7 +1,7 @@
-"""Training of networks that make images smaller and back: what a VAE and a VQGAN share.
+"""Training of autoencoders: shared by the VAE and the VQGAN.
 
 Squared error, perceptual and adversarial loss, as in MaskGIT's tokenizer ("MaskGIT: Masked
-Generative Image Transformer", appendix A), beside the terms of what lies between encoder and
+Generative Image Transformer", appendix A), plus the terms of what lies between encoder and
 decoder, which each tokenizer brings.
 
 Two networks learn at once. The usual two optimizers that take turns would not fit an engine with
@@ -111,9 +111,9 @@ class AutoencoderObjective(Trainable, Backbone):
         return (self.config.data.image_size // self.paper.downsampling) ** 2
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want images."""
+        """Check that the shards hold images."""
         if manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; a {self.paper.name} wants jpeg shards"
+            yield f"holds {manifest.kind} shards; a {self.paper.name} needs jpeg shards"
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return autoencoder and discriminator."""

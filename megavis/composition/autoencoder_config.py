@@ -29,7 +29,7 @@ class AutoencoderConfig(ObjectiveConfig):
     blocks_per_level: Positive = 2
     """Residual blocks a level; a VAE has as many in the middle, a VQGAN's decoder one more each."""
     norm_groups: Positive = 32
-    """Groups of each group norm; 32 in the papers. Narrow networks want fewer: a group of one
+    """Groups of each group norm; 32 in the papers. Narrow networks need fewer: a group of one
     channel forgets how bright it was."""
     reconstruction_weight: AtLeast0 = 1.0
     """Of the squared error, averaged over pixels and channels in [0, 1]."""
@@ -54,7 +54,7 @@ class AutoencoderConfig(ObjectiveConfig):
         return 2 ** (len(self.multipliers) - 1)
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want sizes that divide, a file where one is needed, and a plain layout."""
+        """Check that sizes divide, that a needed file is named, and that the layout is plain."""
         if self.filters % self.norm_groups:
             text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
             yield "objective.filters", text

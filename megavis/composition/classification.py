@@ -91,15 +91,15 @@ class Classification(Trainable):
         return training_flops(self.config.model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want what the paper wants, and images to mix; labels are looked at when data are open."""
+        """Check for what the paper needs, and for images to mix; labels are checked later."""
         yield from self.paper.check_data(manifest)
         if self.mixes and manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; finetune.mixup and cutmix want jpeg shards"
+            yield f"holds {manifest.kind} shards; finetune.mixup and cutmix need jpeg shards"
 
     def layer_plans(self) -> list[LayerPlan]:
         """Return the paper's layers, with class logits from the last off which features are read.
 
-        What stands above that, as MAE's decoder, is left away.
+        Layers above that, such as MAE's decoder, are dropped.
         """
         plans = self.paper.layer_plans()
         *below, top = plans[: num_up_to_features(plans)]

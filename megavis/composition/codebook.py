@@ -87,11 +87,11 @@ class TokenIds(Vocabulary):
         return opened
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Want photographs and a tokenizer, or the ids that they were made to."""
+        """Check that the shards hold images and a tokenizer is named, or that they hold its ids."""
         if manifest.kind == "ids":
             yield from self._check_ids_shards(manifest)
         elif manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; {name} wants jpeg or ids shards"
+            yield f"holds {manifest.kind} shards; {name} needs jpeg or ids shards"
         elif self.run_folder is None:
             yield "holds images; name what makes ids of them in objective.tokenizer"
 
@@ -118,7 +118,7 @@ class TokenIds(Vocabulary):
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
         """Return the tokenizer's images of ids `[b, n]`; raises UserError where there is none."""
         if self.run_folder is None:
-            raise UserError("pictures of ids want what made them: name it in objective.tokenizer")
+            raise UserError("pictures of ids need their tokenizer: name it in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
 
 

@@ -1,7 +1,7 @@
 """A paper as a composition: sequences, loss, features and generation follow from its words.
 
 The words themselves (tokens, schedule, asking, density, condition) and the first layer, which they
-make, stand in `words.py`.
+make, are in `words.py`.
 
 Legend: b images, n positions of the sequence, q predicted ones.
 """
@@ -87,7 +87,7 @@ class Composition(Words):
         return self.condition.encoder(self.core)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Want what tokens and condition come from."""
+        """Check that the shards hold what tokens and condition come from."""
         yield from self.condition.check(manifest, self.reads, self.config.objective.name)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
@@ -119,7 +119,7 @@ class Composition(Words):
     def option_names(self) -> tuple[str, ...]:
         """Options of `inputs_from`: what schedule, density and condition let be chosen."""
         names = (*self.schedule.names, *self.density.names, *self.condition.names)
-        # A transform takes the whole grid as it stands.
+        # A transform takes the whole grid as it is.
         return tuple(name for name in names if not (self.has_transform and name == "order"))
 
     def inputs_from(
@@ -132,7 +132,7 @@ class Composition(Words):
             sample_index: int64 `[b]`, the samples whose draws these are. Without it, what need not
                 be drawn is not: latents are their mean, nothing is hidden that features need not
                 hide. Orders, groups and noise are those of samples 0 to b - 1.
-            **options: `option_names`; None stands for none. `order` int64 `[b or 1, n]`, of tokens
+            **options: `option_names`; None leaves one out. `order` int64 `[b or 1, n]`, of tokens
                 in raster order; `boundaries`, where groups end; `mask` bool `[b, n]` in raster
                 order, true where a token is hidden; `mask_ratio`, the share that is not seen;
                 `gamma`, of noise, a number or `[b, n, 1]` in the order; `labels` int64 `[b]`, -1:

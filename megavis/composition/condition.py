@@ -1,4 +1,4 @@
-"""What else a model knows of an image: nothing, its class, what an encoder makes of another image.
+"""Conditions of a model: none, the class of an image, or an encoder's output for another image.
 
 Legend: b images.
 """
@@ -88,13 +88,13 @@ class Condition:
         return {}
 
     def nothing(self, known: Known) -> Known:
-        """Return what stands for no condition, in the form of `known`.
+        """Return the null condition, in the form of `known`.
 
         Raises:
             UserError: the model was not trained without its condition.
         """
         raise UserError(
-            "guidance wants a model that was trained with objective.label_dropout; this one has no"
+            "guidance needs a model that was trained with objective.label_dropout; this one has no"
             " prediction without a class"
         )
 
@@ -123,7 +123,7 @@ class Condition:
         return {}
 
     def shown(self, examples: Batch) -> list[Tensor]:
-        """Return images uint8 `[b, H, W, 3]` that stand in front of what is drawn from them."""
+        """Return images uint8 `[b, H, W, 3]` that precede what is drawn from them."""
         return []
 
 
@@ -142,7 +142,7 @@ class LearnedTokens(Condition):
 
 
 class Labels(Condition):
-    """The class of an image: a row of a table, the last of which may stand for no class."""
+    """The class of an image: a row of a table, the last of which may be the null class."""
 
     names: tuple[str, ...] = ("labels",)
     roles: tuple[Role, ...] = ("start",)
@@ -170,7 +170,7 @@ class Labels(Condition):
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
         self.deviation, self.classes_key = deviation, classes_key
         self.has_null_label = num_classes > 0 and dropout > 0
-        # Without classes one row stands for all images.
+        # Without classes all images share one row.
         self.num_rows = (num_classes or 1) + num_special_rows + int(self.has_null_label)
         self.null_row = self.num_rows - 1 if num_classes else 0
 
@@ -203,7 +203,7 @@ class Labels(Condition):
         """Return the table's rows int64 `[b]` of classes `[b]`; -1 and None: no class.
 
         Raises:
-            UserError: a label is out of range, or none is given to a model that wants one.
+            UserError: a label is out of range, or none is given to a model that needs one.
         """
         if labels is None and (self.has_null_label or not self.num_classes):
             return torch.full((count,), self.null_row, device=device)
@@ -239,7 +239,7 @@ class Labels(Condition):
         return {"labels": torch.arange(num_images) * self.num_classes // num_images}
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
-        """Want labels too, and no more classes than the table has."""
+        """Check labels too, and that the table has a row for each class."""
         yield from super().check(manifest, tokens, name)
         wanted, given = self.num_classes, len(manifest.class_names)
         if given > wanted > 0:

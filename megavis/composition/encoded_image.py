@@ -1,4 +1,4 @@
-"""An image as a condition: an encoder reads it, and the blocks attend to what the encoder gives.
+"""An image as a condition: an encoder reads it, and the blocks attend to the encoder's output.
 
 Of pairs shards the encoder reads the image, and tokens are made of the target. Of jpeg shards,
 which hold one image a sample, the image is both.
@@ -57,7 +57,7 @@ class EncodedImage(Condition):
         return PlannedStack(core_of_encoder(core, self.num_layers), work, "once")
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
-        """Want images, with targets or without."""
+        """Check that the shards hold images, with targets or without."""
         if manifest.kind not in ("pairs", "jpeg"):
             text = f"holds {manifest.kind} without their images, which the encoder of {name} reads"
             yield f"{text}; give pairs or jpeg shards"

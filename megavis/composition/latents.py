@@ -73,11 +73,11 @@ class Latents(Vectors):
         return self.tokenizer.identity()
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Want latents of this grid, or images and a VAE."""
+        """Check that the shards hold latents of this grid, or images for a VAE."""
         if manifest.kind == "latents":
             yield from self._check_latents(manifest)
         elif manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; {name} wants latents shards"
+            yield f"holds {manifest.kind} shards; {name} needs latents shards"
         elif self.run_folder is None:
             yield "holds images; name the VAE's run folder in objective.tokenizer"
 
@@ -153,7 +153,7 @@ class Latents(Vectors):
             UserError: the config names no VAE, or one of other latents.
         """
         if self.run_folder is None:
-            raise UserError("pictures want the VAE: name its run folder in objective.tokenizer")
+            raise UserError("pictures need the VAE: name its run folder in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
 
     @cached_property
@@ -180,12 +180,12 @@ class Latents(Vectors):
         return tokenizer
 
     def _check_beta(self, run_folder: Path) -> None:
-        """Raise UserError where the VAE's run says another β than the config wants."""
+        """Raise UserError where the VAE's β is not the config's."""
         from megavis.tokenizers.base import objective_section
 
         found = objective_section(run_folder).get("beta")
         if self.beta is not None and found != self.beta:
             raise UserError(
-                f"objective.tokenizer: {run_folder} is a VAE of beta {found}; this config wants one"
+                f"objective.tokenizer: {run_folder} is a VAE of beta {found}; this config needs one"
                 f" of beta {self.beta} (objective.tokenizer_beta)"
             )

@@ -1,7 +1,7 @@
-"""What an objective owes: one paper, in terms of sequences, layers and a loss.
+"""Interface of an objective: one paper, in terms of sequences, layers and a loss.
 
 An objective knows nothing of ranks. It turns a batch into a sequence, names the layers around the
-blocks, and scores what the head gives. What the engine asks of it stands in `trainable.py`.
+blocks, and scores what the head gives. `trainable.py` has its interface to the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Objective(Trainable, Backbone):
     paper: Any
     """The paper's section of the config, of its `config_type`."""
     default_positions: ClassVar[PositionKind] = "none"
-    """How tokens know where they stand, unless the config says otherwise."""
+    """Position encoding, unless the config says otherwise."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Objective(Trainable, Backbone):
 
         Args:
             config: of the run.
-            context: where this process stands.
+            context: ranks and groups of this process.
             visibility: which token sees which, in place of the paper's own.
         """
         super().__init__(config, context)
@@ -82,11 +82,11 @@ class Objective(Trainable, Backbone):
     @property
     @abstractmethod
     def visibility_kind(self) -> VisibilityKind:
-        """Which token sees which."""
+        """Visibility: which token attends to which."""
 
     @property
     def position_kind(self) -> PositionKind:
-        """How tokens know where they stand: the config's way, or the paper's own."""
+        """Position encoding: the config's, or the paper's default."""
         return self.config.model.positions or self.default_positions
 
     @property
@@ -168,7 +168,7 @@ class Objective(Trainable, Backbone):
         """Return `SequenceBatch.inputs` for features of a batch, whose labels are not read.
 
         Raises:
-            UserError: the model has no input that stands for "no class".
+            UserError: the model has no input for "no class".
         """
         self.check_unlabelled()
         index = batch.sample_index if self.has_random_features else None

@@ -1,4 +1,4 @@
-"""A model that names the place of every patch, in its words: what figures and accuracies ask.
+"""Interface of a model that predicts the position of every patch, for figures and accuracies.
 
 Legend: b images, n patches of an image and places, c of them seen, d numbers of a patch.
 """
@@ -44,7 +44,7 @@ class Places:
 
     @property
     def num_placed(self) -> int:
-        """How many, the first of the context, show where they stand."""
+        """How many, the first of the context, are given their positions."""
         return self.schedule.num_placed
 
     @property

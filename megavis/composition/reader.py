@@ -1,4 +1,4 @@
-"""The first layer of every paper: named parts that embed what tokens are, where, and under what.
+"""The first layer of every paper: named parts that embed tokens, positions and conditions.
 
 The key of a part is its parameters' name, and parts are built in the order of the keys, so that
 names and initial weights are the paper's own choice.
@@ -32,7 +32,7 @@ Role = Literal[
 - `content`: embeds tokens `[b, m, ...]` to `[b, m, h]`.
 - `positions`, `asked_positions`: `Positions` of content and of what is asked for.
 - `start`: a vector, or a table by class, in place of a token before the first.
-- `query`, `mask`: a vector that stands for a token that is asked for, or hidden.
+- `query`, `mask`: a vector in place of a token that is asked for, or hidden.
 - `front`: vectors in front of all rows, or a map of a condition to one.
 - `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
 - `memory`: an encoder of a condition, to which blocks attend.
@@ -63,7 +63,7 @@ class Rows(nn.Module):
 
 
 class Reader(nn.Module):
-    """Embeds rows: content, positions, and what stands for tokens that are not there."""
+    """Embeds rows: content, positions, and vectors in place of tokens that are not there."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Reader(nn.Module):
         return placed
 
     def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
-        """Return what stands for a token, `[h]` like `hidden`: zeros where there is no part."""
+        """Return the vector in place of a token, `[h]` like `hidden`: zeros without a part."""
         part: Tensor | None = self.part(role)
         return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
 
     def after_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
-        """Put what stands before the first token in front of `hidden`: `[b, 1 + m, h]`."""
+        """Put what precedes the first token in front of `hidden`: `[b, 1 + m, h]`."""
         part = self.part("start")
         start: Tensor = part(known["start"])[:, None] if "start" in known else part
         start = start.to(hidden.dtype).expand(len(hidden), 1, -1)

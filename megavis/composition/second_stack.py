@@ -1,4 +1,4 @@
-"""A second stack of blocks, behind a bridge at which the tokens join that the first did not see.
+"""A second stack of blocks, behind a bridge that adds the tokens that the first did not see.
 
 Legend: b images, n positions, w width of the second stack.
 """
@@ -39,7 +39,7 @@ class MaskTokens(Bridge):
             above: of the decoder.
             num_front: rows in front of the tokens.
             grid: rows and columns of the tokens.
-            positions: how the decoder knows where they stand.
+            positions: position encoding of the decoder.
         """
         super().__init__(below, above)
         fill, self.num_front = normal(0.02), num_front
@@ -77,7 +77,7 @@ class SecondStack:
             asks: what the encoder sees.
             sizes: keys of `model` that are the decoder's own.
             grid: rows and columns of the tokens.
-            positions: how they know where they stand.
+            positions: their position encoding.
         """
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)

@@ -1,4 +1,4 @@
-"""Keys and complaints that papers share: sizes that neither image nor tensor group divides."""
+"""Keys and checks that papers share, such as sizes that image or tensor group must divide by."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DecoderConfig(Section):
     """Their attention heads."""
 
     def check(self, config: RunConfig, key: str) -> Iterator[ConfigIssue]:
-        """Want heads that divide the width, and that the tensor group can share."""
+        """Check that heads divide the width, and divide by the tensor group."""
         width, heads = self.hidden_size, self.num_attention_heads
         if width % heads or width % 4:
             text = f"{width} does not divide by 4 and by num_attention_heads {heads}"
@@ -42,13 +42,13 @@ def check_hiding(
     ratio_key: str,
     class_key: str,
 ) -> Iterator[ConfigIssue]:
-    """Want tokens of which an encoder sees some, and a decoder behind a bridge predicts others.
+    """Check tokens of which an encoder sees some, and a decoder behind a bridge predicts others.
 
     Args:
         config: the run's.
         count: tokens of an image.
         ratio: share of them that the encoder does not see.
-        class_token: a token stands in front of both.
+        class_token: a token comes first in both.
         ratio_key: what says `ratio`.
         class_key: what says `class_token`.
     """
@@ -63,7 +63,7 @@ def check_hiding(
     remedy = f"change {ratio_key} or {class_key}"
     yield from check_tokens(config, *counts, what=what, remedy=remedy)
     if config.finetune is not None and config.finetune.generative_weight:
-        text = "wants patches hidden for the paper's own loss, and all seen for classes"
+        text = "needs patches hidden for the paper's own loss, and all seen for classes"
         yield "finetune.generative_weight", f"{text}; set it to 0"
 
 
@@ -72,11 +72,11 @@ def check_placed(
 ) -> Iterator[ConfigIssue]:
     """Check that tokens with a given place have positions, and those that predict it none.
 
-    In plain fine-tuning all may know where they stand.
+    In plain fine-tuning all may have position embeddings.
 
     Args:
         config: the run's.
-        mask_ratio: share of the tokens that nobody sees.
+        mask_ratio: share of the hidden tokens.
         given_ratio: share of them, all seen, whose place is given.
         ratio_key: what says `mask_ratio`.
         given_key: what says `given_ratio`.
@@ -85,7 +85,7 @@ def check_placed(
     tells_all = tuned is not None and not tuned.generative_weight
     kind = config.model.positions or "none"
     if given_ratio and kind not in _ADDED and not tells_all:
-        text = f"{given_ratio} of the patches are told where they stand; model.positions"
+        text = f"{given_ratio} of the patches are given their position; model.positions"
         yield given_key, f"{text} must say how: learned or sincos"
     if given_ratio >= 1.0 - mask_ratio and given_ratio:
         text = f"{given_ratio} leaves no context that does not know its place"
@@ -94,7 +94,7 @@ def check_placed(
         return
     relative = ("relative_2d",) if config.objective.has_relative_positions else ()
     if not given_ratio and not tells_all:
-        yield "model.positions", f"{kind} tells what the model has to find out; leave it out"
+        yield "model.positions", f"{kind} gives away what the model has to predict; leave it out"
     elif kind not in (*_ADDED, *relative):
         known = ", ".join((*_ADDED, *relative))
         yield "model.positions", f"{kind} is not for sets of patches; use {known} or none"
@@ -116,7 +116,7 @@ def check_patches(
 
 
 def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[ConfigIssue]:
-    """Want logits that the tensor group can share."""
+    """Check that the tensor group can share the logits."""
     tensor = config.parallel.tensor_model_parallel_size
     if vocabulary_size % tensor:
         text = f"{vocabulary_size} does not divide by tensor_model_parallel_size {tensor}"
@@ -126,7 +126,7 @@ def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[Config
 def check_tokens(
     config: RunConfig, *counts: int, what: str, remedy: str = "set it to false"
 ) -> Iterator[ConfigIssue]:
-    """Want tokens that sequence parallelism can share, where it is on.
+    """Check that sequence parallelism, where it is on, can share the tokens.
 
     Args:
         config: the run's.
@@ -143,7 +143,7 @@ def check_tokens(
 def check_adapter(
     token_size: int, bottleneck: int | None, *, blocks_key: str, bottleneck_key: str
 ) -> Iterator[ConfigIssue]:
-    """Want tokens whose halves an adapter can couple, and that its groups divide.
+    """Check that an adapter can couple the halves of a token, and that its groups divide them.
 
     Args:
         token_size: numbers of a token.

@@ -1,4 +1,4 @@
-"""What a model reads or predicts of an image, and the way back.
+"""Tokens that a model reads or predicts, and the way back to an image.
 
 - `Colors`: palette ids, a token a pixel.
 - `Patches`: squares of standardised pixels; `Frames`: those of a spectrogram.
@@ -80,7 +80,7 @@ class Tokens(ABC):
 
     @abstractmethod
     def check_values(self, tokens: Tensor) -> None:
-        """Want tokens that can be embedded; raises UserError for others.
+        """Check that tokens can be embedded. Raises UserError otherwise.
 
         Reads numbers off the device: not for a step of training.
         """
@@ -132,7 +132,7 @@ class Vocabulary(Tokens):
     vocabulary_size: int
 
     def check_values(self, tokens: Tensor) -> None:
-        """Want ids of the vocabulary."""
+        """Check that ids are of the vocabulary."""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocabulary_size:
             raise UserError(
@@ -197,10 +197,10 @@ class Colors(Vocabulary):
         return ids
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Want palette shards of this size, with no more colours than logits."""
+        """Check for palette shards of this size, with no more colours than logits."""
         size = self.grid[0]
         if manifest.kind != "palette":
-            text = f"holds {manifest.kind} shards; {name} wants palette shards"
+            text = f"holds {manifest.kind} shards; {name} needs palette shards"
             yield text + (", or data.palette" if manifest.kind == "jpeg" else "")
         if manifest.image_size != size and not self.windows:
             yield f"holds images of {manifest.image_size}² pixels; data.image_size is {size}"
@@ -241,9 +241,9 @@ class Patches(Vectors):
         return patchify(standardize(samples), self.patch_size)
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Want photographs."""
+        """Check that the shards hold images."""
         if manifest.kind != "jpeg":
-            yield f"holds {manifest.kind} shards; {name} wants jpeg shards"
+            yield f"holds {manifest.kind} shards; {name} needs jpeg shards"
 
     def check_images(self, folder: Path) -> None:
         """Accept any run: patches are pixels."""
@@ -267,9 +267,9 @@ class Frames(Vectors):
         return standardize_frames(samples)
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Want frames of this number and width."""
+        """Check that the shards hold frames of this number and width."""
         if manifest.kind != "frames":
-            yield f"holds {manifest.kind} shards; {name} wants frames shards here"
+            yield f"holds {manifest.kind} shards; {name} needs frames shards here"
         elif manifest.frame_shape != self.sample_shape:
             yield (
                 f"holds frames {list(manifest.frame_shape or ())}; data.frames is"
@@ -290,7 +290,7 @@ def blank_batch(
 
 
 def check_images(images: Any, side: int) -> None:
-    """Want uint8 `[b, side, side, 3]`; raises UserError for anything else."""
+    """Check for uint8 `[b, side, side, 3]`. Raises UserError for anything else."""
     if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
         raise UserError(
             f"the images have shape {list(images.shape)} and type {images.dtype}; a run of"

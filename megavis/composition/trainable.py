@@ -1,4 +1,4 @@
-"""What the engine, the loop and their side jobs ask of anything that is trained.
+"""Interface between a model and the engine, the training loop and its callbacks.
 
 A paper with Transformer blocks is an `Objective` (`base.py`), which fills in most of this; a
 tokenizer in training, which has none, is a `Trainable` of its own.
@@ -89,7 +89,7 @@ class Backbone(ABC):
         """Check that the model can be run on samples without their class.
 
         Raises:
-            UserError: no input stands for "no class"; names the key that would give one.
+            UserError: there is no input for "no class"; names the key that would give one.
         """
         key = self.config.objective.missing_null_label
         if key is not None:
@@ -117,7 +117,7 @@ class Backbone(ABC):
         """Return `SequenceBatch.inputs` for features of the blocks, without the label.
 
         Raises:
-            UserError: there are no blocks, or the model has no input that stands for "no class".
+            UserError: there are no blocks, or the model has no input for "no class".
         """
         name = self.config.objective.name
         raise UserError(f"{name} has no Transformer blocks whose features could be read")

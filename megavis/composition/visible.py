@@ -32,7 +32,7 @@ class Visible(Asking):
     extra_tensors = (ORDER,)
 
     def __init__(self, *, num_front: int = 0) -> None:
-        """Build; so many condition rows stand in front."""
+        """Build with so many condition rows in front."""
         self.num_front = num_front
 
     @property

@@ -1,8 +1,8 @@
-"""The words of a paper, and what they make of its first layer.
+"""The words of a paper, and the first layer that follows from them.
 
 A paper names its words: what it reads and predicts (tokens), what is known when (schedule), how a
 token asks to be predicted, how it is predicted (density), and what else is known (condition); and
-the parts of its first layer. What else follows from them stands in `composition.py`.
+the parts of its first layer. What else follows from them is in `composition.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megavis.model.visibility import VisibilityKind
 
 
 class Words(Objective):
-    """What a paper says of itself."""
+    """The words of a paper, which its class defines."""
 
     @property
     def has_transform(self) -> bool:
@@ -76,7 +76,7 @@ class Words(Objective):
         return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
 
     def ids(self) -> TokenIds:
-        """Return ids of `objective.tokenizer`, each of which stands for such a patch."""
+        """Return ids of `objective.tokenizer`, each of which represents such a patch."""
         paper, size = self.paper, self.config.data.image_size
         return TokenIds(
             image_size=size,

@@ -101,7 +101,7 @@ def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterato
         text = "is missing, and `frechet` compares with it: a file of `megavis evaluate statistics`"
         yield "evaluation.reference", text
     if (evaluation.inception is None) == (evaluation.network is None):
-        text = "has `frechet`, which wants one network: evaluation.inception or evaluation.network"
+        text = "has `frechet`, which needs one network: evaluation.inception or evaluation.network"
         yield "evaluation.what", text
 
 
@@ -151,13 +151,13 @@ def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
     if model.head_size % unit:
         yield (
             "model.positions",
-            f"{model.positions} wants heads whose width {unit} divides, not {model.head_size};"
+            f"{model.positions} needs heads whose width {unit} divides, not {model.head_size};"
             " change num_attention_heads",
         )
     if model.positions == "sincos" and model.hidden_size % 4:
         yield (
             "model.positions",
-            f"sincos wants a hidden_size that 4 divides, not {model.hidden_size}",
+            f"sincos needs a hidden_size that 4 divides, not {model.hidden_size}",
         )
 
 

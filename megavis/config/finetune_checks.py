@@ -14,7 +14,7 @@ NO_NULL_LABEL = (
 
 
 def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Want an input for "no class" where classes are read off a model that knows them."""
+    """Check for an input "no class" where classes are predicted by a class-conditional model."""
     key = config.objective.missing_null_label
     measures = config.evaluation.what if config.evaluation else ()
     reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)

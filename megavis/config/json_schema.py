@@ -30,7 +30,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _add_shorthand(schema: dict[str, Any]) -> None:
-    """Add the keys that stand for others, in whose place these need not be given."""
+    """Add the shorthand keys, which make those that they expand to optional."""
     for name, field in Shorthand.model_fields.items():
         section = schema["$defs"][schema["properties"][name]["$ref"].rpartition("/")[2]]
         keys = type(field.default).model_json_schema()["properties"]
@@ -43,7 +43,7 @@ def _add_shorthand(schema: dict[str, Any]) -> None:
 
 
 def _allow_a_base(schema: dict[str, Any]) -> None:
-    """Want keys that have no default only of files that are based on no other."""
+    """Require keys without a default only in files that are based on no other."""
     whole: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
     for name, section in schema["properties"].items():
         definition = schema["$defs"].get(section.get("$ref", "").rpartition("/")[2], {})

@@ -84,7 +84,7 @@ def _validate(
     except ValidationError as error:
         complaints += names.explain(error.errors())
     if complaints:
-        # What they stand for would be called missing.
+        # The keys that they expand to would be reported missing.
         raise source.error(complaints)
     # The objective comes first, with its paper's class, so that its errors keep their keys.
     try:

@@ -91,7 +91,7 @@ class ModelConfig(Section):
     """Stochastic depth: probability that an image skips a part (attention, MLP) of the last block
     in training; it grows linearly from 0 in the first. An encoder's blocks skip nothing."""
     positions: PositionKind | None = None
-    """How tokens know where they stand; the paper's own way when absent. `relative_2d`: attention
+    """Position encoding; the paper's default when absent. `relative_2d`: attention
     has a bias for each offset, zero at the start."""
     position_scale: Above0 = 1.0
     """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
@@ -178,7 +178,7 @@ class OptimizerConfig(Section):
     gradient_clipping: AtLeast0 = 0.0
     """Largest global gradient norm; 0 leaves gradients alone."""
     ema_decay: Fraction = 0.0
-    """Decay a step of a moving average of the weights, which validation, pictures and whoever opens
+    """Decay a step of a moving average of the weights, which validation, pictures and all who open
     the run take in place of the weights; 0: none."""
     implementation: Literal["torch", "apex"] = "torch"
     """`apex` takes NVIDIA Apex's fused Adam, which must be installed."""

@@ -1,4 +1,4 @@
-"""Keys that stand for others: a model's size by its name, lengths in epochs.
+"""Shorthand keys: a model's size by its name, lengths in epochs.
 
 They are written out when a config is read, so that a checked config, and the one that a run folder
 keeps, has none of them.
@@ -104,7 +104,7 @@ RIVALS = {**_IN_STEPS, **{steps: epochs for epochs, steps in _IN_STEPS.items()}}
 
 
 def shorthand_keys(section: str) -> list[str]:
-    """Return the keys of a section that stand for others."""
+    """Return the shorthand keys of a section."""
     field = Shorthand.model_fields.get(section)
     return list(type(field.default).model_fields) if field else []
 
@@ -124,7 +124,7 @@ def write_out_preset(model: dict[str, Any], *, wins: bool = False) -> dict[str, 
 
 
 def take_shorthand(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Take the keys that stand for others out of a config's sections."""
+    """Take the shorthand keys out of a config's sections."""
     taken: dict[str, dict[str, Any]] = {}
     for name in Shorthand.model_fields:
         section = tree.get(name)
@@ -156,7 +156,10 @@ def write_out_epochs(
         steps = _IN_STEPS[key]
         keys = tree.setdefault(section, {})
         if steps in keys:
-            yield f"{section}.{key}", f"stands for {section}.{steps}, which is given too; keep one"
+            yield (
+                f"{section}.{key}",
+                f"is short for {section}.{steps}, which is given too; keep one",
+            )
         keys[steps] = math.ceil(epochs * (images or 1) / batch_size)
 
 

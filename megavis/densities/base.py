@@ -82,7 +82,7 @@ class Drawn:
 
     Attributes:
         tokens: `[r, q]` or `[r, q, d]`.
-        score: log-likelihood of each, float32 `[r, q]`; None where nobody asked for it.
+        score: log-likelihood of each, float32 `[r, q]`; None unless requested.
         counts: int64 `[3]` of rejection sampling: numbers wanted, found, and proposed.
     """
 
@@ -154,7 +154,7 @@ class Density(ABC):
         return tokens, ()
 
     def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
-        """Return what stands for that where nothing is scored, for b images of m rows."""
+        """Return its placeholder where nothing is scored, for b images of m rows."""
         return ()
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Density(ABC):
         """Return the head's output whole and batch first, `[b, q, num_outputs]`."""
 
     def restored(self, predictions: Any, targets: Tensor) -> Tensor:
-        """Return the tokens `[b, q, ...]` that predictions stand for, to be shown as images.
+        """Return the tokens `[b, q, ...]` that predictions represent, to be shown as images.
 
         Args:
             predictions: what the head gives.

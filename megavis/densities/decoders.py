@@ -70,7 +70,7 @@ class SumDecoder(nn.Module):
     def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
-        # Without layers the last norm of the backbone stands right before.
+        # Without layers the last norm of the backbone comes right before.
         self.norm = whole_norm(core) if num_layers else None
         self.linear = WholeLinear(core.megatron.hidden_size, patch_width)
 

@@ -166,7 +166,7 @@ class Diffusion(Density):
             UserError: the likelihood is wanted, which this process does not give.
         """
         if scored:
-            raise UserError("a search wants likelihoods, which a diffusion decoder does not give")
+            raise UserError("a search needs likelihoods, which a diffusion decoder does not give")
         process = self.process
         temperature = process.temperature if options.temperature is None else options.temperature
         return _TakesNoiseAway(self, options.sampling_steps or process.sampling_steps, temperature)

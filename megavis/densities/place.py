@@ -59,7 +59,7 @@ class Place(Density):
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return `accuracy` and `top5`: shares of tokens whose true place is named so.
 
-        Those of weight 0, which show where they stand, do not count.
+        Those of weight 0, whose positions are given, do not count.
         """
         true, *weights = targets
         likeliest = self.outputs(predictions).topk(min(5, self.num_outputs), dim=-1).indices

@@ -54,7 +54,7 @@ def measure_attention(
     """Look at held-out images, of which all tokens are seen.
 
     Raises:
-        UserError: the paper's tokens do not all see all, or know where they stand by turning keys.
+        UserError: the paper's tokens do not all see all, or have rotary positions.
     """
     paper = objective.backbone.composition()
     _check_visibility(paper)

@@ -124,7 +124,7 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class ClassProbabilities:
-    """What a network, or several, makes of labelled images.
+    """Class probabilities of labelled images, by one network or several.
 
     Attributes:
         probabilities: float64 `[b, c]`.

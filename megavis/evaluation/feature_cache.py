@@ -78,7 +78,7 @@ def identity_of_data(dataset: ShardDataset) -> Key:
     """Return all that the images and labels of a data set depend on."""
     digest = hashlib.sha256()
     for shard in dataset.manifest.shards:
-        # The labels stand in the index.
+        # The labels are in the index.
         digest.update(f"{shard.sha256} {shard.index_sha256}\n".encode())
     return {"shards": digest.hexdigest(), "transform": repr(dataset.transform)}
 
@@ -88,7 +88,7 @@ class FeatureCache:
     """The features that a run folder keeps.
 
     Attributes:
-        folder: where the files lie.
+        folder: of the files.
         num_read: how often features were found there.
         num_computed: how often not.
         seconds: for which they were computed.

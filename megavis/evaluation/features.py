@@ -81,7 +81,7 @@ def pixel_features(
 ) -> LabelledFeatures:
     """Return what the model itself is given, after resize and crop; `layers` is `[1, b, width]`.
 
-    Of palette shards the colours that the tokens stand for and of jpeg shards the pixels, both in
+    Of palette shards the colours of the tokens and of jpeg shards the pixels, both in
     [-1, 1]; of latents the means, and frames as they are.
 
     Args:

@@ -274,6 +274,6 @@ def fit_classifier(
     scaler = StandardScaler() if standardize else "passthrough"
     classifier = make_pipeline(scaler, regression)
     with warnings.catch_warnings():
-        # A weakly penalised fit of separable features creeps on for ever; it is good enough.
+        # A weakly penalised fit of separable features creeps on forever; it is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return classifier.fit(x, y)

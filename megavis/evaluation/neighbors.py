@@ -65,7 +65,7 @@ def accuracy_by_layer(
         UserError: no image of one of the sets has a label.
     """
     if not (len(train.labels) and len(held_out.labels)):
-        raise UserError("nearest neighbours want images with labels, and none of these has one")
+        raise UserError("nearest neighbours need images with labels, and none of these has one")
     return [
         neighbor_accuracy(
             torch.from_numpy(known), train.labels, torch.from_numpy(asked), held_out.labels, k=k

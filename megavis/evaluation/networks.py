@@ -40,7 +40,7 @@ class Network:
 
     Attributes:
         objective: the paper.
-        context: where this process stands in the job.
+        context: ranks and groups of this process.
         build: gives what runs the network; called only when something has to be computed.
         cache: where features are kept; None: nowhere.
         identity: all that its features depend on besides the images, JSON values; wanted with a
@@ -159,7 +159,7 @@ def extract(
             labels += [part.cpu() for part in named]
     if not context.is_main:
         return NOTHING
-    # Only the last batch is short, and what stands behind it are copies of it by later ranks.
+    # Only the last batch is short; what follows it are copies of it by later ranks.
     every = torch.cat(layers, dim=1)[:, :num_images]
     return LabelledFeatures(every.numpy(), torch.cat(labels)[:num_images].numpy())
 

@@ -48,7 +48,7 @@ class ProbeData:
         selection: chooses layer and penalty, and is fitted with the rest when these are chosen;
             when None, a part of the training images does so.
         trained_on: what the network was trained on.
-        num_equal: validation images that stand in the other sets as well, at most 1 %; None where
+        num_equal: validation images that are in the other sets as well, at most 1 %; None where
             these are too large to be compared image by image.
 
     Raises:

@@ -34,7 +34,7 @@ class ProbeResult:
         num_views: random draws of each validation image's inputs.
         seed: of the division.
         splits: shard folders: `train`, `validation`, and `selection` where there is one.
-        num_equal: validation images that stand in the shards that were trained or fitted on as
+        num_equal: validation images that are in the shards that were trained or fitted on as
             well; None where that was too much to compare.
         concatenated: adjacent layers together, the trained network first; empty if not asked for.
         low_data: with few labels, of the trained network, the first untrained one and of raw

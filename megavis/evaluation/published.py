@@ -18,7 +18,7 @@ class PublishedTable:
     """A table of a paper.
 
     Attributes:
-        table: where it stands in the paper, as `Table 2`.
+        table: its name in the paper, as `Table 2`.
         title: what it is about.
         measure: what kind of evaluation it is: `linear_probe`, `low_data`, `finetune`,
             `generation`, `transfer`, `classification` (linear probe and fine-tuning) and others.

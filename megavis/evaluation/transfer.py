@@ -143,7 +143,7 @@ def first_examples(
     one for every run that is compared.
 
     Args:
-        train: features of the training images; those to be held out stand behind the others.
+        train: features of the training images; those to be held out come last.
         examples: how many.
         name: of the data set.
 

@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
-            attention_mask: who sees whom, and where tokens stand.
+            attention_mask: visibility and positions.
 
         Returns:
             `[q, b, h]` (q split likewise) and the output bias `[h]`, which the caller adds.

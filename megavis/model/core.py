@@ -46,7 +46,7 @@ class StackSpec:
         drop_path: probability that the last block leaves out what a part of it adds to an image;
             those before it less often, the first never (`dropout.py`).
         relative_grid: rows and columns of the grid on which attention has a bias for each offset.
-            Wants `coordinates` among the tensors that are carried.
+            Needs `coordinates` among the carried tensors.
         may_split_tokens: sequences are split over the tensor group where the layout has sequence
             parallelism; without, they are whole on every process.
     """
@@ -92,7 +92,7 @@ class Core:
 
     @property
     def visibility_kind(self) -> VisibilityKind:
-        """Which token sees which."""
+        """Visibility: which token attends to which."""
         return self.stack.visibility_kind
 
     @property
@@ -113,7 +113,7 @@ class Core:
     def attention_context(
         self, carried: Mapping[str, Tensor], cache: KeyValueCache | None = None
     ) -> AttentionContext:
-        """Return who sees whom and who stands where, from the carried tensors."""
+        """Return visibility and positions from the carried tensors."""
         visibility = Visibility(
             self.visibility_kind,
             content_groups=carried.get("content_groups"),
@@ -246,7 +246,7 @@ class Block(TransformerLayer):
                 attention_context, kept=self._draw_kept(stream.carried[SAMPLES])
             )
         if self.is_last:
-            # Nobody looks at the others any more: the head reads only these.
+            # The others are no longer needed: the head reads only these.
             attention_context = replace(
                 attention_context, query_start=attention_context.visibility.query_start
             )

@@ -1,4 +1,4 @@
-"""What is declared of a parameter where it is made: decay, learning rate, and where it starts.
+"""Declarations of a parameter where it is created: decay, learning rate, initial value.
 
 A declaration is an attribute of the parameter, as Megatron's own are: ZeRO-3 and the pipeline
 engine keep parameters, whatever they do to their shapes.
@@ -25,7 +25,7 @@ ones, or that run's where it has some."""
 
 @dataclass(frozen=True)
 class ParamGroupOptions:
-    """How the optimizer treats a parameter differently from what the config says of all.
+    """Optimizer options of a parameter that differ from the config's.
 
     Attributes:
         learning_rate_scale: multiplies the scheduled learning rate.

@@ -2,7 +2,7 @@
 
 A token of a small batch costs little arithmetic: calling modules, masks and views around it would
 take longer than the products. So the weights of the blocks are taken once, in the form that the
-products want, and keys and values lie in one tensor that is as long as the sequence will be. This
+products need, and keys and values lie in one tensor that is as long as the sequence will be. This
 follows Megatron's layer step by step; nothing is left out but what does nothing here.
 
 What can be multiplied beforehand is: a norm's gain and bias go into the projection after it, the
@@ -36,7 +36,7 @@ from megavis.model.visibility import KeyValueCache
 
 
 class IncrementalDecoder(KeyValueCache):
-    """Keys and values of the tokens so far, and the blocks that go on from them.
+    """Keys and values of the tokens so far, and the blocks that continue from them.
 
     The weights are those of the moment in which it is made: make one for each batch of sequences.
     It holds a copy of the blocks' matrices.

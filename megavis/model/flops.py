@@ -1,4 +1,4 @@
-"""Floating-point operations of this very architecture, for throughput figures.
+"""Floating-point operations of the model, for throughput figures.
 
 Convention: a multiply and an add count as two; matrix products and attention count, element-wise
 work and embedding look-ups do not; causal attention counts the half that is visible; the backward

@@ -109,7 +109,7 @@ class Inference:
 
     @torch.no_grad()
     def on_first_stage(self, job: Callable[[nn.Module], Tensor]) -> Tensor:
-        """Return what a job makes of the first layer, on every stage."""
+        """Return the output of a job on the first layer, on every stage."""
         made: Predictions | None = None
         if self.context.is_first_stage:
             with self.evaluating():

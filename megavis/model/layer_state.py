@@ -1,7 +1,7 @@
-"""What layers pass on: the hidden states, and extra tensors by name.
+"""State passed between layers: the hidden states, and extra tensors by name.
 
 A pipeline stage sees nothing but what the stage before hands over. What a later layer needs
-besides hidden states (who sees whom, where tokens stand, noisy patches) is therefore carried:
+besides hidden states (visibility, positions, noisy patches) is therefore carried:
 tensors under names that the objective declares, in that order.
 """
 
@@ -47,7 +47,7 @@ class LayerState:
 def as_bits(value: Tensor) -> Tensor:
     """View float32 as int32 of the same bits.
 
-    DeepSpeed's pipeline wants a gradient for every float that it carried; data have none.
+    DeepSpeed's pipeline expects a gradient for every float that it carried; data have none.
     """
     return value.float().contiguous().view(torch.int32)
 

@@ -1,7 +1,7 @@
 """Generation orders of the cells of a grid.
 
 "Denoising Autoregressive Representation Learning", section 4.4 and appendix C. An order is data:
-int64 `[n]`, for each place of the sequence the cell that stands there, cells numbered in raster
+int64 `[n]`, for each place of the sequence the cell that is there, cells numbered in raster
 order.
 
 Legend: n cells, `height` · `width` of them; k side of a square block in cells.

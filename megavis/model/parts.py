@@ -1,4 +1,4 @@
-"""Stacks of blocks as parts of a model's list of layers, and what stands between two of them.
+"""Stacks of blocks as parts of a model's list of layers, and the bridges between them.
 
 A model is a list of layer plans: the first layer, the blocks of one stack or of several, bridges
 between them, the head. Stacks may differ in width, heads, visibility and number of tokens; counts
@@ -108,7 +108,7 @@ def stacks_of(plans: Iterable[LayerPlan]) -> list[PlannedStack]:
 
 
 def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int]]:
-    """Yield a block of each stack, which stands for so many, and every other layer once."""
+    """Yield one block of each stack with their number, and every other layer once."""
     for stack, group in itertools.groupby(plans, lambda plan: plan.stack):
         layers = list(group)
         if stack is None:
@@ -172,7 +172,7 @@ def model_flops(plans: Sequence[LayerPlan]) -> float:
 
 
 def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
-    """Return where each block stands in a list of layers, and what it weighs in a pipeline stage.
+    """Return the index of each block in a list of layers, and its weight in a pipeline stage.
 
     A block weighs as much as an average block of its stack, in blocks of the first stack. Other
     layers stay with the block before them, and the first one with the block after it; of these,

@@ -1,7 +1,7 @@
 """From patches to the residual stream, and from there to numbers for each token.
 
 Both layers are held whole by every process of the tensor group, which all compute the same: they
-are small beside a block.
+are small compared with a block.
 
 Legend: b images, s tokens, h hidden size, d numbers of a patch.
 """

@@ -143,7 +143,7 @@ class PerceptualDistance:
             size = "×".join(map(str, first.shape[2:]))
             raise UserError(
                 f"{self.backbone.name} sees nothing in images of {size} pixels; its perceptual"
-                f" distance wants at least {smallest} on each side"
+                f" distance needs at least {smallest} on each side"
             )
         self._move(first.device)
         distance = torch.zeros(len(first), device=first.device)
@@ -196,7 +196,7 @@ def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
     wanted = [1, width, 1, 1]
     if given != wanted:
         found = "missing" if given is None else f"of shape {given}"
-        raise UserError(f"{name} of the linear weights is {found}; the network wants {wanted}")
+        raise UserError(f"{name} of the linear weights is {found}; the network needs {wanted}")
     return linear[name]
 
 

@@ -28,7 +28,7 @@ LEARNED = "embedding.positions.weight"
 START = -1
 """The place of a start token: one column to the left of the first cell."""
 NOWHERE = -2
-"""The place of a token that stands on no cell, such as a class token."""
+"""The place of a token off the grid, such as a class token."""
 
 _WAVELENGTH = 10_000.0
 
@@ -47,7 +47,7 @@ def place_coordinates(places: Tensor, width: int) -> Tensor:
 
 
 class Positions(nn.Module):
-    """Encodes where tokens stand on a grid of `height` × `width`.
+    """Encodes positions of tokens on a grid of `height` × `width`.
 
     `weight` exists for learned positions alone: one vector a cell, in raster order.
     """
@@ -162,7 +162,7 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
     """
     axes = coordinates.shape[-1]
     if hidden_size % (2 * axes):
-        raise ValueError(f"sin-cos positions of {axes} axes want a width that 2 · {axes} divides")
+        raise ValueError(f"sin-cos positions of {axes} axes need a width that 2 · {axes} divides")
     places = coordinates.flip(-1)[..., None].double()
     angles = places * _frequencies(hidden_size // axes, coordinates, torch.float64)
     waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -170,7 +170,7 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
 
 
 def rotate(heads: Tensor, coordinates: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Turn queries or keys by where they stand.
+    """Rotate queries or keys by their positions.
 
     Neighbouring channels (2i, 2i + 1) are a complex number, turned by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are shared out evenly over the axes (appendix D).

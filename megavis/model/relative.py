@@ -16,11 +16,11 @@ from megavis.model.declarations import set_start
 from megavis.model.init import filled, zeros
 
 OFF_GRID = -1
-"""Row and column of a token that stands on no cell, such as a class token."""
+"""Row and column of a token off the grid, such as a class token."""
 
 
 class RelativeBias(nn.Module):
-    """What is added to q · k / √d, by head and by where key and query stand to each other.
+    """Added to q · k / √d, by head and by the relative position of key and query.
 
     `weight` is float32 `[n, (2H - 1)(2W - 1) + 3]`: a number for each offset in rows and columns,
     then one for a query off the grid, one for a key off the grid, and one where both are. It is

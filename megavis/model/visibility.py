@@ -1,4 +1,4 @@
-"""Which token sees which.
+"""Visibility: which token attends to which.
 
 A visibility is data: a kind, known when the model is built, and the tensors that the kind needs,
 which travel with the hidden states. The attention module turns it into the fastest kernel;
@@ -6,7 +6,7 @@ which travel with the hidden states. The attention module turns it into the fast
 
 - `causal`: a token sees itself and those before it.
 - `full`: all see all.
-- `two_stream`: content tokens stand before query tokens, and only content is seen. A content token
+- `two_stream`: content tokens come before query tokens, and only content is seen. A content token
   sees the groups up to its own, a query token those before its own.
 - `context`: all see the tokens that `context` names, and no other.
 
@@ -127,7 +127,7 @@ class AttentionContext:
 
     Attributes:
         visibility: who sees whom.
-        coordinates: int64 `[b, s, axes]`, where tokens stand, for rotary positions.
+        coordinates: int64 `[b, s, axes]` of tokens, for rotary positions.
         cache: keys and values of earlier tokens, when sequences are generated.
         query_start: only tokens from this place on are wanted; those before only give keys and
             values.

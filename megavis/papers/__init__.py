@@ -24,5 +24,5 @@ def build_objective(config: RunConfig, context: ParallelContext) -> Trainable:
     from megavis.composition.classification import Classification
     from megavis.composition.composition import Composition
 
-    assert isinstance(paper, Composition), "the config's checks want one with blocks"
+    assert isinstance(paper, Composition), "the config's checks require one with blocks"
     return Classification(paper)

@@ -46,7 +46,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where this process stands on each axis, and the device it computes on."""
+    """Ranks and groups of this process on each axis, and its device."""
 
     tensor: Axis
     pipeline: Axis

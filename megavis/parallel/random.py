@@ -50,7 +50,7 @@ def normal(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tens
         float32 `[b, count]`.
     """
     draws = uniform(sample_index, 2 * count, seed=seed, purpose=purpose)
-    # The radius wants (0, 1], since log 0 is infinite.
+    # The radius needs (0, 1], since log 0 is infinite.
     radius = torch.sqrt(-2.0 * torch.log(1.0 - draws[:, :count]))
     return radius * torch.cos((2.0 * math.pi) * draws[:, count:])
 

@@ -1,1 +1,1 @@
-"""What a run costs before it has begun: parameters, memory, traffic, time, and which layout."""
+"""Cost of a run before it starts: parameters, memory, communication, time, and layouts."""

@@ -1,4 +1,4 @@
-"""What a process keeps of the images that it works on, from the forward to the backward pass.
+"""Activation memory: what a process keeps from the forward to the backward pass.
 
 "Reducing Activation Recomputation in Large Transformer Models", section 4, counted anew for
 megavis's own block, whose norms work in float32 and whose attention keeps no matrix of scores. What
@@ -42,7 +42,7 @@ def block_activations(
     Args:
         shape: its stack.
         layout: tensor and sequence parallelism divide, each what it splits.
-        is_last: the last block of the stack, which goes on with the tokens that are read.
+        is_last: the last block of the stack, which continues with the tokens that are read.
     """
     work, width = shape.work, shape.hidden_size
     read = work.num_read if is_last else work.num_tokens
@@ -69,7 +69,7 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
     inputs = work.num_tokens / (1 if chooses else shape.token_parts(layout))
     if shape.visibility == "context":
         inputs += work.num_visible
-    # Queries, keys and values, what the output matrix takes; a rotated key beside the first one.
+    # Queries, keys and values, what the output matrix takes; a rotated key besides the first one.
     split = 2 * read + (2 + shape.is_rotary) * work.num_visible
     num_kernels = 1
     if work.num_memory:

@@ -1,4 +1,4 @@
-"""What the first layer, bridges, and the last one with the loss, keep for the backward pass.
+"""Activations that the first layer, bridges and the head with its loss keep for the backward pass.
 
 They are the paper's own code, so it is run, on the meta device, where tensors have shapes and no
 numbers, and what autograd saves is counted. A tensor group splits them each in its own way, so they

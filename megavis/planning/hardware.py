@@ -127,7 +127,7 @@ def _number(text: str, option: str, example: str) -> float:
 def _read_device(path: Path) -> Device:
     if path.suffix not in (".yaml", ".yml"):
         known = ", ".join(DEVICES)
-        raise UserError(f"--gpu: {path} is no known GPU; give {known}, or a YAML file that tells")
+        raise UserError(f"--gpu: {path} is no known GPU; give {known}, or a YAML file that says")
     source = ConfigSource(str(path))
     tree = read_tree(path, source)
     try:

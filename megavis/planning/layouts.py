@@ -1,4 +1,4 @@
-"""Layouts of a run over processes: what they are called, and which are legal."""
+"""Layouts of a run over processes: their names, and which are legal."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of a model: a layer that stands alone, a stack of blocks, or one inside a layer.
+    """A part of a model: a single layer, a stack of blocks, or one inside a layer.
 
     Attributes:
         name: begins its parameters' names.
@@ -148,14 +148,14 @@ class Layers:
     first: LayerParameters
     stacks: tuple[StackParameters, ...]
     bridges: tuple[LayerParameters, ...]
-    """Of what stands above each stack but the last."""
+    """Of the layers above each stack but the last."""
     last: LayerParameters
     weights: tuple[float, ...]
     """Work of each block, by which stages are cut; see `block_weights`."""
 
     @classmethod
     def of(cls, matrices: list[Matrix], plans: Sequence[LayerPlan]) -> Layers:
-        """Sort out a model's parameters; without blocks, the first part stands in front."""
+        """Sort a model's parameters by place; without blocks, the first part comes first."""
         stacks = stacks_of(plans)
         numbers = {stack.core.stack.name: stack.core.model.num_layers for stack in stacks}
         first, *others = by_part(matrices)
@@ -241,7 +241,7 @@ class Layers:
 
 
 def _bridges_of(plans: Sequence[LayerPlan]) -> list[set[str]]:
-    """Return the names of the layers that stand above each stack but the last."""
+    """Return the names of the layers above each stack but the last."""
     above: list[set[str]] = []
     for plan, _ in distinct_layers(plans[:-1]):
         if plan.stack is not None:

@@ -1,4 +1,4 @@
-"""A layout with what it costs, all legal ones in order, and why the first is recommended."""
+"""The cost of a layout, a ranking of all legal ones, and the reason for the recommended one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planning has to know of a model: sizes, tokens, parameters, and what its ends keep.
+"""The shape of a model for planning: sizes, tokens, parameters, activations of its ends.
 
 Blocks are the same for every paper, so what they keep for the backward pass is arithmetic
 (`activations.py`). Embedding, head and loss are the paper's own, and are measured (`ends.py`).
@@ -32,7 +32,7 @@ class StackShape:
         num_heads: attention heads.
         work: tokens of an image, by what is computed for them.
         visibility: who sees whom; of the tokens of `work.num_memory`, all do.
-        is_rotary: queries and keys are turned by where they stand.
+        is_rotary: queries and keys are rotated by their positions.
         is_layer_norm: norms subtract the mean.
         mlp_dropout: something is dropped inside the MLP.
         residual_dropouts: parts of a block whose result is dropped from, 0 to 3.

@@ -1,4 +1,4 @@
-"""What a process holds before it has seen an image: weights, gradients, the optimizer's states.
+"""Model states of a process: weights, gradients, optimizer states.
 
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1, with
 float32 gradients as megavis accumulates them.

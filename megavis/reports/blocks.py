@@ -29,7 +29,7 @@ class Table:
         columns: c names.
         rows: each of c texts.
         caption: below it.
-        marked: numbers of rows that stand out.
+        marked: numbers of highlighted rows.
         closed: True shows it only when it is asked for.
     """
 
@@ -104,7 +104,7 @@ Block = Chart | Table | Picture | Confusion
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading and what stands under it.
+    """A heading and its content.
 
     Attributes:
         title: the heading.

@@ -160,7 +160,7 @@ def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
 
 
 def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
-    """`megavis evaluate samples`: distances, with all that must be said beside them."""
+    """`megavis evaluate samples`: distances, with all that qualifies them."""
     network, samples, reference = (result[key] for key in ("network", "samples", "reference"))
     names = {"fid": "FID", "sfid": "sFID", "frechet_distance": result["title"]}
     numbers = {key: value for key, value in result.items() if isinstance(value, float)}

@@ -35,11 +35,11 @@ _PICTURES = {
 
 @dataclass(frozen=True)
 class RunPage:
-    """What the page says of one run.
+    """The page of one run.
 
     Attributes:
         name: of the run.
-        folder: where it lies.
+        folder: its path.
         color: number of its colour.
         paper: title of the paper, or the objective's name.
         facts: names and texts.

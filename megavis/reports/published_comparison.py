@@ -36,7 +36,7 @@ class OwnResult:
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """What a page says of one paper.
+    """Comparison with one paper on a page.
 
     Attributes:
         title: of the paper.
@@ -59,7 +59,7 @@ _SAME_MEASURE = {
     "transfer": {"transfer", "linear_probe"},
     "likelihood": {"likelihood"},
 }
-"""Which tables stand beside which results."""
+"""Which tables are shown with which results."""
 
 
 def compare(runs: Sequence[RunRecord]) -> Iterator[PaperComparison]:
@@ -140,7 +140,7 @@ def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
 
 def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
     reference = result["reference"]["source"]
-    images = f"{result['samples']['num_images']} beside {reference}"
+    images = f"{result['samples']['num_images']} against {reference}"
     for key, name in (("fid", "FID"), ("frechet_distance", result["title"])):
         if key in result:
             yield OwnResult("generation", run.name, name, images, number(result[key]))
@@ -148,7 +148,7 @@ def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
 
 def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[OwnResult]:
     for row in rows:
-        # Tables of before there was anything beside the run have no such column.
+        # Tables written before runs were compared with anything have no such column.
         if row["labels"] == "all" and row.get("features", "trained") == "trained":
             what = f"linear probe on {row['data_set']}, layer {row['layer']}"
             images = f"{row['num_test']} of {row['test']}"

@@ -70,7 +70,7 @@ def numbers_found(run: RunRecord) -> Iterator[Table]:
 
 
 def first_sections(run: RunRecord) -> Iterator[PageSection]:
-    """Yield what says most at a glance: the probe, and what the run makes of held-out images."""
+    """Yield the main results: the probe, and predictions of held-out images."""
     return _sections(run, lambda stem: stem in _FIRST)
 
 

@@ -24,8 +24,8 @@ class RunRecord:
     """One run.
 
     Attributes:
-        folder: where it lies.
-        config_text: `config.yaml` as it stands; empty where there is none.
+        folder: its path.
+        config_text: `config.yaml` as it is; empty where there is none.
         config: the same as a tree.
         metrics: the lines of `metrics.jsonl`, at least one.
         starts: the lines of `starts.jsonl`.

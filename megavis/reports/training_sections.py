@@ -188,7 +188,7 @@ def events_table(runs: Sequence[RunRecord]) -> Table | None:
 def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
     for place, start in enumerate(run.starts):
         first = start.get("first_step", 0)
-        again = "started" if place == 0 else "went on" if first else "started again"
+        again = "started" if place == 0 else "resumed" if first else "started again"
         where = f"{start.get('processes', 1)} × {start.get('device', '?')}"
         yield first, f"{again} {_minute(start)} on {where}"
     for fault in run.faults:

@@ -208,6 +208,6 @@ class _Lanes:
         return order
 
     def best(self) -> Tensor:
-        """Return the likeliest sequence of each image, which stands first."""
+        """Return the likeliest sequence of each image, which comes first."""
         beams = self.settings.beams
         return self.tokens if beams == 1 else self.tokens[::beams]

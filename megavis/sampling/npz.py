@@ -1,7 +1,7 @@
 """Many images into one `.npz`, as the evaluation suite of "Diffusion Models Beat GANs" reads it.
 
 The file holds `arr_0`, uint8 `[N, H, W, 3]`. Batches are drawn by the processes in turns, each into
-a file of its own; a run that was cut off goes on with those that are missing.
+a file of its own; an interrupted run resumes with those that are missing.
 
 Legend: N images, b images of a batch, H and W pixels.
 """
@@ -39,7 +39,7 @@ def write_npz(
     """Draw images into `path`; every process of the job calls this together.
 
     Args:
-        path: the file; batches stand in `<path>.parts` until all are there.
+        path: the file; batches are kept in `<path>.parts` until all are there.
         draw: draws images by their numbers.
         num_images: N.
         batch_size: images of a batch.

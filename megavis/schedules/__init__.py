@@ -1,1 +1,1 @@
-"""What is known when: the order of an image's tokens, and what is predicted from what."""
+"""Schedules: the order of an image's tokens, and which are known when others are predicted."""

@@ -102,7 +102,7 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class GenerationProgress:
-    """What a schedule may look at to choose the next step.
+    """Inputs from which a schedule chooses the next step.
 
     Attributes:
         score: log-likelihood of the tokens just drawn, float32 `[b, positions]`.

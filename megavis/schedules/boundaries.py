@@ -1,4 +1,4 @@
-"""What boundaries groups of tokens can have: arithmetic that configs need without torch.
+"""Boundaries of groups of tokens: arithmetic that configs need without torch.
 
 Legend: T tokens, K predicted groups, which end at n_0 < n_1 < ... < n_{K-1}.
 """

@@ -30,7 +30,7 @@ class Context(Schedule):
 
         Args:
             num_positions: n.
-            mask_ratio: η in [0, 1), the share that nobody reads.
+            mask_ratio: η in [0, 1), the share that is hidden.
             placed_ratio: share of the tokens, the first of the context, that show their place.
             asks_context: tokens of the context are asked for, too.
             seed: of the run, which with the sample decides the order.
@@ -58,7 +58,7 @@ class Context(Schedule):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The share that nobody reads, unless it decides how many are asked for."""
+        """The hidden share, unless it decides how many are asked for."""
         return ("mask_ratio",) if self.asks_context else ()
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:

@@ -25,7 +25,7 @@ class OneByOne(Schedule):
         Args:
             orders: the token at each position.
             prefix: tokens, the first, that are given and not predicted.
-            name: of a step's random draws; `{}` stands for the position.
+            name: of a step's random draws; `{}` is replaced by the position.
         """
         self.orders, self._name, self.prefix = orders, name, prefix
 

@@ -78,7 +78,7 @@ def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int
 
 
 def check_order(order: Tensor, num_tokens: int) -> None:
-    """Want permutations: int64 `[b, T]` with each of 0 .. T - 1 once in a row.
+    """Check for permutations: int64 `[b, T]` with each of 0 .. T - 1 once in a row.
 
     Raises:
         UserError: when a row is none.

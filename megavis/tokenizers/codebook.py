@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Quantized:
-    """What the codebook makes of a grid of vectors.
+    """A grid of vectors, quantized.
 
     Attributes:
         codes: nearest entries `[b, d, h, w]`, whose gradient goes to the codebook.

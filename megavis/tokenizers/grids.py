@@ -1,4 +1,4 @@
-"""What tokenizers that make an image a smaller grid share: sizes, checks, pixels in and out.
+"""Shared by tokenizers that downsample an image to a grid: sizes, checks, pixel conversion.
 
 Legend: b images, s side of an image in pixels.
 """

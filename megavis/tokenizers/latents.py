@@ -16,7 +16,7 @@ from torch import Tensor
 def stack(latents: Tensor, count: int) -> Tensor:
     """Stack `count` neighbours of a row: `[b, c, h, w]` to `[b, c · k, h, w / k]`.
 
-    The numbers of one channel stand side by side, as the released code has them.
+    The numbers of one channel are adjacent, as in the released code.
     """
     if count == 1:
         return latents

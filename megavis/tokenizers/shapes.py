@@ -1,4 +1,4 @@
-"""Sizes of the networks that are tokenizers, which their configs name too."""
+"""Sizes of tokenizer networks, shared with their configs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class VAEShape:
         filters: channels of the first level; a multiple of `groups`.
         multipliers: channels of each level, as multiples of `filters`.
         blocks_per_level: residual blocks a level, and in the middle.
-        groups: of each norm. A group of one channel forgets its mean, so a narrow network wants
+        groups: of each norm. A group of one channel forgets its mean, so a narrow network needs
             fewer groups than the paper's.
     """
 

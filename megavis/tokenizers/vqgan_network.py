@@ -102,7 +102,7 @@ class Middle(nn.Module):
 
 
 class Halve(nn.Module):
-    """A 3×3 convolution at every second place; a row and a column of zeros stand at the end."""
+    """A 3×3 convolution of stride 2, with a row and a column of zeros at the end."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class DryRunCheck:
 
     Attributes:
         topic: what.
-        is_right: nothing stands against a start.
+        is_right: nothing prevents a start.
         text: what was found; where something is wrong, what would be right.
     """
 
@@ -149,7 +149,7 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
 
 
 def _resume(run: TrainingRun, shapes: Shapes) -> DryRunCheck:
-    """Say where the run would go on, and whether the checkpoint there is of this model."""
+    """Report where the run would resume, and whether the checkpoint there is of this model."""
     try:
         run.refuse_another_run()
         checkpoint = latest_checkpoint(run.folder)
@@ -168,4 +168,4 @@ def _resume(run: TrainingRun, shapes: Shapes) -> DryRunCheck:
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != entry.size:
             return DryRunCheck("resume", False, f"{path}: missing, or not of {entry.size} bytes")
-    return DryRunCheck("resume", True, f"{checkpoint}: goes on from step {manifest.step}")
+    return DryRunCheck("resume", True, f"{checkpoint}: resumes from step {manifest.step}")

@@ -219,7 +219,7 @@ def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
 
 
 class _Split:
-    """Splits layers over the data-parallel processes, as ZeRO-3 wants them.
+    """Splits layers over the data-parallel processes for ZeRO-3.
 
     Layers come whole, drawn in float32 on the CPU as in every other layout. Inside of DeepSpeed's
     `zero.Init` they would be drawn on the device, in the compute precision: other weights.

@@ -110,7 +110,7 @@ class Finetuning:
     def finish(self, engine: Engine) -> None:
         """Let the best checkpoint name all classes; write and print, unless that was done.
 
-        The engine's weights are the checkpoint's afterwards: training cannot go on.
+        The engine's weights are the checkpoint's afterwards: training cannot continue.
         """
         step = self.stopping.best_step
         paths = {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
@@ -242,7 +242,7 @@ def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
 
 
 def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Iterator[str]:
-    """Want coordinates that are interpolated where images have another size than in pre-training.
+    """Check that coordinates are interpolated where images have another size than in pre-training.
 
     Learned positions are resized as they are read.
     """

@@ -99,7 +99,7 @@ def open_data(
         key: which of its keys names the folder.
         path: the folder.
         transform: what is cut out of images.
-        objective: says which shards it wants.
+        objective: says which shards it needs.
 
     Raises:
         UserError: with the key and its line.

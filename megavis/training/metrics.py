@@ -27,7 +27,7 @@ class MetricsWriter:
             first_step: steps after it will be written again; what a killed run wrote about them
                 is dropped, so that the file reads like that of an unbroken run.
         """
-        # Here, so that whoever only reads metrics does not wait for torch.
+        # Imported here, so that reading metrics does not wait for torch.
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = run_folder / "metrics.jsonl"
@@ -82,13 +82,13 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Let training go on where the disk is full, but say so once for each reason."""
+        """Continue training where the disk is full, but warn once for each reason."""
         try:
             yield
         except OSError as error:
             if str(error) not in self._told:
                 self._told.add(str(error))
-                text = f"WARNING: metrics are not written: {error}; training goes on"
+                text = f"WARNING: metrics are not written: {error}; training continues"
                 tqdm.write(text, file=sys.stderr)
 
 

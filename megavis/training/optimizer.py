@@ -43,7 +43,7 @@ def build_optimizer(
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.algorithm == "lars":
-        # One group a parameter: ZeRO joins those of a group, and LARS wants the norm of each.
+        # One group a parameter: ZeRO joins those of a group, and LARS needs the norm of each.
         alone = (parameter_groups([named], config.weight_decay) for named in trained)
         each = [
             {**group, "adapts": len(logical_shape(group["params"][0])) > 1}

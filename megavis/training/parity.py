@@ -110,7 +110,7 @@ def device_for(name: str | None, num_processes: int) -> str:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and visible < num_processes:
         raise UserError(
-            f"--device cuda: {num_processes} processes want a GPU each, and {visible} are visible;"
+            f"--device cuda: {num_processes} processes need a GPU each, and {visible} are visible;"
             " use --device cpu, or fewer --processes"
         )
     return name or ("cuda" if visible >= num_processes else "cpu")

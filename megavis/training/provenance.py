@@ -31,7 +31,7 @@ def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
 
     Args:
         run_folder: the run.
-        first_step: steps that it goes on from.
+        first_step: steps that it resumes from.
         facts: about the job: device, number of processes.
     """
     content = {

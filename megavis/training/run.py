@@ -87,7 +87,7 @@ class TrainingRun:
         network = objective.classification()
         if network is None:
             return cls(config, context, objective, train_data, held_out, tokenizer)
-        assert held_out is not None, "the config's checks want one"
+        assert held_out is not None, "required by the config's checks"
         tuning = Finetuning.open(loaded, network, train_data, held_out)
         return cls(config, context, objective, train_data, tuning.selection, tokenizer, tuning)
 
@@ -115,7 +115,7 @@ class TrainingRun:
         while row := self._train_from(found, engine, interruption, extra_callbacks):
             found = roll_back(self.folder, row, config.training, context)
         if interruption.has_stopped:
-            raise UnfinishedError(f"{self.folder} is saved; start it again and it goes on")
+            raise UnfinishedError(f"{self.folder} is saved; start it again to resume")
         if self.finetuning is not None:
             self.finetuning.finish(engine)
 

@@ -1,4 +1,4 @@
-"""Checkpoints are measured as they appear, by a watch of one's own or beside training."""
+"""Checkpoints are measured as they appear, by a separate watch or alongside training."""
 
 import csv
 import json
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_not_taken_for_a_pruned_one(copied, capsys):
     [
         (["--every", "0"], "argument --every: '0' is not a whole number of 1 or more"),
         (["--validation", "nowhere"], "nowhere"),
-        (["--what", "frechet"], "--what frechet wants --reference FILE"),
+        (["--what", "frechet"], "--what frechet needs --reference FILE"),
     ],
 )
 def test_mistakes_are_one_sentence(copied, capsys, words, complaint):
@@ -206,7 +206,7 @@ def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
     assert main(["train", str(path)]) == 2
     told = capsys.readouterr().err
     assert "evaluation.reference: is missing, and `frechet` compares with it" in told
-    assert "which wants one network: evaluation.inception or evaluation.network" in told
+    assert "which needs one network: evaluation.inception or evaluation.network" in told
 
 
 def test_the_report_draws_them(copied):

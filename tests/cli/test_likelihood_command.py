@@ -76,7 +76,7 @@ def test_it_is_the_sum_of_all_densities(run_folder, capsys):
 
 
 def test_the_run_remembers_who_measured_it(run_folder):
-    """Once, however many processes; those of a launcher are told apart by their rank."""
+    """Once, however many processes; those of a launcher are distinguished by rank."""
     before = len(read_commands(run_folder))
     assert main(["features", str(run_folder)]) == 0
     assert [line["command"] for line in read_commands(run_folder)[before:]] == [

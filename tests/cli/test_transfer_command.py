@@ -34,7 +34,7 @@ data: {{validation: null}}
 
 @pytest.fixture(scope="module")
 def cifar(shard_folders, tmp_path_factory):
-    """CIFAR-10's files with three classes that colours tell, and shards of its splits."""
+    """CIFAR-10's files with three classes that differ in colour, and shards of its splits."""
     root = tmp_path_factory.mktemp("cifar")
     files = root / "files"
     files.mkdir()

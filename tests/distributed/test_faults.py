@@ -169,7 +169,7 @@ def test_a_process_that_hangs_is_found_and_all_stacks_are_shown(
     assert re.search(waited, log)
     assert "in train_step" in log or "in _after_step" in log or "in exchange" in log
     assert re.search(rf"megavis: rank {hung} on \S+ .*does not answer: it is dead or hangs", log)
-    # Once it goes on it finds the others gone and ends by itself.
+    # Once it continues it finds the others gone and ends by itself.
     job.send(hung, signal.SIGCONT)
     assert job.wait(hung) not in (None, 0)
 

@@ -83,7 +83,7 @@ def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
     assert (result["step"], result["num_images"]) == (best, 20)
     assert sum(map(sum, result["confusion"])) == 20
 
-    # Interrupted after its best step, which was saved, it goes on in another layout.
+    # Interrupted after its best step, which was saved, it resumes in another layout.
     broken = words(config_path, *settings, "name=broken")
     other = config_path.parent / "broken"
     rewind(folder, other, best)

@@ -1,6 +1,6 @@
 """bf16 and fp16 keep master weights and gradients in float32, in every kind of layout.
 
-A CPU computes in fp16, slowly; DeepSpeed refuses it there unless told otherwise, as these jobs do.
+A CPU computes in fp16, slowly; DeepSpeed refuses it there unless configured to, as these jobs are.
 """
 
 from pathlib import Path

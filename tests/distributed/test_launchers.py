@@ -32,7 +32,7 @@ def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses, among those that a SLURM job's number stands for."""
+    """Return a port that nobody uses, among those that a SLURM job's number maps to."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as probe:

@@ -40,7 +40,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def reference(run_job: Any, tiny_config: Path) -> Any:
-    """Curves of one process at ZeRO-0 by objective mode; three processes want a batch of 12."""
+    """Curves of one process at ZeRO-0 by objective mode; three processes need a batch of 12."""
     curves: dict[tuple[str, ...], Any] = {}
 
     def curve(*overrides: str) -> Any:

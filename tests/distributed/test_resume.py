@@ -1,4 +1,4 @@
-"""A run saved in one layout goes on in another as if nothing had happened."""
+"""A run saved in one layout resumes in another as if nothing had happened."""
 
 import os
 from pathlib import Path

@@ -15,7 +15,7 @@ from megavis.parallel.context import close_context, open_context
 from megavis.sampling.sampler import Sampler
 from megavis.training.engine import Engine
 
-# What a second version of Megatron-Core may change, the tests of training tell.
+# What a second version of Megatron-Core may change is covered by the tests of training.
 pytestmark = pytest.mark.once
 STEPS = 4
 LAYOUTS = [

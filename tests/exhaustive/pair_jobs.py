@@ -1,4 +1,4 @@
-"""Jobs for worker processes: save in one layout, go on in another from all that were saved."""
+"""Jobs for worker processes: save in one layout, resume in another from all that were saved."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every ordered pair of eight layouts, for every paper: the same tensors, and the loss goes on.
+"""Every ordered pair of eight layouts, for every paper: the same tensors, and the loss continues.
 
 Takes too long for each change: `make test-layouts`. The table in docs/reliability.md is its output.
 """

@@ -49,7 +49,7 @@ def kill_all(job: Job, draw: random.Random) -> None:
 
 
 def stop_one(job: Job, draw: random.Random) -> None:
-    """SIGSTOP of one process: the others find it and end with 70. One alone just goes on later."""
+    """SIGSTOP of one process: the others notice and end with 70. One alone just continues later."""
     victim = draw.randrange(job.size)
     job.send(victim, signal.SIGSTOP)
     others = [rank for rank in range(job.size) if rank != victim]
@@ -63,7 +63,7 @@ def stop_one(job: Job, draw: random.Random) -> None:
     expect(None not in codes, f"others end while rank {victim} hangs; {codes}")
     # After the last step nobody waits for anybody.
     if set(codes) != {0}:
-        expect(HUNG_EXIT_CODE in codes or 1 in codes, f"a hang is told by the exit code; {codes}")
+        expect(HUNG_EXIT_CODE in codes or 1 in codes, f"a hang gives its exit code; {codes}")
 
 
 def freeze_briefly(job: Job, draw: random.Random) -> None:
@@ -116,7 +116,7 @@ def _has_content(path: Path) -> bool:
 
 
 def fill_the_disk(job: Job, draw: random.Random) -> None:
-    """No checkpoint fits on one process's disk for a while: training goes on, and says so."""
+    """No checkpoint fits on one process's disk for a while: training continues, and says so."""
     victim = job.processes[draw.randrange(job.size)]
     try:
         before = resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)

@@ -107,7 +107,7 @@ class Soak:
             elif not quiet:
                 target = first + self.draw.randint(1, 30)
                 came = job.wait_for(lambda target=target: reached(job, target), seconds=180)
-                expect(came, f"the run goes on from step {first} to step {target}")
+                expect(came, f"the run resumes from step {first} to step {target}")
                 time.sleep(self.draw.uniform(0.0, 0.2))
             if job.is_over() or (quiet and job.wait(seconds=300)):
                 break
@@ -121,7 +121,7 @@ class Soak:
 
     def look_at_end(self, job: Job) -> None:
         log = job.log()
-        self.set_aside += log.count("WARNING: going on from")
+        self.set_aside += log.count("WARNING: resuming from")
         expect(
             2 not in job.wait(seconds=0), f"no start ends as if the user had erred: {log[-500:]}"
         )

@@ -20,7 +20,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def conditions(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return what a model takes beside the tokens."""
+    """Return what a model takes besides the tokens."""
     names = ("labels", "mask", "image")
     return {name: torch.from_numpy(values[name]) for name in names if name in values}
 

@@ -30,7 +30,7 @@ def _fill(name, shape):
 
 
 def random_images(count, size, *, seed=0):
-    """Images uint8 `[count, size, size, 3]`, smooth enough that a resize tells."""
+    """Images uint8 `[count, size, size, 3]`, smooth enough that resizing matters."""
     random = np.random.RandomState(seed)
     waves = random.uniform(-3, 3, (count, 3, 3))
     rows, columns = np.meshgrid(*[np.arange(size) / size] * 2, indexing="ij")

@@ -18,7 +18,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 USER = pwd.getpwuid(os.getuid()).pw_name
 
-# One node of 8 processors, with 8 files that stand for GPUs. cred_expire, at its least, is also how
+# One node of 8 processors, with 8 files in place of GPUs. cred_expire, at its least, is also how
 # long a job waits before it starts again; GraceTime is what a preempted job is given.
 CONFIG = """\
 ClusterName=test

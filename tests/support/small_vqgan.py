@@ -1,4 +1,4 @@
-"""A VQGAN of 12 ids that trains in seconds; an id stands for 4² pixels."""
+"""A VQGAN of 12 ids that trains in seconds; an id represents 4² pixels."""
 
 import torch
 

@@ -111,7 +111,7 @@ class TwoHosts:
             with (folder / f"sshd_{host}.log").open("w") as log:
                 words = self.command(host, sshd, "-D", "-e", "-f", str(config))
                 self._daemons.append(subprocess.Popen(words, env={"PATH": PATH}, stderr=log))
-        # ssh takes no home folder from the environment: only an option tells it of a config.
+        # ssh takes no home folder from the environment: only an option names a config.
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         (folder / "bin").mkdir()
         ssh = folder / "bin" / "ssh"

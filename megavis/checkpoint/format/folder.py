@@ -74,7 +74,7 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
 
 
 def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Path]:
-    """Return what a run may go on from, newest first: what `latest` names, and older ones.
+    """Return what a run may resume from, newest first: what `latest` names, and older ones.
 
     All that are there, where `latest` is missing or does not name one of them; those up to a step,
     where one is given.
@@ -88,7 +88,7 @@ def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Pa
 
 
 def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> None:
-    """Rename checkpoints that no run is to go on from; the newest good one is the latest then."""
+    """Rename checkpoints that no run may resume from; the newest good one becomes the latest."""
     write_atomically(run_folder / "checkpoints" / "latest", f"{newest.name}\n".encode())
     for folder in folders:
         target = folder.with_name(folder.name + _ASIDE)

@@ -62,7 +62,7 @@ class StoredFile(_Part):
 
 
 class LossScale(_Part):
-    """Where fp16's dynamic loss scale stands: it grows after enough steps without an overflow."""
+    """State of fp16's dynamic loss scale: it grows after enough steps without an overflow."""
 
     scale: float
     iteration: int

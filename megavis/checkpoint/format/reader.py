@@ -38,12 +38,12 @@ class CheckpointReader:
 
     @property
     def evaluated(self) -> TensorKind:
-        """What stands for the weights in evaluation: their moving average, where there is one."""
+        """Kind of the weights used in evaluation: their moving average, where there is one."""
         averaged = any(key.startswith("average/") for key in self.manifest.tensors)
         return "average" if averaged else "weight"
 
     def weight_key(self, name: str) -> str:
-        """Return the key of what stands for a parameter in evaluation; a frozen one has but one."""
+        """Return the key of a parameter's value for evaluation; a frozen one has only one."""
         key = f"{self.evaluated}/{name}"
         return key if key in self.manifest.tensors else f"weight/{name}"
 

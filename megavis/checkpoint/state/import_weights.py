@@ -50,7 +50,7 @@ def write_weights(
 
 
 def _one_slice(tensor: Tensor, file: str, key: str) -> LogicalTensor:
-    # Cut by rows where a layout wants rows, by columns where it wants columns: the reader takes
+    # Cut by rows or columns, whichever a layout needs: the reader takes
     # any window of a tensor that lies in one slice.
     piece = TensorSlice(file=file, key=key, start=0, length=tensor.shape[0])
     return LogicalTensor(shape=tuple(tensor.shape), dimension=None, slices=(piece,))

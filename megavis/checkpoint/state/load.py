@@ -145,7 +145,7 @@ def _local_slice(
         value = reader.read(key, length * context.tensor.rank, length, dimension=dimension)
     if value.shape != shape:
         raise UserError(
-            f"{reader.folder}: {key} has shape {tuple(value.shape)} where this model wants"
+            f"{reader.folder}: {key} has shape {tuple(value.shape)} where this model needs"
             f" {tuple(shape)}; the config differs from the one that was trained"
         )
     return value

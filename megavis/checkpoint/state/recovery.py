@@ -38,7 +38,7 @@ def newest_intact_checkpoint(
         if complaints and context.is_main:
             set_aside(run_folder, folders[: len(complaints)], newest=folder)
             sys.stderr.writelines(f"WARNING: {text}\n" for text in complaints)
-            sys.stderr.write(f"WARNING: going on from {folder}, the newest one that is whole\n")
+            sys.stderr.write(f"WARNING: resuming from {folder}, the newest intact checkpoint\n")
         return folder, manifest
     if complaints:
         raise UserError(f"{complaints[0]}; and no older checkpoint is whole")

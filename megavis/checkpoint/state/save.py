@@ -36,7 +36,7 @@ from megavis.parallel.tensors import is_first_copy, partition_dimension
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where the run stands; with the seed it decides all that comes."""
+    """Progress of a run, which with the seed determines everything that follows."""
 
     step: int
     samples_seen: int
@@ -65,7 +65,7 @@ class _Share:
 class Snapshot:
     """A checkpoint in this process's memory, on its way to the disk.
 
-    `write` may run in a thread while training goes on; then every process calls `publish`.
+    `write` may run in a thread while training continues; then every process calls `publish`.
     """
 
     def __init__(

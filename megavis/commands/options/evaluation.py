@@ -61,7 +61,7 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
         "Fit a linear classifier on frozen features for each data set. Layer and"
         " regularisation are chosen on held-out training images, the classifier is then fitted on"
         " all training images and meets the test images once. An untrained network of the same"
-        " model and raw pixels stand beside. Writes transfer.md and transfer.csv."
+        " model and raw pixels are listed for comparison. Writes transfer.md and transfer.csv."
     )
     parser.epilog = (
         "example: megavis transfer runs/igpt_demo --data-sets"

@@ -60,7 +60,7 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write --num-images images, classes in turns, as evaluation takes them; a command that"
-        " was cut off goes on",
+        " was cut off resumes",
     )
     add_device(parser)
     add_layout_argument(parser)
@@ -243,10 +243,10 @@ def add_watch(verbs: Any) -> None:
     parser = verbs.add_parser(
         "watch",
         help="measure each checkpoint of a run as it appears",
-        description="Beside a running job: measure each checkpoint when it has appeared, those that"
+        description="Alongside a running job: measure each checkpoint as it appears, those that"
         " are there first. Numbers go to RUN/evaluation/watch.jsonl, a line a checkpoint, and to"
         " TensorBoard under 'evaluation'; samples to RUN/samples. Ends when the run has come to its"
-        " last step, or on Ctrl-C and SIGTERM; started again it goes on with what is new. The"
+        " last step, or on Ctrl-C and SIGTERM; started again it continues with new ones. The"
         " config section `evaluation` lets a training start it by itself.",
         epilog="example: megavis evaluate watch runs/igpt_demo --what loss,probe,samples",
     )

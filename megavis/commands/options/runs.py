@@ -17,7 +17,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "Sum up runs from their folders: validation loss before and after, linear"
         " probe, pictures, and how to watch them in TensorBoard. The whole is written as one HTML"
         " page that needs nothing but itself: curves, events, pictures, all of RUN/evaluation, the"
-        " paper's published numbers beside, config, versions and commands. Several runs are"
+        " paper's published numbers, config, versions and commands. Several runs are"
         " compared on one page."
     )
     parser.epilog = (
@@ -122,7 +122,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="givt-vae: what it was trained with; default: 5e-5",
     )
-    givt.add_argument("--adapter", type=Path, help=".npz file of an adapter that stands apart")
+    givt.add_argument("--adapter", type=Path, help=".npz file of a separate adapter")
     givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
     givt.add_argument(
         "--image-size", type=positive, default=256, help="givt-vae, vqgan: of its images"

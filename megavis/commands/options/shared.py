@@ -118,7 +118,7 @@ def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="compute all features anew and keep none; default: read those that"
+        help="compute all features again and keep none; default: read those that"
         " RUN/evaluation/features has, and keep the others there (see `megavis features`)",
     )
 
@@ -200,7 +200,7 @@ def add_image_arguments(parser: argparse.ArgumentParser, *, num_images: int | No
 
 
 def add_network_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which network looks at images."""
+    """Add the options that name the feature network."""
     parser.add_argument(
         "--inception",
         type=Path,

@@ -21,7 +21,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis train`."""
     parser.description = (
         "Train a run, alone or under deepspeed, torchrun or srun. A run that exists"
-        " goes on from its newest checkpoint, in any layout."
+        " resumes from its newest checkpoint, in any layout."
     )
     parser.epilog = "example: megavis train yaml_configs/igpt/demo.yaml training.steps=100"
     add_config(parser)
@@ -79,7 +79,7 @@ def add_search_lr(parser: argparse.ArgumentParser) -> None:
         " and stop once the final validation loss starts to rise (iGPT, section 3.4), or in"
         " fine-tuning the best validation accuracy to fall. A run whose"
         " loss goes up and stays up is given up early. Each rate has a run folder of its own,"
-        " NAME-lr-RATE; a search that was interrupted goes on. Table and picture lie in"
+        " NAME-lr-RATE; an interrupted search resumes. Table and picture lie in"
         " NAME-search. Alone, or under deepspeed, torchrun or srun."
     )
     parser.epilog = "example: megavis search-lr yaml_configs/igpt/demo.yaml --rates 1e-2,3e-3,1e-3"
@@ -113,7 +113,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis sweep`."""
     parser.description = (
         "Train the config with every pair of values of two keys, each pair in a run"
-        " folder of its own, and draw one heat-map. Runs that are finished are kept, others go on."
+        " folder of its own, and draw one heat-map. Finished runs are kept, others resume."
         " Alone, or under deepspeed, torchrun or srun, which share each run; or as a SLURM array,"
         " one run a task (launch/sweep.sh), and at the end once more with --draw."
     )

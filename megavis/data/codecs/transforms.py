@@ -48,7 +48,7 @@ class Transform:
             `shifted`: the image as it is stored, moved by up to 4 pixels either way; `center`: the
             middle, resized; `scaled_center`: the middle square of `crop_size`, which is the shorter
             side, resized; `middle`: the square of the size in the middle, as it is stored; `none`:
-            the image as it is stored. `shifted` and `none` want images of the size, `window` and
+            the image as it is stored. `shifted` and `none` need images of the size, `window` and
             `middle` none that are smaller.
         scale: smallest and largest share of the image's area that a random crop takes.
         ratio: smallest and largest width / height of a random crop.

@@ -66,7 +66,7 @@ class BlendedDataset:
         manifest: the first folder's, with the shards and classes of all.
 
     Raises:
-        UserError: two manifests do not agree, or a weight is too small beside the others.
+        UserError: two manifests do not agree, or a weight is too small compared with the others.
     """
 
     def __init__(self, parts: Sequence[ShardDataset], weights: Sequence[float]) -> None:

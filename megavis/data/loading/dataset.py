@@ -181,7 +181,7 @@ class ShardDataset:
         return self.codec.decode(payloads, positions)
 
     def _map(self, shard: int) -> np.ndarray:
-        # Not under the lock: others go on with what is there while a shard is fetched.
+        # Not under the lock: others continue with what is there while a shard is fetched.
         path = None if shard in self._maps else self._tar(self.manifest.shards[shard])
         with self._lock:
             if shard not in self._maps:

@@ -31,7 +31,7 @@ class Shards(Protocol):
     """A shard folder: `ShardDataset`, or what `find_shards` gives.
 
     Attributes:
-        directory: where it lies.
+        directory: its path.
         manifest: what its samples are.
     """
 
@@ -60,10 +60,10 @@ def refuse_overlap(judging: Shards, trained_on: Iterable[Shards]) -> int | None:
 
     Args:
         judging: a test or validation set.
-        trained_on: what weights or classifiers were fitted on; one folder may stand there twice.
+        trained_on: what weights or classifiers were fitted on; one folder may occur twice.
 
     Returns:
-        How many samples of `judging` stand in the others too, at most 1 % of them in each; None
+        How many samples of `judging` are in the others too, at most 1 % of them in each; None
         where the samples of some could not be compared.
 
     Raises:

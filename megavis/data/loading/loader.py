@@ -241,7 +241,7 @@ def batches_in_turn(
 
 
 def read_batch(dataset: Readable, indices: np.ndarray, positions: np.ndarray) -> Batch:
-    """Read samples `indices` `[b]` that stand at `positions` `[b]`; raises as the data set."""
+    """Read samples `indices` `[b]` for `positions` `[b]`; raises as the data set does."""
     samples, labels = dataset.read(indices, positions=positions)
     if samples.dtype == np.uint16:  # ids; torch computes little with this type
         samples = samples.astype(np.int64)

@@ -33,7 +33,7 @@ _MAX_BLOCK = 1 << 16
 
 
 class Order(Protocol):
-    """Which sample stands at which position of the endless stream."""
+    """Maps positions of the endless stream to samples."""
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
         """Return the data set index of each position; int64 to int64, of one shape."""

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# Ready beside what the threads are at, so that one slow read does not stop the consumer.
+# Ready in addition to reads in flight, so that one slow read does not stop the consumer.
 _SPARE = 2
 
 

@@ -49,7 +49,7 @@ class RemoteFolder:
     """A shard folder behind a URL and its place in the cache.
 
     Attributes:
-        url: `{file}` in it stands for a file's name; where it is absent, a slash and the name
+        url: `{file}` in it is replaced by a file's name; where it is absent, a slash and the name
             follow the URL.
         directory: what is there of it; manifest, indexes and palette always are.
     """

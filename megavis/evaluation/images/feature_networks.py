@@ -28,7 +28,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Activations:
-    """What a network says of images, float32.
+    """Outputs of a feature network, float32.
 
     Attributes:
         features: `[b, d]`.

@@ -59,7 +59,7 @@ class FeatureCollector:
     """Takes in the images of one set.
 
     Args:
-        network: looks at them.
+        network: computes features.
         num_images: N, how many will come.
         num_kept: feature vectors to keep, at most.
 

@@ -93,7 +93,7 @@ class ComposeConfig(ObjectiveConfig):
 
     @property
     def class_token(self) -> bool:
-        """True where a learned token stands in front."""
+        """True where a learned token comes first."""
         return isinstance(self.asks, SelfAsking | BridgeAsking) and self.asks.class_token
 
     @property
@@ -151,7 +151,7 @@ class ComposeConfig(ObjectiveConfig):
         if not isinstance(schedule, OneByOneSchedule):
             return
         if rows != columns and schedule.order not in ("raster", "random"):
-            text = f"{schedule.order} wants a square grid, and frames are one row"
+            text = f"{schedule.order} needs a square grid, and frames are one row"
             yield "objective.schedule.order", f"{text}; use raster or random"
         elif schedule.order in ("nested_raster", "round_robin") and rows % schedule.order_block:
             text = f"{schedule.order_block} does not divide a grid of {rows} × {columns} tokens"
@@ -179,12 +179,12 @@ class ComposeConfig(ObjectiveConfig):
         if isinstance(schedule, OneByOneSchedule):
             yield from self._check_places(schedule, positions)
         if self.condition.kind == "class" and asks.kind not in ("shift", "query"):
-            text = "class stands in place of a first token, or before queries; asks is"
+            text = "class takes the place of a first token, or precedes queries; asks is"
             yield "objective.condition.kind", f"{text} {asks.kind}"
         if isinstance(schedule, ContextSchedule):
             yield from self._check_context(config, schedule)
         if asks.kind not in ("shift", "self") and positions == "none":
-            text = f"none tells no place: all tokens that {asks.kind} asks for would look alike"
+            text = f"none has no positions: all tokens that {asks.kind} asks for would look alike"
             yield "model.positions", f"{text}; use another"
 
     def _check_context(self, config: RunConfig, schedule: ContextSchedule) -> Iterator[ConfigIssue]:
@@ -213,17 +213,17 @@ class ComposeConfig(ObjectiveConfig):
         asks = self.asks
         place = asks.place if isinstance(asks, ShiftAsking) else ""
         if place in ("asked", "content") and schedule.order == "random":
-            missing = "stands" if place == "asked" else "is asked for"
             yield (
                 "objective.asks.place",
-                f"{place} does not say where the {'held' if place == 'asked' else 'next'} token"
-                f" {missing}, which differs by image in order random; use both, or kind query",
+                f"{place} does not encode the position of the"
+                f" {'held' if place == 'asked' else 'next'} token, which differs by image in order"
+                " random; use both, or kind query",
             )
         if place == "both" and positions not in ("learned", "sincos"):
             text = f"{positions} cannot add two places to a row; use learned or sincos"
             yield "model.positions", text
         if schedule.prefix and place != "content":
-            text = "a prefix that sees itself wants asks of kind shift with place content"
+            text = "a prefix that sees itself needs asks of kind shift with place content"
             yield "objective.schedule.prefix", text
 
     def _check_density(self) -> Iterator[ConfigIssue]:
@@ -252,11 +252,11 @@ class ComposeConfig(ObjectiveConfig):
             yield "objective.reads.kind", "palette shards hold no images to predict others from"
 
     def _check_features(self) -> Iterator[ConfigIssue]:
-        """Features of an image stand in front of what is read of the same image."""
+        """Check that features of an image precede what is read of the same image."""
         if self.condition.kind != "features":
             return
         if self.asks.kind != "query":
-            text = f"features stand before the content of queries; asks is {self.asks.kind}"
+            text = f"features precede the content of queries; asks is {self.asks.kind}"
             yield "objective.condition.kind", text
         if self.reads.kind != "patches":
             text = f"features are made of images, of which {self.reads.kind} hold none; read"
@@ -274,7 +274,7 @@ class ComposeConfig(ObjectiveConfig):
             text = "memory does not reach the blocks above a bridge, which predict; use asks of"
             yield "objective.condition.kind", f"{text} kind shift, mask or query"
         if self.asks.kind == "self":
-            text = "memory would show where every token stands; asks is self"
+            text = "memory would show the position of every token; asks is self"
             yield "objective.condition.kind", f"{text}, so leave it out"
 
     def _check_transform(self, transform: AdapterTransform) -> Iterator[ConfigIssue]:
@@ -286,7 +286,7 @@ class ComposeConfig(ObjectiveConfig):
         in_raster = isinstance(schedule, OneByOneSchedule) and schedule.order == "raster"
         shifts = isinstance(asks, ShiftAsking) and asks.place == "asked"
         if not (in_raster and shifts and self.density.kind == "mixture"):
-            text = "adapter wants schedule one_by_one in raster order, asks of kind shift with"
+            text = "adapter needs schedule one_by_one in raster order, asks of kind shift with"
             yield key, f"{text} place asked, and density mixture"
         yield from check_adapter(
             self.reads.channels,

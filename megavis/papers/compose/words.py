@@ -45,7 +45,7 @@ class IdTokens(Section):
     vocabulary_size: Annotated[int, Field(gt=1)]
     """Entries of the codebook."""
     patch_size: Positive = 16
-    """Side in pixels of what an id stands for."""
+    """Side in pixels of the patch of an id."""
     tokenizer: str | None = None
     """Run folder of what makes ids of images and images of ids; ids shards need none to train."""
 
@@ -62,7 +62,7 @@ class LatentTokens(Section):
     channels: Positive = 16
     """Numbers of a latent."""
     patch_size: Positive = 16
-    """Side in pixels of what a latent stands for."""
+    """Side in pixels of the patch of a latent."""
     tokenizer: str | None = None
     """Run folder of the VAE, which encodes images and decodes samples; latents shards need none to
     train."""
@@ -149,23 +149,23 @@ class MaskAsking(Section):
 
     kind: Literal["mask"]
     filler: Literal["vector", "zeros"] = "vector"
-    """What stands for a hidden token: a learned vector, or nothing."""
+    """In place of a hidden token: a learned vector, or nothing."""
 
 
 class QueryAsking(Section):
-    """Rows without a token ask for what is predicted; nobody sees them."""
+    """Rows without a token ask for what is predicted; no row attends to them."""
 
     kind: Literal["query"]
 
 
 class SelfAsking(Section):
-    """A row for each token, which asks where it stands."""
+    """A row for each token, which asks for its position."""
 
     kind: Literal["self"]
     class_token: bool = True
     """A learned token in front, which all see."""
     given_ratio: Fraction = 0.0
-    """Share of the tokens, all seen, that show where they stand; `model.positions` says how."""
+    """Share of the tokens, all seen, whose positions are given; `model.positions` says how."""
 
 
 class BridgeAsking(Section):

@@ -1,4 +1,4 @@
-"""What a DARL config may say (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
+"""The config keys of DARL (sections 3 and 4 of the paper, tables 2 and 7, appendix B.2).
 
 Legend: T patches of an image, k side of a block of patches.
 """
@@ -28,7 +28,7 @@ class DARLConfig(ObjectiveConfig):
     """Squared error of the patch, or of a denoised patch (section 3.2), or the cross-entropy of its
     id in a frozen tokenizer (table 16)."""
     tokenizer: str | None = None
-    """With `ids`: run folder of the tokenizer, whose ids stand for `patch_size`² pixels each."""
+    """With `ids`: run folder of the tokenizer, whose ids represent `patch_size`² pixels each."""
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
     """With `ids`: how many the tokenizer has."""
     normalize_targets: bool = False
@@ -79,7 +79,7 @@ class DARLConfig(ObjectiveConfig):
         )
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want whole patches and blocks, and keys that go together."""
+        """Check that patches and blocks divide, and that keys go together."""
         faults = [*check_patches(config, self.patch_size)]
         if faults:
             yield from faults
@@ -88,7 +88,7 @@ class DARLConfig(ObjectiveConfig):
         yield from self._check_loss()
         yield from self._check_ids(config)
         if config.model.positions is None and config.model.head_size % 4:
-            text = "rope_2d, the default here, wants heads whose width 4 divides, not"
+            text = "rope_2d, the default here, needs heads whose width 4 divides, not"
             yield "model.positions", f"{text} {config.model.head_size}"
         yield from self._check_split(config)
 

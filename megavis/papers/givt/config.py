@@ -31,7 +31,7 @@ class LatentTokensConfig(ObjectiveConfig):
     stacked_latents: Positive = 1
     """Neighbours of a row that are stacked into one token; 2 for Large at 512² (table 5)."""
     num_classes: NonNegative = 1000
-    """Classes whose label stands in front; 0 trains without labels."""
+    """Classes whose label comes first; 0 trains without labels."""
     label_dropout: Fraction = 0.1
     """Probability that the null label takes the place of the class; 0: there is none, and no
     guidance without the class. The paper names no number; the released code has 0.1."""
@@ -91,7 +91,7 @@ class LatentTokensConfig(ObjectiveConfig):
         return height * width
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want sizes that divide and a covariance that the head can give."""
+        """Check that sizes divide, and that the head can give the covariance."""
         side, rest = divmod(config.data.image_size, self.downsampling)
         if rest or not side:
             text = f"{config.data.image_size} does not divide by objective.downsampling"

@@ -14,7 +14,7 @@ class EncoderDecoderConfig(LatentTokensConfig):
 
     name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
     num_classes: NonNegative = 0
-    """Classes whose label stands in front; 0, as in the paper: a learned start vector."""
+    """Classes whose label comes first; 0, as in the paper: a learned start vector."""
     num_components: Positive = 1
     """k of the mixture; 1 in section 4.2."""
     encoder_layers: Positive = 24
@@ -23,7 +23,7 @@ class EncoderDecoderConfig(LatentTokensConfig):
     """Pixels on the side of its patches."""
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want patches that divide the image."""
+        """Check that patches divide the image."""
         yield from super().check(config)
         if config.data.image_size % self.encoder_patch_size:
             text = f"{self.encoder_patch_size} does not divide data.image_size"

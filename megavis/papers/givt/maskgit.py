@@ -62,7 +62,7 @@ class MaskedReader(Reader):
         label = label + self.front_rows(label, {}).sum(1, keepdim=True)
         hidden = torch.cat([label, self.add_positions(both, places, "positions")], dim=1)
         carried = {} if self.part("transform") is None else {TRANSFORMED: tokens}
-        # For rotary positions the label stands in the corner.
+        # For rotary positions the label is in the corner.
         carried |= self.carried(F.pad(places, (1, 0)))
         return LayerState(to_stream(hidden, self.core), carried).pack()
 
@@ -85,7 +85,7 @@ class GIVTMaskGIT(GIVT):
 
     @cached_property
     def asks(self) -> Mask:
-        """By what stands for a hidden token; the label stands in front."""
+        """A row for each token, with what represents a hidden one; the label comes first."""
         return Mask(num_front=1)
 
     @property

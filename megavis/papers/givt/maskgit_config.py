@@ -14,7 +14,7 @@ class MaskGITConfig(LatentTokensConfig):
 
     name: Literal["givt_maskgit"] = "givt_maskgit"
     masked_input: Literal["vector", "zeros"] = "vector"
-    """What stands for a masked token: a learned vector in the released code, the embedding of
+    """In place of a masked token: a learned vector in the released code, the embedding of
     zeros in the paper (section 3.2)."""
     least_masking: Fraction = 0.3
     """The share of masked tokens is cos(π/2 · u), u uniform in [0, 1 - this): 0.3 in the released
@@ -25,7 +25,7 @@ class MaskGITConfig(LatentTokensConfig):
         return super().num_places(config) + 1
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want a width of which token and mask take half each."""
+        """Check that token and mask can take half of the width each."""
         yield from super().check(config)
         if config.model.hidden_size % 2:
             text = f"{config.model.hidden_size} must be even: token and mask take half of it each"

@@ -2,7 +2,7 @@
 
 An image is the raster sequence of a VAE's real-valued latents. Each token is predicted from those
 before it as a mixture of Gaussians in place of logits over a vocabulary (section 3.2); a vector for
-the class stands in front.
+the class comes first.
 
 Legend: b images, n tokens, d numbers of a token.
 """

@@ -1,7 +1,7 @@
 """GIVT's released Transformers under megavis's names, with a config inferred from their arrays.
 
 The names are those of the released checkpoints: `decoder/EncDecBlock3/...`, or layers stacked on
-axis 1 of `decoder/EncDecBlock/...`. An adapter that was trained jointly stands under
+axis 1 of `decoder/EncDecBlock/...`. An adapter that was trained jointly is under
 `params_adaptor/`. An encoder-decoder model has its Vision Transformer under `encoder/`.
 """
 
@@ -180,7 +180,7 @@ class ReleasedModel:
         count = self._shape("decoder/pos_emb")[1]
         causal, masked = (any(_is_square(n * s) for s in (1, 2)) for n in (count, count - 1))
         if causal == masked:
-            raise UserError(f"{count} positions do not tell the model; say --mode")
+            raise UserError(f"{count} positions do not identify the model; pass --mode")
         return masked
 
     def weights(self) -> dict[str, Tensor]:

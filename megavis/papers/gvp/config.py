@@ -1,4 +1,4 @@
-"""What a GVP config may say (sections 3.2, 4.1 and 5 of the paper).
+"""The config keys of GVP (sections 3.2, 4.1 and 5 of the paper).
 
 Legend: T patches, S condition tokens, K predicted groups.
 """
@@ -22,9 +22,9 @@ class GVPConfig(ObjectiveConfig):
     variant: Literal["p2p", "p2d", "d2d"] = "p2p"
     """What is read and what is predicted: pixels (p) or ids of a discrete tokenizer (d)."""
     patch_size: Positive = 16
-    """Side of a token in pixels: of a patch, and of what an id stands for."""
+    """Side of a token in pixels: of a patch, and of the pixels of an id."""
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
-    """Ids of the tokenizer; p2d and d2d want it."""
+    """Ids of the tokenizer; p2d and d2d need it."""
     tokenizer: str | None = None
     """Run folder of the tokenizer that makes ids or features of images; d2d on ids shards needs
     none."""
@@ -38,9 +38,9 @@ class GVPConfig(ObjectiveConfig):
     num_groups: Positive = 20
     """K, groups that are predicted."""
     boundaries: Annotated[tuple[int, ...], Field(strict=False)] | None = None
-    """n_0 to n_{K-1} for `given`: how many tokens, in order, stand before the end of each group."""
+    """n_0 to n_{K-1} for `given`: how many tokens, in order, precede the end of each group."""
     num_condition_tokens: NonNegative = 1
-    """S, learned tokens that stand for y_extra; 1 is a class token."""
+    """S, learned tokens in place of y_extra; 1 is a class token."""
     condition_size: Positive | None = None
     """Numbers of the tokenizer's features, whose mean over an image is y_extra in place of a class
     token (appendix E); absent for learned tokens."""
@@ -68,7 +68,7 @@ class GVPConfig(ObjectiveConfig):
         return fault and f"a model with objective.{fault}; pictures need one trained without"
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want patches that fill the image, and groups that fit them."""
+        """Check that patches tile the image, and that groups fit them."""
         faults = [*check_patches(config, self.patch_size)]
         if faults:
             yield from faults
@@ -76,7 +76,7 @@ class GVPConfig(ObjectiveConfig):
         if config.model.positions is None and config.model.hidden_size % 4:
             yield (
                 "model.hidden_size",
-                f"{config.model.hidden_size} does not divide by 4, as sin-cos positions want",
+                f"{config.model.hidden_size} does not divide by 4, as sin-cos positions need",
             )
         yield from self._check_ids(config)
         yield from self._check_condition()

@@ -51,10 +51,10 @@ def fill(
     Args:
         sampler: with the number of groups among its options.
         originals: what shards hold.
-        images: int64 `[b]`, numbers of the images, which with the seed decide what is given.
+        images: int64 `[b]`, numbers of the images, which with the seed decide what is known.
         num_given: tokens that are given; the same ones whatever the number of groups.
         num_orders: the predictions are the mean over so many orders of the others; more than one
-            wants tokens that are numbers.
+            needs tokens that are numbers.
 
     Raises:
         UserError: the paper does not generate so, or there are fewer tokens than groups.

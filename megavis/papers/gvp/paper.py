@@ -1,7 +1,7 @@
 """GVP: Bridging Autoregressive and Masked Modeling for Enhanced Visual Representation Learning.
 
 An image is put in a random order and cut into groups of random length; each group is predicted from
-those before it. A content stream encodes the tokens, a query stream knows only where they stand and
+those before it. A content stream encodes the tokens, a query stream knows only their positions and
 predicts them; both share all weights (section 4.2). Who sees whom follows from the groups alone
 (section 4.3), so that masked modelling (one predicted group) and autoregressive modelling (a group
 for each token) are two settings of one model.
@@ -33,7 +33,7 @@ class GVP(Composition):
     """Group after group, in any order.
 
     The paper writes G⁽⁰⁾ = w without positions (section 4.1). Then all tokens of a group would get
-    one and the same prediction, and its requirement (1) wants g(x_{z<t}, z_t): here G⁽⁰⁾ has them.
+    the same prediction, and its requirement (1) asks for g(x_{z<t}, z_t): here G⁽⁰⁾ has them.
     """
 
     config_type = GVPConfig

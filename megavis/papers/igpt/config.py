@@ -1,4 +1,4 @@
-"""What an iGPT config may say (sections 2.1, 3.2 and 4.6 of the paper)."""
+"""The config keys of iGPT (sections 2.1, 3.2 and 4.6 of the paper)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class IGPTConfig(ObjectiveConfig):
         )
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want an order of all pixels, and sizes that the tensor group can share."""
+        """Check for an order of all pixels, and sizes that divide by the tensor group."""
         num_pixels = config.data.image_size**2
         yield from check_vocabulary(config, self.vocabulary_size)
         yield from check_tokens(config, num_pixels, what=f"{num_pixels} pixels")

@@ -49,7 +49,7 @@ def fits_imagegpt(config: RunConfig) -> int:
     if paper.order != "raster":
         raise UserError("its pixels are in raster order; this run's are not")
     if (model.normalization, model.activation) != ("rms_norm", "quick_gelu"):
-        raise UserError("wants model.normalization rms_norm, activation quick_gelu")
+        raise UserError("needs model.normalization rms_norm, activation quick_gelu")
     return paper.vocabulary_size
 
 

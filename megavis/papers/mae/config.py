@@ -1,4 +1,4 @@
-"""The keys of MAE, and what must hold between them and the others."""
+"""The config keys of MAE, and the checks between them and other keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MAEConfig(ObjectiveConfig):
         return (config.data.image_size // self.patch_size) ** 2
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want whole patches, some of them hidden, positions, and sizes that the layout divides."""
+        """Check that patches tile the image, some are hidden, and sizes divide by the layout."""
         yield from check_patches(config, self.patch_size)
         yield from check_hiding(
             config,

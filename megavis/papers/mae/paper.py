@@ -2,7 +2,7 @@
 
 An encoder sees a random quarter of the patches; a narrower decoder sees what it gives, and mask
 tokens at the places of the others, whose pixels it predicts (section 3). Nothing is unshuffled:
-tokens know their places, and blocks in which all see all do not ask in which order they stand.
+tokens carry position embeddings, and attention without a mask does not depend on their order.
 """
 
 from __future__ import annotations

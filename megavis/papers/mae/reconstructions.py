@@ -28,7 +28,7 @@ from megavis.sampling.pictures import pixels_of
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """Images and what a model makes of them.
+    """Images and a model's predictions of them.
 
     Attributes:
         originals: uint8 `[b, h, w, 3]`.

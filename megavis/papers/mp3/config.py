@@ -1,4 +1,4 @@
-"""The keys of MP3, and what must hold between them and the others."""
+"""The config keys of MP3, and the checks between them and other keys."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class MP3Config(ObjectiveConfig):
     mask_ratio: Fraction = 0.75
     """η: share of the patches that give no keys and values (section 3.2)."""
     given_ratio: Fraction = 0.0
-    """Share of the patches, all of them context, that are told where they stand (section 4.3:
+    """Share of the patches, all of them context, whose position is given (section 4.3:
     0.05 for speech); `model.positions` says how."""
     patch_size: Annotated[int, Field(gt=0)] = 16
     """Side of a patch in pixels (table 1); a frame of a spectrogram is a patch of its own."""
     initial_deviation: Above0 = 0.02
     """Deviation of the blocks' matrices at the start; DeiT's (section 4.2) suits widths from 384,
-    narrow networks want about 0.7 / √hidden_size."""
+    narrow networks need about 0.7 / √hidden_size."""
     class_token: bool = True
     """A learned token in front of the patches, which all of them see (section 3.1)."""
 
@@ -40,7 +40,7 @@ class MP3Config(ObjectiveConfig):
         return side, side
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Want whole patches, no positions, and tokens that sequence parallelism can share."""
+        """Check that patches tile the image, positions are none, and tokens can be split."""
         yield from check_patches(config, self.patch_size)
         yield from check_placed(
             config,

@@ -5,7 +5,7 @@ patches, keys and values from a random share 1 - η of them, the context (sectio
 names the place of every patch, context and masked alike (algorithm 1).
 
 Algorithm 1 keeps η of the patches as context; the text keeps 1 - η, which is followed here. The
-class token stands in front (section 3.1 and appendix A); the paper does not say whether others see
+class token comes first (section 3.1 and appendix A); the paper does not say whether others see
 it, here they do, at every η.
 
 Of speech, the frames of a spectrogram are the patches, and a few of them have their place given

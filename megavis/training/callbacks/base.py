@@ -189,7 +189,7 @@ class CollectGarbage:
 class ShowProgress:
     """A progress bar on a terminal, plain lines in a log; on the main process alone.
 
-    On a terminal the numbers of training stand behind the bar, each over the last; what was
+    On a terminal the numbers of training follow the bar, each over the last; what was
     validated keeps a line of its own.
     """
 

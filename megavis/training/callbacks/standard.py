@@ -134,7 +134,7 @@ class SaveCheckpoint:
         """Prepare; every process calls this.
 
         Args:
-            every: steps between two checkpoints; 0: only where a hook wants one, and at the end.
+            every: steps between two checkpoints; 0: only on a callback's request, and at the end.
             take: copies the run as it is after a step.
             published: called when a checkpoint has appeared.
             also_at: steps at which one is saved whatever `every` says.
@@ -191,7 +191,7 @@ class SaveCheckpoint:
             if required:
                 raise
             self.failures += 1
-            warning = f"WARNING: {error}; training goes on, and the checkpoint before it stays"
+            warning = f"WARNING: {error}; training continues, and the previous checkpoint stays"
             tqdm.write(warning, file=sys.stderr)
 
 

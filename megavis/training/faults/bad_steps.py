@@ -113,7 +113,7 @@ class WatchBadSteps:
         Args:
             settings: what is bad, and how many in a row are too many.
             saving: says when a checkpoint is due, which must know of all steps before it.
-            history: of the checkpoint that the run goes on from.
+            history: of the checkpoint that the run resumes from.
             batches_skipped: likewise; the positions of a step's images follow.
         """
         self.settings, self.saving, self.batches_skipped = settings, saving, batches_skipped

@@ -33,7 +33,7 @@ from megavis.training.engine import Engine
 from megavis.training.provenance import record_fault
 
 Fingerprints = dict[str, int]
-"""By what is compared: whoever has the same key must have the same number."""
+"""What is compared, by key: processes with the same key must have the same number."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def disagreement(prints: Mapping[str, Fingerprints]) -> str:
             continue
         sizes = sorted((len(names) for names in groups.values()), reverse=True)
         if sizes[0] == sizes[1]:
-            return f"{key} differs between {_listed(groups.values())}: which is right nobody knows"
+            return f"{key} differs between {_listed(groups.values())}: which is right is unknown"
         wrong = [names for names in groups.values() if len(names) < sizes[0]]
         return f"{key} on {_listed(wrong)} differs from that of {sizes[0]} others"
     return ""

@@ -92,7 +92,7 @@ def count_restart(run_folder: Path, first_step: int, limit: int, context: Parall
         run_folder: the run, which keeps the count.
         first_step: step of the checkpoint that it resumes from.
         limit: restarts allowed from the same checkpoint.
-        context: where this process stands.
+        context: ranks and groups of this process.
 
     Raises:
         UserError: on every process, when the limit is exceeded.

@@ -174,7 +174,7 @@ class RunLock:
 def _is_dead(path: Path, holder: Holder | None) -> bool:
     """Return whether a holder has ended or left; on another host this may take a minute.
 
-    None stands for one whose file says nothing: it is being written, or was never finished.
+    None where the file says nothing: it is being written, or was never finished.
     """
     if holder is not None and holder.is_here:
         return holder.has_ended
@@ -261,7 +261,7 @@ def _start_of(process: int) -> int | None:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name stands in brackets and may hold anything: fields are counted from behind it.
+    # The name is in brackets and may hold anything: fields are counted from the end.
     state, *fields = text.rpartition(")")[2].split()
     # A zombie and a dead process wait for nothing but their parent.
     return None if state in "ZX" else int(fields[18])

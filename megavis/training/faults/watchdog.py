@@ -56,7 +56,7 @@ class Watchdog:
         """Prepare.
 
         Args:
-            context: where this process stands.
+            context: ranks and groups of this process.
             patience: seconds that a step may take; 0: any time. One process alone waits for nobody
                 and is not watched.
         """
@@ -107,7 +107,7 @@ class Watchdog:
 
     def _say_alive(self) -> None:
         word = {"host": socket.gethostname(), "doing": self._doing, "time": time.time_ns()}
-        # The store dies with its host; whoever can still report does.
+        # The store dies with its host; processes that can still report do.
         with contextlib.suppress(RuntimeError):
             self._store.set(_key(self._rank), json.dumps(word))
 

@@ -186,7 +186,7 @@ def config_for(config: RunConfig, rate: float) -> RunConfig:
 
 
 def read_outcome(config: RunConfig) -> TrialResult:
-    """Return what the run's folder says of it."""
+    """Return the result from the run's folder."""
     folder, steps = Path(config.folder), config.training.steps
     rate = config.optimizer.learning_rate
     given_up = folder / _GIVEN_UP
@@ -247,7 +247,7 @@ def markdown_of(outcomes: Sequence[TrialResult]) -> str:
 
 
 def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
-    """Draw the final validation loss over the rate; runs that were given up stand at the top.
+    """Draw the final validation loss over the rate; runs that were given up are at the top.
 
     Args:
         outcomes: what `search_rates` has returned.

@@ -72,7 +72,7 @@ def points_of(axes: Sequence[SweepAxis], load: Load) -> list[Point]:
 
 
 def train_point(point: Point, context: ParallelContext) -> None:
-    """Train one run to its end, from where it stands."""
+    """Train one run to its end, from its newest checkpoint."""
     if not point.is_finished:
         with Signals() as signals, hold_run(point.folder, context):
             TrainingRun.open(point.loaded, context).train(signals)

@@ -99,7 +99,7 @@ def test_the_mask_is_kept_or_dropped(build, tmp_path, batch, pictures, name, vis
 
 @pytest.mark.parametrize(("kind", "sees"), [("none", False), ("learned", True), ("sincos", True)])
 def test_mp3_learns_of_places_only_with_positions(build, tmp_path, pictures, kind, sees):
-    """Does the class token see which patch stands where (MP3, section 3.3)?"""
+    """Does the class token see the positions of patches (MP3, section 3.3)?"""
     words = (*WORDS, *PAPERS["mp3"], f"model.positions={kind}")
     objective, runner = build(tmp_path / "c.yaml", *words)
     images = pictures.inputs

@@ -99,7 +99,7 @@ def test_what_cannot_be_mixed_is_refused(build, tmp_path, shard_folders):
 
     objective, _ = build(tmp_path / "c.yaml", *WORDS, *MIXING)
     complaints = objective.check_data(Manifest.read(shard_folders / "train"))
-    assert "finetune.mixup and cutmix want jpeg shards" in list(complaints)[0]
+    assert "finetune.mixup and cutmix need jpeg shards" in list(complaints)[0]
     config, size = objective.config, objective.config.training.batch_size
     complaints = dict(check_world(config, size))
     assert "make it even" in complaints["training.micro_batch_size"]

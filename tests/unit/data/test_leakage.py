@@ -23,7 +23,7 @@ def test_sets_of_other_images_may_judge(folders):
 
 
 def test_a_shard_is_known_under_another_name(folders, tmp_path):
-    """A training set that took the validation shard in, renamed, beside its own."""
+    """A training set that includes the validation shard, renamed, besides its own."""
     train, validation = folders["train"], folders["validation"]
     [shard] = validation.manifest.shards
     renamed = shard.model_copy(update={"name": "shard-000007.tar"})

@@ -193,7 +193,7 @@ def test_windows_of_pixels_and_the_middle():
 
 @pytest.mark.parametrize("shape", [(300, 400), (20, 31), (24, 24), (7, 150)])
 def test_the_fast_layout_gives_the_bytes_of_the_plain_one(shape):
-    """A part of a larger picture, resized and mirrored with its channels last, as they stand."""
+    """A part of a larger picture, resized and mirrored with its channels last."""
     height, width = shape
     image = RANDOM.integers(0, 256, (310, 410, 3)).astype(np.uint8)[5 : 5 + height, 3 : 3 + width]
     planes = torch.from_numpy(image.transpose(2, 0, 1).copy())[None]

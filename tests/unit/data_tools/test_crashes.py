@@ -96,7 +96,7 @@ def test_a_report_that_cannot_be_written_either(command, tmp_path, monkeypatch, 
 
 
 def wait_until(condition, seconds=600):
-    """Wait; a busy machine takes long, a hang for ever."""
+    """Wait; a busy machine takes long, a hang forever."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -133,7 +133,7 @@ def test_a_rerun_does_only_what_is_missing(images, palette_file, tmp_path, monke
 
 
 def test_killed_in_the_middle(images, palette_file, tmp_path, monkeypatch):
-    """An exception after the first shard stands for a kill; the tree must end as unbroken."""
+    """An exception after the first shard simulates a kill; the result must be as unbroken."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert shards(images, palette_file, whole) == 0
     decode_image = palette_shards.decode_image

@@ -30,7 +30,7 @@ def test_more_layers_than_there_are_is_refused():
 
 
 def test_what_no_single_layer_knows_is_found_in_several():
-    """Each of three layers tells one class from the others."""
+    """Each of three layers separates one class from the others."""
     random = np.random.default_rng(0)
 
     def draw(count):

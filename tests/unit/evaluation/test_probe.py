@@ -1,4 +1,4 @@
-"""Features against a layer-by-layer pass, and the whole probe on colours that tell the class."""
+"""Features against a layer-by-layer pass, and the whole probe on colours that reveal the class."""
 
 import json
 

@@ -124,7 +124,7 @@ def test_kernels_are_sorted_by_name():
 
 
 def test_the_time_of_kernels_of_which_some_run_at_once():
-    """Microseconds: 0-10 a product, 5-20 a copy beside it, nothing until 30, attention to 36."""
+    """Microseconds: 0-10 a product, 5-20 a concurrent copy, nothing until 30, attention to 36."""
     kernels = [Kernel("flash_fwd", 30, 36), Kernel("gemm", 0, 10), Kernel("Memcpy", 5, 20)]
     split = split_of_kernels(kernels, times=2)
     assert (split.products, split.attention, split.rest) == (0.005, 0.003, 0.0075)

@@ -81,7 +81,7 @@ def test_random_orders_are_permutations_of_their_own_that_the_sample_decides():
     assert torch.equal(orders.sort(dim=1).values, torch.arange(36).expand(200, -1))
     assert len({tuple(order) for order in orders.tolist()}) == 200
     assert torch.equal(random_orders(index[7:9], 36, seed=3), orders[7:9])
-    # Each cell stands at each place equally often: 200 draws in 36 cells, 5.6 each on average.
+    # Each cell is at each place equally often: 200 draws in 36 cells, 5.6 each on average.
     counts = torch.bincount(orders[:, 0], minlength=36)
     assert counts.max() < 18
 

@@ -90,7 +90,7 @@ def test_linear_weights_of_the_other_network_are_refused(network):
     other = WIDTHS["alex" if name == "vgg" else "vgg"]
     weights = {f"lin{n}.model.1.weight": torch.ones(1, w, 1, 1) for n, w in enumerate(other)}
     save_file(weights, folder / "other.safetensors")
-    with pytest.raises(UserError, match=r"lin1.* of shape .*; the network wants"):
+    with pytest.raises(UserError, match=r"lin1.* of shape .*; the network needs"):
         PerceptualDistance.load(folder / "backbone.safetensors", folder / "other.safetensors")
 
 

@@ -63,8 +63,18 @@ def build(build_paper):
     [
         ([PATCHES, ONE_BY_ONE, MASK, ERROR], [], "asks.kind", "mask goes with schedule masked or"),
         ([PATCHES, GROUPS, SHIFT, ERROR], [], "asks.kind", "shift goes with schedule one_by_one"),
-        ([PATCHES, RANDOM, SHIFT, ERROR], [], "asks.place", "asked does not say where the held"),
-        ([PATCHES, RANDOM, CONTENT, ERROR], [], "asks.place", "content does not say where the nex"),
+        (
+            [PATCHES, RANDOM, SHIFT, ERROR],
+            [],
+            "asks.place",
+            "asked does not encode the position of the held",
+        ),
+        (
+            [PATCHES, RANDOM, CONTENT, ERROR],
+            [],
+            "asks.place",
+            "content does not encode the position of the next",
+        ),
         ([PALETTE, ONE_BY_ONE, SHIFT, ERROR], [], "density.kind", "squared_error cannot predict"),
         ([PATCHES, ONE_BY_ONE, SHIFT, CATEGORICAL], [], "density.kind", "cannot predict patches"),
         (
@@ -90,7 +100,7 @@ def build(build_paper):
             [PATCHES, "schedule: {kind: one_by_one, prefix: 4}", SHIFT, ERROR],
             [],
             "schedule.prefix",
-            "wants asks of kind shift with place content",
+            "needs asks of kind shift with place content",
         ),
         (
             [PATCHES, "schedule: {kind: one_by_one, prefix: 16}", CONTENT, ERROR],
@@ -137,7 +147,7 @@ def build(build_paper):
             [PATCHES, CONTEXT, ITSELF, PLACE],
             ["model.positions=learned"],
             "",
-            "learned tells what the model has to find out",
+            "learned gives away what the model has to predict",
         ),
         ([PATCHES, CONTEXT, ITSELF, PLACE, CLASSES], [], "condition.kind", "asks is self"),
         ([PATCHES, CONTEXT, BRIDGE, DIFFUSION], [], "density.kind", "has no head above a bridge"),
@@ -161,7 +171,7 @@ def build(build_paper):
             [FRAMES, "schedule: {kind: one_by_one, order: nested_raster}", SHIFT, ERROR],
             SPEECH,
             "schedule.order",
-            "nested_raster wants a square grid",
+            "nested_raster needs a square grid",
         ),
         (
             [FRAMES, f"predicts: {IDS}", ONE_BY_ONE, SHIFT, CATEGORICAL],
@@ -203,7 +213,7 @@ def build(build_paper):
         ([PATCHES, CONTEXT, BRIDGE, ERROR, MEMORY], [], "condition.kind", "above a bridge"),
         ([PATCHES, CONTEXT, ITSELF, PLACE, MEMORY], [], "condition.kind", "asks is self"),
         ([PATCHES.replace("4", "5"), ONE_BY_ONE, SHIFT, ERROR], [], "reads.patch_size", "5 does"),
-        ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none tells no place"),
+        ([PATCHES, GROUPS, QUERY, ERROR], ["model.positions=none"], "", "none has no positions"),
         ([PATCHES, RANDOM, BOTH, ERROR], ["model.positions=rope_2d"], "", "cannot add two places"),
         (
             [PALETTE.replace("32", "33"), ONE_BY_ONE, SHIFT, CATEGORICAL],
@@ -356,7 +366,7 @@ def test_a_papers_words_are_that_paper(build_paper, build, name, vqgan):
     assert set(own) == set(weights)
     with torch.no_grad():
         for key, parameter in own.items():
-            # The only label of all stands where a composition has its start token.
+            # The only label of all takes the place of a composition's start token.
             parameter.copy_(weights[key].view_as(parameter))
     losses = []
     for each, run in ((paper, paper_runner), (composed, runner)):

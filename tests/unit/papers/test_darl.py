@@ -178,10 +178,10 @@ def test_targets_and_noisy_patches_belong_together(build, predicts):
 
 
 def test_pure_noise_trains_to_the_solution_of_squared_error(build):
-    """With γ = 0 the noisy patch tells nothing: the same prediction is best, with the same loss.
+    """With γ = 0 the noisy patch is pure noise: the same prediction is best, with the same loss.
 
     The decoders are linear, so the best ones are least-squares solutions, on the same outputs of
-    the backbone with and without the noisy patch beside them.
+    the backbone with and without the noisy patch appended.
     """
     objective, runner = build(*DIFFUSION, "objective.decoder=linear")
     images = photographs(400, SIDE)
@@ -223,7 +223,7 @@ def test_features_read_every_patch(build):
         (["objective.order=random"], "objective.two_streams: must be true"),
         (["objective.decoder=transformer"], "objective.decoder: transformer pairs"),
         ([*DIFFUSION, "objective.normalize_targets=true"], "belongs to loss mse"),
-        (["model.num_attention_heads=8"], "wants heads whose width 4 divides, not 2"),
+        (["model.num_attention_heads=8"], "needs heads whose width 4 divides, not 2"),
         (
             [
                 "parallel.tensor_model_parallel_size=2",

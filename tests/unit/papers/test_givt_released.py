@@ -234,7 +234,7 @@ def test_a_vae_of_another_beta_is_refused(encoding, tmp_path):
 
     assert complaints(5e-5) == []
     with pytest.raises(
-        UserError, match="is a VAE of beta 5e-05; this config wants one of beta 1e-05"
+        UserError, match="is a VAE of beta 5e-05; this config needs one of beta 1e-05"
     ):
         complaints(1e-5)
 

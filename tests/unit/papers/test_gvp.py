@@ -53,7 +53,7 @@ def by_megavis(embedding, num_tokens, condition, order, boundaries):
     rows = embedding.asking.rows(patches, Question(plan, num_tokens, slice(0, num_tokens)))
     stream = LayerState.unpack(embedding(rows), ("content_groups", "query_groups"))
     mask = Visibility("two_stream", **stream.carried).dense_mask(len(stream.hidden))[0]
-    places = z[0].argsort() + condition  # where the tokens of raster order stand
+    places = z[0].argsort() + condition  # places of the tokens of raster order
     content = torch.cat([torch.arange(condition), places])
     return mask[content][:, content], mask[places + num_tokens][:, content]
 

@@ -56,7 +56,7 @@ def test_raster_order_and_a_group_for_each_token_is_igpts_causal_model(streams):
 
 
 def test_one_predicted_group_is_masked_modelling(streams):
-    """What is given sees all that is given; what is asked sees that and nothing else."""
+    """Given tokens see all given tokens; an asked token sees these and nothing else."""
     core, blocks, run = streams
     order, given = [4, 0, 7, 2, 8, 1, 6, 3, 5], 4
     before, queries = run(order, (given,), seen=given, asked=slice(given, None))
@@ -97,7 +97,7 @@ def token(weights, own, seen):
 
     query = linear(norm(own, "input_layernorm"), "self_attention.linear_q")
     pairs = linear(norm(seen, "input_layernorm"), "self_attention.linear_kv")
-    # A head's keys stand before its values.
+    # A head's keys precede its values.
     key, value = pairs.view(len(seen), HEADS, 2, WIDTH // HEADS).unbind(2)
     mixed = torch.zeros(HEADS, WIDTH // HEADS)
     if len(seen):

@@ -35,7 +35,7 @@ def test_permuting_patches_permutes_what_is_predicted(make, class_token):
     context = objective.places().context_of(torch.arange(3), 0.5)
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(1))
     plain = objective.outputs(runner.predictions(objective.places().inputs_with(patches, context)))
-    # Patch order[i] now stands at place i, so what stood at p stands at argsort(order)[p].
+    # Patch order[i] is now at place i, so what was at p is at argsort(order)[p].
     moved = objective.places().inputs_with(patches[:, order], order.argsort()[context])
     permuted = objective.outputs(runner.predictions(moved))
     torch.testing.assert_close(permuted, plain[:, order], rtol=1e-5, atol=1e-5)
@@ -172,8 +172,8 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
     ("words", "said"),
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
-        (["model.positions=learned"], "learned tells what the model has to find out"),
-        (["model.positions=relative_2d"], "relative_2d tells what the model has to find out"),
+        (["model.positions=learned"], "learned gives away what the model has to predict"),
+        (["model.positions=relative_2d"], "relative_2d gives away what the model has to predict"),
         (["objective.given_ratio=0.1"], "model.positions must say how: learned or sincos"),
         (
             ["objective.given_ratio=0.5", "model.positions=sincos"],

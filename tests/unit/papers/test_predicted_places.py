@@ -72,7 +72,7 @@ def test_accuracy_is_told_of_context_and_masked_patches(monkeypatch):
     score = place_figures.position_accuracy(Runs(), Names(), [0] * 3, mask_ratio=0.5, num_images=3)
     assert (score.accuracy, score.of_context, score.of_masked) == (0.75, 1.0, 0.5)
     assert score.chance == 0.25
-    # Told where they stand, one more or less of the context is no merit.
+    # Where positions are given, one more or less of the context makes no difference.
     names = Names()
     names.num_placed = 1
     score = place_figures.position_accuracy(Runs(), names, [0] * 3, mask_ratio=0.5, num_images=3)

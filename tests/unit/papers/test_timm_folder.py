@@ -95,13 +95,13 @@ class StandIn:
 
 @pytest.fixture
 def timm(monkeypatch):
-    """Import timm without torchvision, whose wheel does not load beside every torch."""
+    """Import timm without torchvision, whose wheel not every torch can load."""
     pytest.importorskip("huggingface_hub", reason="timm imports it")
     before = set(sys.modules)
     if "torchvision" not in before:
         monkeypatch.setattr(sys, "meta_path", [StandIn(), *sys.meta_path])
     yield pytest.importorskip("timm", reason="pip install timm, to compare with it")
-    # Whoever comes next finds the real one.
+    # Later imports find the real one.
     for name in [n for n in sys.modules if n.partition(".")[0] in ("timm", "torchvision")]:
         if name not in before:
             del sys.modules[name]

@@ -133,7 +133,7 @@ def test_parity_takes_gpus_where_each_process_has_one(gpus, name, visible, devic
 
 def test_parity_refuses_more_processes_than_gpus(gpus):
     gpus(3)
-    with pytest.raises(UserError, match="4 processes want a GPU each, and 3 are visible"):
+    with pytest.raises(UserError, match="4 processes need a GPU each, and 3 are visible"):
         device_for("cuda", 4)
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.once
 
 
 LONGER_THAN_A_TEST_MAY_TAKE = 3600
-"""Seconds: whoever waits for such a worker is ended by pytest, on a busy machine too."""
+"""Seconds: pytest ends a test that waits for such a worker, on a busy machine too."""
 
 
 def describe(launch, *words):

@@ -64,7 +64,7 @@ def text(run_folder):
         "Likelihood Held-out images mean of -log p nats a dimension 2.0895 bits a dimension 3.0145",
         "A dimension is a token, 256 an image. 64 images of demo/validation; step 40, float32.",
         "first likelihood, step 40 64 of demo/validation 2.0895 nats a dimension (a token)",
-        "went on 2026-01-01 00:00 UTC on 2 × cpu",
+        "resumed 2026-01-01 00:00 UTC on 2 × cpu",
         # The probe and where its numbers are from.
         "step 40, layer 1 75.7 %",
         "100 validation images of demo/validation, 3 classes; fitted on 200, seed 0.",
@@ -74,7 +74,7 @@ def text(run_folder):
         "FID 12.35 precision 0.5",
         "64 images of a.npz; reference b.npz fedcba98 (N 50 000); network Inception 01234567,"
         " resize bilinear. Compare only with the same N.",
-        "first FID 64 beside b.npz 12.35",
+        "first FID 64 against b.npz 12.35",
         "set top-1, % cifar10 62.5 Linear probes",
         "first linear probe on cifar10, layer 1 80 of test_batch.bin 62.5 %",
         "Other files file bytes watch.log 7",
@@ -83,7 +83,7 @@ def text(run_folder):
         "num images 12 345",
         "0.1235",
         "17.41",
-        # Beside the paper.
+        # Compared with the paper.
         "first linear probe, layer 1, step 40 100 of demo/validation 75.7 %",
         "4 labels a class, 2 draws 100 of demo/validation 45.0 ± 7.0 % error",
         "iGPT-XL 64² · 3 6801 15360 72.0",

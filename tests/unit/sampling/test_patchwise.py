@@ -47,7 +47,7 @@ def sampler(build, tmp_path):
 
 
 def sequence_of(objective, patches, order):
-    """Return the inputs of training for patches that stand in the order already."""
+    """Return the inputs of training for patches that are in the order already."""
     plan = OneByOne.along(order)
     rows = objective.asks.rows(patches, plan.question)
     return (*rows, *objective.density.nothing_more(objective.asks.shape_of(rows), rows[0].device))

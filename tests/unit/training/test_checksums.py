@@ -48,7 +48,7 @@ def test_the_odd_one_out_is_blamed():
     # A part that is nobody else's is compared with nobody.
     assert disagreement({"rank 0": {"c (part 0)": 1}, "rank 1": {"c (part 1)": 2}}) == ""
     two = disagreement({"rank 0": {"a": 1}, "rank 1": {"a": 2}})
-    assert two == "a differs between rank 0, rank 1: which is right nobody knows"
+    assert two == "a differs between rank 0, rank 1: which is right is unknown"
 
 
 def engine_on(device, tensor_size, *, precision="bf16", deterministic=False):

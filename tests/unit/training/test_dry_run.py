@@ -51,7 +51,7 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
     assert main(["train", str(tiny_config), "name=begun", *SHORT]) == 0
     code, found = lines(tiny_config, "name=begun", "--processes", "4")
     assert code == 0
-    assert found[-1].endswith("step-00000004: goes on from step 4")
+    assert found[-1].endswith("step-00000004: resumes from step 4")
     code, found = lines(tiny_config, "name=begun", "model.num_layers=2")
     assert code == 2
     assert "begun with model.num_layers 3, not 2;" in found[-1]

@@ -1,4 +1,4 @@
-"""The search for a learning rate: when it stops, what it gives up, and how it goes on."""
+"""The search for a learning rate: when it stops, what it gives up, and how it resumes."""
 
 import csv
 import json

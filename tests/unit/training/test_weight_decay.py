@@ -44,7 +44,7 @@ DISCRIMINATOR_BIASES = (
 )
 
 # Paper: its section of the config, further words, what decays, what does not. Names in braces
-# stand for each; a name in brackets comes before all words up to the next one.
+# expand to each; a name in brackets comes before all words up to the next one.
 PAPERS = {
     "iGPT": (
         "{name: igpt, vocabulary_size: 12}",
@@ -206,7 +206,7 @@ PAPERS = {
 
 
 def expand(table):
-    """Return the full names that a column stands for."""
+    """Return the full names that a column expands to."""
     names, prefix = set(), ""
     for word in table.split():
         if word.startswith("["):

@@ -1,6 +1,6 @@
 """Fréchet distance, class score, precision and recall against torch-fidelity and torchmetrics.
 
-What torch-fidelity said stands in a file, since it wants torchvision (tests/data/inception).
+torch-fidelity's output is stored in a file, since it needs torchvision (tests/data/inception).
 """
 
 from pathlib import Path
