@@ -48,6 +48,7 @@ COMMANDS: Mapping[str, Command] = {
     "sweep": Command("training", "train a grid over two keys and draw a heat-map"),
     "parity": Command("training", "compare every layout with one process"),
     "params": Command("training", "count the parameters of a config"),
+    "bench": Command("training", "time a training step, and say where the time goes"),
     "plan": Command("training", "estimate memory, traffic and time, and recommend a layout"),
     "sample": Command("images", "draw images, or complete photographs", True),
     "probe": Command(

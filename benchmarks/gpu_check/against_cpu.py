@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_check.models import DEMOS, job, plain_model, random_batch, read_demo
+from benchmarks.gpu_check.models import DEMOS, job, plain_model, read_demo
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from megavis.composition.trainable import Trainable
@@ -20,6 +20,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.stack import LayerStack
 from megavis.parallel.launch import Launch
 from megavis.parallel.random import normal, uniform
+from megavis.training.random_data import random_batch
 
 FLOAT32, BF16_LOSS, BF16_GRADIENT = 1e-5, 0.02, 0.1
 """Largest relative differences that pass."""

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_check.kernels import sdpa_kernels, seconds_of
-from benchmarks.gpu_check.models import TINY, job, plain_model, random_batch, read_config
+from benchmarks.gpu_check.models import TINY, job, plain_model, read_config
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from benchmarks.timing import machine
 from megavis.commands.doctor import examine
 from megavis.parallel.launch import Launch
+from megavis.training.random_data import random_batch
 
 # What is shown to whom: config, words, and what torch's source says of an H200 in bf16.
 _VISIBILITIES: Mapping[str, tuple[str, tuple[str, ...], str]] = {

@@ -7,18 +7,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from benchmarks.gpu_check.results import Settings
 from benchmarks.imagenet_hours import write_tokenizer
 from benchmarks.palette_shards import run_verb, write_crops
-from megavis.composition.objective import Objective
-from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Trainable
 from megavis.config.load import load_config
 from megavis.config.schema import RunConfig
-from megavis.data.loading.batch import Batch
 from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext, close_context, open_context
@@ -69,31 +63,6 @@ def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(tokenizer, kind, source)
     return read_config(path, [f"objective.tokenizer={tokenizer}", *words])
-
-
-def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
-    """Return `count` samples of random numbers on the CPU, in the form of the config's shards."""
-    side, cpu = objective.config.data.image_size, torch.device("cpu")
-    if isinstance(objective, Objective):
-        blank = objective.blank_batch(count, cpu)
-    else:
-        blank = blank_batch(count, (side, side, 3), torch.uint8, cpu)
-    generator = torch.Generator().manual_seed(seed)
-    inputs = _random_like(blank.inputs, objective, generator)
-    return Batch(inputs, blank.labels, torch.arange(count))
-
-
-def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator) -> Tensor:
-    shape, dtype = tuple(blank.shape), blank.dtype
-    if dtype == torch.uint8:
-        return torch.randint(256, shape, generator=generator, dtype=dtype)
-    if dtype == torch.int64:
-        colors = objective.config.objective.vocabulary_size  # type: ignore[attr-defined]
-        return torch.randint(colors, shape, generator=generator)
-    numbers = torch.randn(shape, generator=generator)
-    if dtype == torch.float16:  # latents: means, then scales
-        numbers[:, 1] = 0.1
-    return numbers.to(dtype)
 
 
 def plain_model(config: RunConfig, context: ParallelContext) -> tuple[Trainable, LayerStack]:

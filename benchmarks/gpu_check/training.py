@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_check.models import random_batch
 from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.state.load import load_training_state
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
@@ -22,6 +21,7 @@ from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.training import engine as engine_module
 from megavis.training.engine import Engine
+from megavis.training.random_data import random_batch
 
 
 class Trainer:

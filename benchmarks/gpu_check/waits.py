@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from benchmarks.gpu_check.machine import SMALL_IMAGES
-from benchmarks.gpu_check.models import DEMOS, TINY, job, plain_model, random_batch, read_demo
+from benchmarks.gpu_check.models import DEMOS, TINY, job, plain_model, read_demo
 from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from benchmarks.gpu_check.training import Trainer
 from megavis.parallel.launch import Launch
+from megavis.training.random_data import random_batch
 
 _PRESETS = (
     "igpt/xl_64.yaml",

@@ -167,6 +167,24 @@ def _axis(text: str) -> SweepAxis:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis bench`."""
+    parser.description = (
+        "Take training steps on random data, alone or under deepspeed, torchrun or srun, and print"
+        " throughput, utilization against the vendor's peak and against a matrix product of this"
+        " run, peak memory, the slowest process, and the share of each part of a step."
+    )
+    parser.epilog = "example: megavis bench yaml_configs/igpt/s_32.yaml data.train=none --steps 20"
+    add_config(parser)
+    add_device(parser)
+    parser.add_argument("--steps", type=positive, default=10, help="steps that are timed")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="also write a trace for chrome://tracing"
+    )
+    add_json(parser)
+    parser.set_defaults(run="bench:run", check=read_config)
+
+
 def add_parity(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis parity`."""
     parser.description = (

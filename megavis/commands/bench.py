@@ -1,0 +1,64 @@
+"""`megavis bench`: how long a training step takes on this machine, and where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from megavis.parallel.launch import read_launch
+from megavis.training.bench import BenchResult, bench
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; each process of a job calls this, and the main one prints."""
+    result = bench(
+        args.loaded,
+        read_launch(os.environ),
+        num_steps=args.steps,
+        device=args.device,
+        trace=args.profile,
+    )
+    if result is None:
+        return 0
+    lines = [json.dumps(result.as_json(), indent=2)] if args.json else _lines(result)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def _lines(result: BenchResult) -> Iterator[str]:
+    yield (
+        f"{result.num_processes} × {result.device}, {result.layout}, {result.precision}, batch"
+        f" {result.batch_size}, micro-batch {result.micro_batch_size}"
+    )
+    yield _line(
+        "step", f"{result.step_seconds:.4g} s, enqueued by the host in {result.host_seconds:.4g} s"
+    )
+    yield _line(
+        "throughput",
+        f"{result.images_per_second:,.4g} images/s, {result.tokens_per_second:,.0f} tokens/s",
+    )
+    yield _line("per device", _utilization(result))
+    yield _line("memory", f"{result.memory_gb:.3g} GB at most")
+    shares = sorted(result.parts.items(), key=lambda part: -part[1])
+    yield _line("time", ", ".join(f"{name} {share:.0%}" for name, share in shares))
+    if result.num_processes > 1:
+        lag = result.slowest_seconds / result.step_seconds - 1
+        yield _line("slowest process", f"rank {result.slowest_rank}, {lag:.1%} over the mean")
+
+
+def _utilization(result: BenchResult) -> str:
+    rate = result.tflops_per_device
+    text = (
+        f"{rate:.4g} TFLOP/s, {rate / result.product_tflops:.1%} of a matrix product's"
+        f" {result.product_tflops:.4g}"
+    )
+    if result.peak_tflops is not None:
+        text += f", {rate / result.peak_tflops:.1%} (MFU) of the vendor's {result.peak_tflops:.4g}"
+    return text
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<17}{text}"

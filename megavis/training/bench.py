@@ -1,0 +1,273 @@
+"""Measure training steps on random data: throughput, utilization, memory, and where the time goes.
+
+Utilization is strict: operations are counted as `megavis.model.flops` says (the visible half of
+causal attention, no recomputation, no embeddings), against the vendor's dense peak and against a
+matrix product of this model's size that is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megavis.config.load import LoadedConfig
+from megavis.data.loading.batch import Batch
+from megavis.model.flops import peak_flops
+from megavis.papers import build_objective
+from megavis.parallel.launch import Launch
+from megavis.planning.boundary_activations import DTYPES
+from megavis.planning.layouts import layout_name
+from megavis.training.engine import Engine
+from megavis.training.job import open_job
+from megavis.training.random_data import random_batch
+
+WARM_UP = 3
+"""Steps that are not measured: they compile, choose kernels and fill caches."""
+_NUM_PROFILED = 2
+_NUM_BATCHES = 4
+_SHORTEST = 0.2
+"""Seconds of products that are timed."""
+_REST = "the rest: norms, activations, losses, Python"
+
+PARTS: Mapping[str, str] = {
+    "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_",
+    "attention": r"flash|fmha|sdpa|attention|efficient_attn",
+    "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|(^|::)(add|b|ba)*mm(_|$)|linear|conv",
+    "optimizer": r"adam|lamb|lars|muon|multi_tensor|foreach",
+    "copies": r"memcpy|memset|copy_|::cat|clone|contiguous",
+}
+"""What the operators or kernels of a part are called; the first that matches counts."""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a config's training steps take; rates are of the whole job.
+
+    Attributes:
+        device: its name.
+        num_processes: of the job.
+        layout: its short name.
+        precision: of the computation.
+        batch_size: images of a step.
+        micro_batch_size: images that a process computes at once.
+        step_seconds: mean of the steps, which follow each other without waiting.
+        slowest_seconds: the same of the slowest process.
+        slowest_rank: that process.
+        host_seconds: until a step is enqueued; close to `step_seconds`, the device waits.
+        images_per_second: a second.
+        tokens_per_second: likewise.
+        tflops_per_device: operations a second, in 10¹².
+        product_tflops: those of a matrix product of this size.
+        peak_tflops: the vendor's figure; None where it is not known.
+        memory_gb: most that was allocated on the device; on a CPU, the process's most.
+        parts: share of the device's time by part; they add up to 1.
+    """
+
+    device: str
+    num_processes: int
+    layout: str
+    precision: str
+    batch_size: int
+    micro_batch_size: int
+    step_seconds: float
+    slowest_seconds: float
+    slowest_rank: int
+    host_seconds: float
+    images_per_second: float
+    tokens_per_second: float
+    tflops_per_device: float
+    product_tflops: float
+    peak_tflops: float | None
+    memory_gb: float
+    parts: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result for machines."""
+        return asdict(self)
+
+
+def bench(
+    loaded: LoadedConfig,
+    launch: Launch,
+    *,
+    num_steps: int,
+    device: str | None = None,
+    trace: Path | None = None,
+) -> BenchResult | None:
+    """Measure the steps of a config; every process of the job calls this.
+
+    Args:
+        loaded: the config.
+        launch: this process's place in the job.
+        num_steps: steps that are measured.
+        device: `cpu` or `cuda`; what the machine has when None.
+        trace: file for the main process's trace, in Chrome's format.
+
+    Returns:
+        The result on the main process, None on the others.
+    """
+    config = loaded.config
+    with open_job(loaded, launch, device=device) as context:
+        objective = build_objective(config, context)
+        engine = Engine(config, objective, context)
+        clock = _Clock(context.device)
+        step = _stepper(engine, context.device)
+        for _ in range(WARM_UP):
+            step()
+        clock.start()
+        taken = clock.seconds(lambda: [step() for _ in range(num_steps)]) / num_steps
+        memory = clock.peak_memory()
+        host = median(clock.host_seconds(step) for _ in range(3))
+        parts = _parts(step, context.device, trace if context.is_main else None)
+        rows = engine.micro_batch_size * objective.backbone.num_tokens
+        product = _product_rate(
+            clock, context.device, DTYPES[config.training.precision], rows, config.model.hidden_size
+        )
+        seconds: list[Any] = [None] * context.world.size
+        dist.all_gather_object(seconds, taken)
+        if not context.is_main:
+            return None
+        mean, rate = fmean(seconds), config.training.batch_size / fmean(seconds)
+        return BenchResult(
+            device=clock.name,
+            num_processes=context.world.size,
+            layout=layout_name(config.parallel),
+            precision=config.training.precision,
+            batch_size=config.training.batch_size,
+            micro_batch_size=engine.micro_batch_size,
+            step_seconds=mean,
+            slowest_seconds=max(seconds),
+            slowest_rank=seconds.index(max(seconds)),
+            host_seconds=host,
+            images_per_second=rate,
+            tokens_per_second=rate * objective.backbone.num_tokens,
+            tflops_per_device=rate * objective.flops_per_image() / context.world.size / 1e12,
+            product_tflops=product / 1e12,
+            peak_tflops=_peak(clock.name, config.training.precision),
+            memory_gb=memory / 1e9,
+            parts=parts,
+        )
+
+
+class _Clock:
+    """Times work on a device; outside of CUDA there is nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self.name = torch.cuda.get_device_name(device) if self._is_cuda else _processor()
+
+    def wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+    def start(self) -> None:
+        """Forget the memory that was allocated so far."""
+        self.wait()
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        self.wait()
+        began = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - began
+
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        """Return how long the host takes to enqueue work for an idle device."""
+        self.wait()
+        began = time.perf_counter()
+        work()
+        taken = time.perf_counter() - began
+        self.wait()
+        return taken
+
+    def peak_memory(self) -> float:
+        """Return bytes."""
+        if self._is_cuda:
+            return float(torch.cuda.max_memory_allocated())
+        return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _processor() -> str:
+    """Return the CPU's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+def _stepper(engine: Engine, device: torch.device) -> Callable[[], object]:
+    """Return a function that takes the next step, on batches that take turns."""
+    count = engine.micro_batch_size
+    batches = [random_batch(engine.objective, count, seed=seed) for seed in range(_NUM_BATCHES)]
+    if device.type == "cuda":
+        batches = [batch.pin_memory() for batch in batches]
+    stream: Iterator[Batch] = itertools.cycle(batches)
+    steps = itertools.count()
+    return lambda: engine.train_step(stream, next(steps))
+
+
+def _parts(
+    step: Callable[[], object], device: torch.device, trace: Path | None
+) -> Mapping[str, float]:
+    """Profile steps; return the share of the device's time that each part takes."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(_NUM_PROFILED):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+    own = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return shares((event.key, getattr(event, own)) for event in profiler.key_averages())
+
+
+def shares(times: Iterable[tuple[str, float]]) -> Mapping[str, float]:
+    """Return the share of each part of `PARTS`, of operators or kernels and their times."""
+    totals: dict[str, float] = defaultdict(float)
+    for name, taken in times:
+        totals[_part_of(name)] += taken
+    whole = sum(totals.values())
+    return {part: totals[part] / whole for part in (*PARTS, _REST)}
+
+
+def _part_of(name: str) -> str:
+    found = (part for part, words in PARTS.items() if re.search(words, name.lower()))
+    return next(found, _REST)
+
+
+def _product_rate(
+    clock: _Clock, device: torch.device, dtype: torch.dtype, rows: int, width: int
+) -> float:
+    """Return the operations a second of the MLP's first product for a micro-batch."""
+    left = torch.randn(rows, width, device=device, dtype=dtype)
+    right = torch.randn(width, 4 * width, device=device, dtype=dtype)
+
+    def products(count: int) -> Callable[[], object]:
+        return lambda: [left @ right for _ in range(count)]
+
+    operations, count = 2.0 * rows * width * 4 * width, 1
+    while (taken := clock.seconds(products(count))) < _SHORTEST:
+        count *= 2
+    return count * operations / taken
+
+
+def _peak(device_name: str, precision: str) -> float | None:
+    peak = None if precision == "float32" else peak_flops(device_name)
+    return None if peak is None else peak / 1e12
