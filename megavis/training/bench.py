@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -124,10 +125,9 @@ def bench(
         engine = Engine(config, objective, context)
         clock = _Clock(context.device)
         step = _stepper(engine, context.device)
-        for _ in range(WARM_UP):
-            step()
+        _repeat(step, WARM_UP)
         clock.start()
-        taken = clock.seconds(lambda: [step() for _ in range(num_steps)]) / num_steps
+        taken = clock.seconds(lambda: _repeat(step, num_steps)) / num_steps
         memory = clock.peak_memory()
         host = median(clock.host_seconds(step) for _ in range(3))
         parts = _parts(step, context.device, trace if context.is_main else None)
@@ -219,6 +219,11 @@ def _stepper(engine: Engine, device: torch.device) -> Callable[[], object]:
     return lambda: engine.train_step(stream, next(steps))
 
 
+def _repeat(step: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        step()
+
+
 def _parts(
     step: Callable[[], object], device: torch.device, trace: Path | None
 ) -> Mapping[str, float]:
@@ -227,8 +232,7 @@ def _parts(
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
-        for _ in range(_NUM_PROFILED):
-            step()
+        _repeat(step, _NUM_PROFILED)
         if device.type == "cuda":
             torch.cuda.synchronize()
     if trace is not None:
@@ -258,12 +262,14 @@ def _product_rate(
     """Return the operations a second of the MLP's first product for a micro-batch."""
     left = torch.randn(rows, width, device=device, dtype=dtype)
     right = torch.randn(width, 4 * width, device=device, dtype=dtype)
+    result = left @ right
 
-    def products(count: int) -> Callable[[], object]:
-        return lambda: [left @ right for _ in range(count)]
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            torch.mm(left, right, out=result)
 
     operations, count = 2.0 * rows * width * 4 * width, 1
-    while (taken := clock.seconds(products(count))) < _SHORTEST:
+    while (taken := clock.seconds(partial(multiply, count))) < _SHORTEST:
         count *= 2
     return count * operations / taken
 
