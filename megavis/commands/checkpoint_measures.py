@@ -121,7 +121,7 @@ class SampleFID:
     def __init__(self, args: argparse.Namespace) -> None:
         if args.reference is None or args.num_samples < 2:
             raise UserError(
-                f"--what {DISTANCE} wants --reference FILE (`megavis evaluate statistics` writes"
+                f"--what {DISTANCE} needs --reference FILE (`megavis evaluate statistics` writes"
                 " one), and --num-samples of 2 or more"
             )
         self._num_images, self._seed = args.num_samples, args.seed

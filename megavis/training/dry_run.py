@@ -132,9 +132,9 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     # Weights and Adam's two moments, and the moving average of the weights.
     kinds = 3 + bool(config.optimizer.ema_decay)
     size = kinds * _FLOAT32 * num_parameters
-    for_good = set(range(keep.keep_every, steps + 1, keep.keep_every)) if keep.keep_every else set()
-    for_good |= {step for step in keep.keep_at if step <= steps}
-    count = keep.keep_last + 1 + len(for_good)
+    every = keep.keep_every or steps + 1
+    others = {step for step in keep.keep_at if step <= steps and step % every}
+    count = keep.keep_last + 1 + steps // every + len(others)
     folder = Path(config.folder).absolute()
     while not folder.exists():
         folder = folder.parent
