@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavis.composition.autoencoder_config import AutoencoderConfig
+from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
@@ -109,6 +110,11 @@ class AutoencoderObjective(Trainable, Backbone):
     def num_tokens(self) -> int:
         """Places of the grid between encoder and decoder."""
         return (self.config.data.image_size // self.paper.downsampling) ** 2
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return black images."""
+        side = self.config.data.image_size
+        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards hold images."""

@@ -189,10 +189,6 @@ class Objective(Trainable, Backbone):
                 `has_random_features` declares that there are any.
         """
 
-    @abstractmethod
-    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
-        """Return a batch of nothing in the form of the shards."""
-
     def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
         """Return such a batch's training sequence: `megavis plan` counts what it takes.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
@@ -70,6 +71,10 @@ class Backbone(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """Places of the sequence."""
+
+    @abstractmethod
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return a batch of zeros in the form of the shards."""
 
     @property
     def tokenizer_identity(self) -> str | None:

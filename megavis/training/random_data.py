@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megavis.composition.objective import Objective
-from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.batch import Batch
 
 
 def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
     """Return `count` samples of random numbers on the CPU, in the form of the config's shards."""
-    side, cpu = objective.config.data.image_size, torch.device("cpu")
-    if isinstance(objective.backbone, Objective):
-        blank = objective.backbone.blank_batch(count, cpu)
-    else:
-        blank = blank_batch(count, (side, side, 3), torch.uint8, cpu)
+    blank = objective.backbone.blank_batch(count, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     inputs = _random_like(blank.inputs, objective, generator)
     return Batch(inputs, blank.labels, torch.arange(count))
