@@ -14,6 +14,7 @@ from megavis.config.schema import RunConfig
 from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
+from megavis.planning.layouts import legal_layouts
 from megavis.planning.stages import stage_bounds
 from megavis.training.engine import Engine
 from megavis.training.parity import train_briefly
@@ -75,7 +76,13 @@ def test_layouts_give_the_curve_of_one_process(run_job: Any, patch_config: Any, 
     reference = run_job(train_briefly, 1, config, STEPS)[0]
     assert reference[-1][0] < reference[0][0], "nothing was learned"
     for processes, layout in LAYOUTS:
-        curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
+        candidate = with_layout(config, **layout)
+        # Sequence parallelism splits rows, which a condition in front can make odd.
+        if candidate.parallel not in legal_layouts(config, processes):
+            assert name == "compose_features"
+            assert candidate.parallel.sequence_parallel
+            continue
+        curves = run_job(train_briefly, processes, candidate, STEPS)
         assert largest_difference(curves, reference) <= TOLERANCE, layout
 
 
