@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megavis.composition.tokens import Vocabulary
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.batch import Batch
 
@@ -22,8 +23,9 @@ def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator
     if dtype == torch.uint8:
         return torch.randint(256, shape, generator=generator, dtype=dtype)
     if dtype == torch.int64:
-        colors = objective.config.objective.vocabulary_size  # type: ignore[attr-defined]
-        return torch.randint(colors, shape, generator=generator)
+        ids = objective.backbone.composition().reads
+        assert isinstance(ids, Vocabulary)
+        return torch.randint(ids.vocabulary_size, shape, generator=generator)
     numbers = torch.randn(shape, generator=generator)
     if dtype == torch.float16:  # latents: means, then scales
         numbers[:, 1] = 0.1
