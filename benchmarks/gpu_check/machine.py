@@ -19,6 +19,7 @@ from benchmarks.gpu_check.stages import Measure
 from benchmarks.timing import machine
 from megavis.commands.doctor import examine
 from megavis.parallel.launch import Launch
+from megavis.training.bench import processor_name
 from megavis.training.random_data import random_batch
 
 # What is shown to whom: config, words, and what torch's source says of an H200 in bf16.
@@ -49,19 +50,13 @@ SMALL_IMAGES: Mapping[str, tuple[str, ...]] = {
 
 def facts(settings: Settings) -> dict[str, str]:
     """Return device, driver, processor, date and versions."""
-    found = {"device": "cpu", "driver": "none", "processor": _processor(), **machine()}
+    found = {"device": "cpu", "driver": "none", "processor": processor_name(), **machine()}
     if settings.on_gpu:
         found["device"] = torch.cuda.get_device_name()
         found["driver"] = _driver()
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {**found, "system": platform.platform()}
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _driver() -> str:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
-_ROOMS = "megavis.papers"
+from megavis.config.papers import room_module, rooms
 
 
 def _no_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +46,5 @@ class FigureSpec:
 
 def paper_figures() -> Iterator[FigureSpec]:
     """Yield the figures that the papers declare."""
-    rooms = pkgutil.iter_modules(importlib.import_module(_ROOMS).__path__)
-    for room in (f"{_ROOMS}.{module.name}" for module in rooms if module.ispkg):
-        if find_spec(f"{room}.figures"):
-            yield from importlib.import_module(f"{room}.figures").FIGURES
+    for module in filter(None, (room_module(room, "figures") for room in rooms())):
+        yield from importlib.import_module(module).FIGURES

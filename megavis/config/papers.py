@@ -22,6 +22,18 @@ _ROOMS = "megavis.papers"
 _SUFFIX = "_config"
 
 
+def rooms() -> Iterator[str]:
+    """Yield the names of the papers' folders."""
+    modules = pkgutil.iter_modules(importlib.import_module(_ROOMS).__path__)
+    return (module.name for module in modules if module.ispkg)
+
+
+def room_module(room: str, name: str) -> str | None:
+    """Return the full name of a module in a paper's folder; None where there is none."""
+    full = f"{_ROOMS}.{room}.{name}"
+    return full if find_spec(full) else None
+
+
 class Papers(Mapping[str, _Found]):
     """What `find` returns for the name of each paper, looked up when it is asked for."""
 
@@ -33,8 +45,7 @@ class Papers(Mapping[str, _Found]):
         return self._find(name)
 
     def __iter__(self) -> Iterator[str]:
-        rooms = pkgutil.iter_modules(importlib.import_module(_ROOMS).__path__)
-        for room in (module.name for module in rooms if module.ispkg):
+        for room in rooms():
             folder = importlib.import_module(f"{_ROOMS}.{room}")
             for module in pkgutil.iter_modules(folder.__path__):
                 if module.name == "config":

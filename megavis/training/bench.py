@@ -8,6 +8,7 @@ matrix product of this model's size that is measured in the same run.
 from __future__ import annotations
 
 import itertools
+import platform
 import re
 import resource
 import time
@@ -166,7 +167,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self.name = torch.cuda.get_device_name(device) if self._is_cuda else _processor()
+        self.name = torch.cuda.get_device_name(device) if self._is_cuda else processor_name()
 
     def wait(self) -> None:
         if self._is_cuda:
@@ -201,11 +202,11 @@ class _Clock:
         return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Return the CPU's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "CPU"
+    return names[0] if names else platform.machine()
 
 
 def _stepper(engine: Engine, device: torch.device) -> Callable[[], object]:
