@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from tiny import tiny
 
 from megavis.config.load import load_config
 from megavis.parallel.launch import read_launch
 from megavis.training.bench import PARTS, bench, shares
-from megavis.training.random_data import random_batch
 
 NAMES = {
     "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, bf16>>": "attention",
@@ -39,20 +37,6 @@ def test_each_kernel_counts_for_its_part(name, part):
     assert sum(found.values()) == 1.0
     assert [key for key, share in found.items() if share] == [part or list(found)[-1]]
     assert list(found)[:-1] == list(PARTS)
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        "{name: igpt, vocabulary_size: 5}",
-        "{name: compose, reads: {kind: palette, vocabulary_size: 5}, schedule: {kind: one_by_one},"
-        " asks: {kind: shift}, density: {kind: categorical}}",
-    ],
-)
-def test_random_ids_are_of_the_vocabulary(build_paper, objective):
-    paper, _ = build_paper(tiny(objective))
-    ids = random_batch(paper, 4, seed=1).inputs
-    assert ids.flatten().unique().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_step_is_measured(small_config, tmp_path):
