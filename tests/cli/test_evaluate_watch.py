@@ -43,8 +43,8 @@ def test_each_checkpoint_is_measured_once(run_folder, copied, capsys):
     assert main(["evaluate", "watch", str(copied), *what, *FEW, "--every", "5"]) == 0
     (last,) = measured(copied)
     assert last["step"] == 12, "the last one, whatever its number"
-    told = {line["step"]: line for line in read_json_lines(run_folder / "metrics.jsonl")}
-    assert last["validation_loss"] == pytest.approx(told[12]["validation_loss"], rel=1e-6)
+    logged = {line["step"]: line for line in read_json_lines(run_folder / "metrics.jsonl")}
+    assert last["validation_loss"] == pytest.approx(logged[12]["validation_loss"], rel=1e-6)
     assert 0 <= last["neighbors_accuracy"] <= 1
     assert (copied / "samples" / "watch-00000012.png").exists()
     assert list((copied / "tensorboard" / "evaluation").glob("events*"))
@@ -173,9 +173,9 @@ def test_the_end_of_training(watched_config, monkeypatch, capsys, child, finish_
     monkeypatch.setattr(eval_worker, "watch_command", lambda *_, **__: command)
     with eval_worker.evaluate_during(config, is_main=True):
         pass
-    told = capsys.readouterr().err
-    assert warning in told
-    assert bool(told) == bool(warning)
+    stderr = capsys.readouterr().err
+    assert warning in stderr
+    assert bool(stderr) == bool(warning)
 
 
 def test_an_error_of_training_ends_it_at_once(watched_config, monkeypatch):
@@ -204,9 +204,9 @@ def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
     assert "`evaluation` measures on it" in capsys.readouterr().err
     path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [frechet]}}\n")
     assert main(["train", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert "evaluation.reference: is missing, and `frechet` compares with it" in told
-    assert "which needs one network: evaluation.inception or evaluation.network" in told
+    stderr = capsys.readouterr().err
+    assert "evaluation.reference: is missing, and `frechet` compares with it" in stderr
+    assert "which needs one network: evaluation.inception or evaluation.network" in stderr
 
 
 def test_the_report_draws_them(copied):

@@ -24,7 +24,7 @@ def test_a_replaced_sample_is_named_once_and_counted(context, tmp_path, capsys):
         report(state)
         records.append(state.record)
     assert records == [{}, {}, {"samples_replaced": 1}, {}, {"samples_replaced": 2}]
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(";")[0] for line in told] == [
+    stderr = capsys.readouterr().err.splitlines()
+    assert [line.split(";")[0] for line in stderr] == [
         f"data: shard-000000.tar:{number:09}: token beyond the vocabulary" for number in (1, 3)
     ]

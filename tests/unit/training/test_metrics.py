@@ -68,8 +68,8 @@ def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path, capsys):
         assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    told = capsys.readouterr().err
-    assert told.count("WARNING: metrics are not written: [Errno 27]") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.count("WARNING: metrics are not written: [Errno 27]") == 1
     writer.write(4, {"loss": 4.0})
     writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]

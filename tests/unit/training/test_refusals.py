@@ -168,9 +168,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, ca
     whole = (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes()
     flip_a_byte(run / "checkpoints" / "step-00000004" / "rank-00000.safetensors")
     assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
-    told = capsys.readouterr().err
-    assert "step-00000004/rank-00000.safetensors: its SHA-256 is not the manifest's" in told
-    assert "resuming from" in told
+    stderr = capsys.readouterr().err
+    assert "step-00000004/rank-00000.safetensors: its SHA-256 is not the manifest's" in stderr
+    assert "resuming from" in stderr
     assert (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes() == whole
     # Pruned once newer ones than it are kept.
     assert (run / "checkpoints" / "step-00000004.set-aside").is_dir()

@@ -73,9 +73,11 @@ def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd
     assert saved_steps(tmp_path) == [2, LAST]
     assert not list(damages(latest_checkpoint(tmp_path)))
     assert not list((tmp_path / "checkpoints").glob(".*.partial"))
-    told = capfd.readouterr().err
-    assert "WARNING: checkpoint of step 4 not saved: " in told
-    assert "rank-00000.safetensors: the thread that writes it has died; training continues" in told
+    stderr = capfd.readouterr().err
+    assert "WARNING: checkpoint of step 4 not saved: " in stderr
+    assert (
+        "rank-00000.safetensors: the thread that writes it has died; training continues" in stderr
+    )
 
 
 def test_a_writer_that_dies_at_the_end_is_an_error(saving, tmp_path):
