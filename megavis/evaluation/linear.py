@@ -10,19 +10,29 @@ features as they are, and scikit-learn's one penalty.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Candidates for the weight of ½‖w‖², relative to the mean cross-entropy."""
+
+SINGLE_THREAD_BYTES = 2**28
+"""Size of the features up to which a fit takes one BLAS thread.
+
+Products with so few columns as there are classes are several times slower on two threads: 0.8
+against 2.5 seconds for 5,000 × 160 features and 26 classes (AMD EPYC, 2 cores)."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,11 @@ def score_layers(
         recipe: of the fits.
     """
     chosen = range(len(train.layers)) if layers is None else layers
-    return [_score(layer, train, validation, selection, recipe) for layer in chosen]
+    x = train.layers[0]
+    workers = len(os.sched_getaffinity(0)) if x.nbytes <= SINGLE_THREAD_BYTES else 1
+    # Around all of them: what a fit sets is the process's, and the first to end would restore it.
+    with _settings_of_fits(x), ThreadPoolExecutor(workers) as pool:
+        return [*pool.map(lambda i: _score(i, train, validation, selection, recipe), chosen)]
 
 
 def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
@@ -264,7 +278,6 @@ def fit_classifier(
     Returns:
         A scikit-learn pipeline of `StandardScaler`, or nothing, and `LogisticRegression`.
     """
-    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -273,7 +286,16 @@ def fit_classifier(
     regression = LogisticRegression(C=1.0 / (penalty * len(x)), max_iter=300)
     scaler = StandardScaler() if standardize else "passthrough"
     classifier = make_pipeline(scaler, regression)
-    with warnings.catch_warnings():
+    with _settings_of_fits(x):
+        return classifier.fit(x, y)
+
+
+@contextmanager
+def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
+    from sklearn.exceptions import ConvergenceWarning
+
+    threads = 1 if x.nbytes <= SINGLE_THREAD_BYTES else None
+    with threadpool_limits(threads, user_api="blas"), warnings.catch_warnings():
         # A weakly penalised fit of separable features creeps on forever; it is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        return classifier.fit(x, y)
+        yield

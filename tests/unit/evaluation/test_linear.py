@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
@@ -185,6 +186,17 @@ def test_a_plain_fit_is_scikit_learns_logistic_regression_with_its_defaults():
     assert ours.selection_loss == pytest.approx(-right.mean(), rel=1e-3)
     assert ours.accuracy == whole.score(validation.layers[0], validation.labels)
     assert ours.penalty == 1 / 100
+
+
+def test_a_fit_does_not_depend_on_the_number_of_threads():
+    data = blobs(2000, num_classes=20, width=160, spread=3.0)
+    x, y = data.layers[0], data.labels
+    coefficients = []
+    for threads in (1, 2):
+        with threadpool_limits(threads, user_api="blas"):
+            _, regression = fit_classifier(x, y, penalty=1e-4)
+        coefficients.append(regression.coef_)
+    np.testing.assert_array_equal(*coefficients)
 
 
 def test_the_first_of_equally_good_layers_is_best():
