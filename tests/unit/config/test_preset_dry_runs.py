@@ -1,0 +1,193 @@
+"""Every config that is shipped could start: `--dry-run` on small shards of the kind that it reads.
+
+Batches are the smallest of their layout, and shards hold one, of samples that are all alike;
+tokenizers have the shape of the presets' with fewer filters; a run that is fine-tuned is its config
+and a checkpoint of nothing.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from small_codebook import write_run
+from written_shards import write_payloads
+
+from megavis.checkpoint.state.import_weights import write_weights
+from megavis.config.load import dump_config, load_config
+from megavis.data.format.manifest import SourceIdentity, TokenizerIdentity
+from megavis.data.format.token_packing import payload_bytes
+from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.palette import Palette
+from megavis.tokenizers.vae import VAE
+from megavis.tokenizers.vqgan import VQGAN
+from megavis.training import dry_run
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[3] / "yaml_configs"
+GPUS = re.compile(r"^# \S+ on (\d+) \S+ GPUs", re.MULTILINE)
+PRESETS = {
+    f"{path.parent.name}/{path.stem}": load_config(path) for path in sorted(ROOT.glob("*/*.yaml"))
+}
+RUNS = {loaded.config.folder: loaded.config for loaded in PRESETS.values()}
+# Kinds of shards by their folders; all others hold jpeg files.
+KINDS = [
+    (r"latents", "latents"),
+    (r"pairs|coarse", "pairs"),
+    (r"ids", "ids"),
+    (r"speech", "frames"),
+    (r"cifar\d+_32|demo/(train|selection|validation)$", "palette"),
+]
+
+
+def folders_of(config):
+    """Return all shard folders that a config names."""
+    test = config.finetune.test if config.finetune else None
+    train = [source.path for source in config.data.train_sources]
+    return [*train, *filter(None, (config.data.validation, test))]
+
+
+def processes_of(config):
+    """Return for how many GPUs a preset is laid out; 1 where it does not say."""
+    found = GPUS.search((ROOT / config.name.replace("_", "/", 1)).with_suffix(".yaml").read_text())
+    return int(found[1]) if found else 1
+
+
+def batch_of(config):
+    """Return the smallest batch that its layout takes, of pairs that may be mixed."""
+    return 2 * processes_of(config) * (config.training.micro_batch_size or 1)
+
+
+def classes_of(config):
+    """Return how many classes labels have; 0 where nobody looks at them."""
+    if config.finetune:
+        return config.finetune.num_classes
+    condition = getattr(config.objective, "condition", None)
+    return getattr(condition or config.objective, "num_classes", 0)
+
+
+def tokenizer_of(config):
+    """Return the tokenizer that a config names, if any."""
+    named = [getattr(config.objective, part, None) for part in ("reads", "condition")]
+    for section in (config.objective, *named):
+        if folder := getattr(section, "tokenizer", None):
+            return tokenizer(folder)
+    return None
+
+
+@functools.cache
+def tokenizer(folder):
+    """Write a tokenizer's run, of the shape of the preset's but with few filters, and open it."""
+    section = {**RUNS[folder].objective.model_dump(mode="json"), "filters": 32}
+    network = {"vae": VAE, "vqgan": VQGAN}[section["name"]].from_objective(section)
+    write_run(Path(folder), network, section)
+    return open_tokenizer(folder)
+
+
+def identity_of(config):
+    """Return the SHA-256 of what makes the run's tokens."""
+    if config.objective.name == "igpt":
+        return Palette.load("palette.npy").sha256
+    found = tokenizer_of(config)
+    return found.identity() if found else None
+
+
+def shards_of(config, folder):
+    """Return suffix and bytes of a sample, and what the manifest says of the folder."""
+    size = config.data.image_size
+    kind = next((kind for pattern, kind in KINDS if re.search(pattern, folder)), "jpeg")
+    says = {"kind": kind, "image_size": size or None}
+    if kind == "frames":
+        shape = config.data.frames
+        return "frm", 2 * shape[0] * shape[1], {**says, "frame_shape": shape}
+    if kind == "latents":
+        shape = tokenizer_of(config).latent_shape(size)
+        name = TokenizerIdentity(kind="vae", sha256=identity_of(config))
+        says |= {"latent_shape": shape, "tokenizer": name, "flipped": config.data.flip}
+        return "lat", 4 * int(np.prod(shape)) * (1 + config.data.flip), says
+    if kind == "ids":
+        made_by = tokenizer_of(config)
+        count, vocabulary = made_by.num_tokens(size), made_by.vocabulary_size
+        name = TokenizerIdentity(kind="vqgan", sha256=made_by.identity(), num_tokens=vocabulary)
+        return "ids", 2 * count, {**says, "num_tokens": count, "tokenizer": name}
+    if kind == "palette":
+        part = getattr(config.objective, "reads", config.objective)
+        vocabulary, name = part.vocabulary_size, Palette.load("palette.npy").sha256
+        name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
+        says |= {"num_tokens": size**2, "tokenizer": name}
+        return "tok", payload_bytes(size**2), says
+    return {"jpeg": "jpg", "pairs": "pair"}[kind], 64, says
+
+
+def write_shards(config, folder):
+    """Write a folder's shards, of as many samples as any preset needs in a batch."""
+    readers = [config for config in RUNS.values() if folder in folders_of(config)]
+    count = max(map(batch_of, readers))
+    classes = max(map(classes_of, readers)) or 1
+    digest = hashlib.sha256(folder.encode())
+    suffix, length, says = shards_of(config, folder)
+    write_payloads(
+        Path(folder),
+        [(digest.digest() * length)[:length]] * count,
+        suffix=suffix,
+        labels=[number % classes for number in range(count)],
+        class_names=[str(label) for label in range(classes)],
+        samples_per_shard=count,
+        source=SourceIdentity(description=folder, num_files=count, sha256=digest.hexdigest()),
+        **says,
+    )
+    if suffix == "tok":
+        shutil.copy("palette.npy", folder)
+
+
+def write_finished(folder):
+    """Write what a run leaves: its config, and a checkpoint, here of nothing."""
+    config = RUNS[folder]
+    write_weights(Path(folder), {}, seed=config.seed, tokenizer=identity_of(config))
+    (Path(folder) / "config.yaml").write_text(dump_config(config))
+    for shards in folders_of(config):
+        prepare(config, shards)
+
+
+def prepare(config, folder):
+    if not Path(folder).exists():
+        write_shards(config, folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_a_folder(tmp_path_factory):
+    """Presets name shards and runs by relative paths."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("presets"))
+    Palette(np.random.default_rng(0).uniform(-1, 1, (512, 3)).astype(np.float32)).save(
+        "palette.npy"
+    )
+    yield
+    os.chdir(before)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_could_start(name, monkeypatch):
+    # The largest model's checkpoints take 500 GB, which this machine need not have.
+    monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e15))
+    config = PRESETS[name].config
+    small = config.training.model_copy(update={"batch_size": batch_of(config)})
+    # A folder of its own, where no tokenizer or finished run lies.
+    config = config.model_copy(update={"output": "new", "training": small})
+    loaded = replace(PRESETS[name], config=config)
+    identity_of(config)
+    for folder in folders_of(config):
+        prepare(config, folder)
+    before = config.finetune and config.finetune.from_run
+    if before and not Path(before).exists():
+        write_finished(before)
+    findings = list(dry_run.dry_run(loaded, processes_of(config)))
+    assert not [str(finding) for finding in findings if not finding.is_right]
+    assert findings[-1].topic == "resume"
