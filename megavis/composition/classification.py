@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from megavis.composition.class_heads import (
     Classifier,
     add_classifier,
     frozen,
+    watched,
 )
 from megavis.composition.composition import Composition
 from megavis.composition.mixing import Mixing
@@ -32,8 +33,7 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.flops import Workload, training_flops
 from megavis.model.heads import Head
-from megavis.model.norms import Norm
-from megavis.model.stack import FeatureLayer, LayerPlan, num_up_to_features
+from megavis.model.stack import LayerPlan
 
 NO_LABEL = -1
 """The label of an image that has none."""
@@ -88,7 +88,11 @@ class Classification(Trainable):
             return self.paper.flops_per_image()
         causal = self.paper.core.visibility_kind == "causal"
         work = Workload.of_one_stream(self.paper.num_tokens, 0, causal=causal)
-        return training_flops(self.config.model, work)
+        model, layer = self.config.model, self.settings.layer
+        if layer is not None:
+            top = layer + self.settings.concatenate // 2
+            model = model.model_copy(update={"num_layers": top})
+        return training_flops(model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check for what the paper needs, and for images to mix; labels are checked later."""
@@ -97,18 +101,24 @@ class Classification(Trainable):
             yield f"holds {manifest.kind} shards; finetune.mixup and cutmix need jpeg shards"
 
     def layer_plans(self) -> list[LayerPlan]:
-        """Return the paper's layers, with class logits from the last off which features are read.
+        """Return the paper's layers, with class logits from the one off which features are read.
 
         Layers above that, such as MAE's decoder, are dropped.
         """
         plans = self.paper.layer_plans()
-        *below, top = plans[: num_up_to_features(plans)]
+        readable = [place for place, plan in enumerate(plans) if plan.gives_features]
+        around, kept = self.settings.concatenate // 2, list[Tensor]()
+        centre = len(readable) - 1 if self.settings.layer is None else self.settings.layer
+        *below, top = plans[: readable[centre + around] + 1]
         if self.settings.linear_evaluation:
             below = [dataclasses.replace(plan, factory=frozen(plan.factory)) for plan in below]
-        build = partial(self._build_head, top.factory)
+        for place in readable[centre - around : centre + around]:
+            factory = watched(below[place].factory, kept.append)
+            below[place] = dataclasses.replace(below[place], factory=factory)
+        build = partial(self._build_head, top.factory, kept)
         if not self.is_joint:
-            # A decoder predicts what the paper's own loss is of.
-            top = dataclasses.replace(top, inner=None, flops=0.0)
+            # A decoder predicts what the paper's own loss is of; a block is but its norm.
+            top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
         plans = [*below, dataclasses.replace(top, factory=build)]
         return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
 
@@ -121,17 +131,15 @@ class Classification(Trainable):
         options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
         return dataclasses.replace(plan, options=options)
 
-    def _build_head(self, build_top: Callable[[], nn.Module]) -> Head:
+    def _build_head(self, build_top: Callable[[], nn.Module], below: list[Tensor]) -> Head:
         core, top = self.paper.core, build_top()
         if self.settings.linear_evaluation:
             top.requires_grad_(False)
-        classifier = Classifier(core, self.settings, self.processes)
+        classifier = Classifier(core, self.settings, self.processes, below)
         if self.is_joint:
             assert isinstance(top, Head)
             return add_classifier(top, classifier)
-        norm = cast(FeatureLayer, top).feature_norm
-        assert isinstance(norm, Norm)
-        return ClassHead(core, norm, classifier)
+        return ClassHead(core, top, classifier)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
         """Return the paper's sequence, then the labels, which are no part of its inputs.

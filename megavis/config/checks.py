@@ -47,8 +47,11 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
             "is the rate of schedule.warmup_steps, of which there are none",
         )
     is_linear = config.finetune is not None and config.finetune.linear_evaluation
-    if config.optimizer.algorithm == "lars" and not is_linear:
-        text = "lars is there for finetune.linear_evaluation, whose matrix no process splits"
+    algorithm = config.optimizer.algorithm
+    if algorithm != "adam" and not is_linear:
+        text = (
+            f"{algorithm} is there for finetune.linear_evaluation, whose matrix no process splits"
+        )
         yield "optimizer.algorithm", f"{text}; use adam here"
     if config.optimizer.ema_decay and config.parallel.offload_optimizer == "nvme":
         text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"

@@ -41,8 +41,39 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     if settings.from_step is not None and settings.from_run is None:
         yield "finetune.from_step", "says which checkpoint of finetune.from_run, which is absent"
+    yield from _check_layer(config, settings)
     if settings.linear_evaluation:
         yield from _check_linear_evaluation(config, settings)
+    else:
+        for key in ("concatenate", "standardize"):
+            if getattr(settings, key) != type(settings).model_fields[key].default:
+                yield f"finetune.{key}", "belongs to finetune.linear_evaluation; leave it out"
+
+
+def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
+    """Layers that are read exist, and what is above them is not needed."""
+    last = config.model.num_layers
+    layer, around = last if settings.layer is None else settings.layer, settings.concatenate // 2
+    if layer > last:
+        yield "finetune.layer", f"is {layer}; the model has layers 0 to {last}"
+        return
+    if settings.concatenate % 2 == 0:
+        yield (
+            "finetune.concatenate",
+            f"{settings.concatenate} layers have no middle: say an odd one",
+        )
+    elif not around <= layer <= last - around:
+        text = f"{settings.concatenate} layers around layer {layer} are not within 0 to {last}"
+        yield "finetune.concatenate", f"{text}; change finetune.layer"
+    if layer < last and settings.generative_weight:
+        text = (
+            "leaves out blocks that the paper's own loss needs; set finetune.generative_weight to 0"
+        )
+        yield "finetune.layer", text
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages > max(1, layer):
+        text = f"{layer} blocks below finetune.layer cannot fill {stages} pipeline stages"
+        yield "parallel.pipeline_model_parallel_size", f"{text}; use at most {max(1, layer)}"
 
 
 def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:

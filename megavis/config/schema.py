@@ -161,15 +161,16 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam, as torch or NVIDIA Apex has it; for linear evaluation LARS."""
+    """Adam, as torch or NVIDIA Apex has it; for linear evaluation SGD or LARS."""
 
-    algorithm: Literal["adam", "lars"] = "adam"
-    """`lars` scales each matrix's step by its norm, for the large batches of linear evaluation."""
+    algorithm: Literal["adam", "sgd", "lars"] = "adam"
+    """`sgd`: momentum alone, for linear evaluation (iGPT, section 3.4). `lars` scales each matrix's
+    step by its norm, for the large batches of MAE's."""
 
     learning_rate: Above0
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates; the first is the momentum of LARS."""
+    """Adam's decay rates; the first is the momentum of SGD and LARS."""
     epsilon: Above0 = 1e-8
     """Adam's denominator constant."""
     weight_decay: AtLeast0 = 0.0
@@ -270,6 +271,15 @@ class FinetuneConfig(Section):
     read_out: Literal["mean", "first", "last"] = "mean"
     """Where class logits are read off the last norm's output: the mean over tokens, the first
     token (a class token), or the last one."""
+    layer: NonNegative | None = None
+    """Layer l whose features classes are read off, from 0, in front of the first block, to
+    `model.num_layers`; that when absent. Blocks above it are left out (iGPT, sections 2.4, 4.5)."""
+    concatenate: Positive = 1
+    """With `linear_evaluation`: so many adjacent layers, an odd number around `layer`, whose
+    features stand side by side (iGPT, section 4.4)."""
+    classifier_std: AtLeast0 | None = None
+    """Deviation of the classifier's matrix at the start; when absent 0 (iGPT, appendix A.1), and
+    0.01 under `linear_evaluation`, as MAE's and MoCo's code have it."""
     label_smoothing: Fraction = 0.0
     """Share of a label that is spread evenly over all classes."""
     mixup: AtLeast0 = 0.0
@@ -280,8 +290,10 @@ class FinetuneConfig(Section):
     drop_path: Fraction | None = None
     """Takes the place of `model.drop_path` in this run; that when absent."""
     linear_evaluation: bool = False
-    """Train the classifier alone, on features of the frozen network that are standardised over the
-    batch (MAE, appendix A.2), in place of fine-tuning."""
+    """Train the classifier alone, on features of the frozen network, in place of fine-tuning."""
+    standardize: bool = True
+    """With `linear_evaluation`: standardise features over the batch (MAE, appendix A.2); false:
+    take them as they are (iGPT, section 2.4)."""
     layer_decay: Share = 1.0
     """Each layer learns at so many times the rate of the one above it."""
     patience: NonNegative = 0

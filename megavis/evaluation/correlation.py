@@ -66,7 +66,7 @@ def measure_correlations(
 def last_tokens(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return what the last norm gives: float32 `[b, s, h]`."""
     kept: list[Tensor] = []
-    hook = runner.head.norm.register_forward_hook(lambda _, __, out: kept.append(out))
+    hook = runner.head.feature_norm.register_forward_hook(lambda _, __, out: kept.append(out))
     try:
         runner.predictions(inputs)
     finally:

@@ -24,14 +24,16 @@ class Head(nn.Module):
 
     norm: Norm
 
-    def __init__(self, core: Core, norm: Norm) -> None:
+    def __init__(self, core: Core, norm: Norm, norm_name: str = "norm") -> None:
+        """Build; weights of the norm are saved under `norm_name`."""
         super().__init__()
-        self.core, self.norm = core, norm
+        self.core, self._norm_name = core, norm_name
+        self.add_module(norm_name, norm)
 
     @property
-    def feature_norm(self) -> Norm:
+    def feature_norm(self) -> nn.Module:
         """The last norm."""
-        return self.norm
+        return self.get_submodule(self._norm_name)
 
 
 class VocabularyHead(Head):

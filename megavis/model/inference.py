@@ -21,7 +21,7 @@ from megavis.model.decoding import IncrementalDecoder
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.model.sequence_parallel import splits_tokens, whole_tokens
-from megavis.model.stack import LocalLayers, Predictions
+from megavis.model.stack import LocalLayers, Predictions, watch_features
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
@@ -96,8 +96,8 @@ class Inference:
         """
         pooled: list[Tensor] = []
         hooks = [
-            norm.register_forward_hook(lambda _, __, out: pooled.append(self._pool(out)))
-            for norm in self.layers.feature_norms()
+            watch_features(layer, lambda features: pooled.append(self._pool(features)))
+            for layer in self.layers.feature_layers()
         ]
         try:
             with self.evaluating():

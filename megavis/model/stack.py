@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megavis.model.core import Core
 from megavis.model.declarations import ParamGroupOptions, add_options
@@ -32,6 +33,12 @@ class FeatureLayer(Protocol):
     @property
     def feature_norm(self) -> nn.Module:
         """The norm that is called once a forward pass, on the stream of hidden states."""
+
+
+def watch_features(layer: nn.Module, keep: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `keep` with the features `[s, b, h]` of a `FeatureLayer` in every forward pass."""
+    norm = cast(FeatureLayer, layer).feature_norm
+    return norm.register_forward_hook(lambda _, __, features: keep(features))
 
 
 Phase = Literal["once", "step"]
@@ -138,13 +145,10 @@ class LocalLayers:
             for name, parameter in module.named_parameters():
                 yield f"{plan.name}.{name}", parameter
 
-    def feature_norms(self) -> list[nn.Module]:
-        """Return the norms off which features are read, from below."""
-        return [
-            cast(FeatureLayer, module).feature_norm
-            for plan, module in zip(self.plans, self.modules, strict=True)
-            if plan.gives_features
-        ]
+    def feature_layers(self) -> list[nn.Module]:
+        """Return the layers off which features are read (`FeatureLayer`), from below."""
+        pairs = zip(self.plans, self.modules, strict=True)
+        return [module for plan, module in pairs if plan.gives_features]
 
     def up_to_features(self) -> Sequence[nn.Module]:
         """Return the layers up to the last off which features are read; none above all of these."""

@@ -1,4 +1,4 @@
-"""Adam and LARS, their parameter groups and their schedule.
+"""Adam, SGD and LARS, their parameter groups and their schedule.
 
 LARS takes steps of each matrix in proportion to its norm, for linear evaluation with large batches:
 "Large Batch Training of Convolutional Networks" (You, Gitman, Ginsburg), equation 6. MAE's linear
@@ -30,7 +30,7 @@ def build_optimizer(
     stages: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Return decoupled-decay Adam, or LARS, over the parameters that are not frozen.
+    """Return decoupled-decay Adam, SGD or LARS over the parameters that are not frozen.
 
     Args:
         named_parameters: by the names that they have in every layout.
@@ -42,11 +42,12 @@ def build_optimizer(
         UserError: when NVIDIA Apex is asked for and absent.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    if config.algorithm == "lars":
+    if config.algorithm != "adam":
+        adapts = config.algorithm == "lars"
         # One group a parameter: ZeRO joins those of a group, and LARS needs the norm of each.
         alone = (parameter_groups([named], config.weight_decay) for named in trained)
         each = [
-            {**group, "adapts": len(logical_shape(group["params"][0])) > 1}
+            {**group, "adapts": adapts and len(logical_shape(group["params"][0])) > 1}
             for groups in alone
             for group in groups
         ]
@@ -173,7 +174,8 @@ class LARS(torch.optim.Optimizer):
     """Momentum on g' = η ‖w‖ / (‖g‖ + β ‖w‖) · (g + β w), with β the weight decay.
 
     A group whose `adapts` is true holds one matrix, or this process's part of it where ZeRO splits
-    it over processes; others are biases, whose steps are not scaled. A group counts its own steps.
+    it over processes; others are biases, whose steps are not scaled: with these alone it is SGD. A
+    group counts its own steps.
     """
 
     def __init__(

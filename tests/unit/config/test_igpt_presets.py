@@ -81,3 +81,31 @@ def test_the_baseline_from_random_weights_has_dropout(load):
     assert config.model.has_dropout
     assert (config.finetune.from_run, config.finetune.generative_weight) == (None, 0.0)
     assert config.training.steps == -(-18 * 1_229_920 // 128)
+
+
+@pytest.mark.parametrize("name", ["s_32", "m_32", "l_32", "l_48", "xl_64"])
+def test_the_linear_probe_is_that_of_section_3_4(load, name):
+    config, before = load(f"{name}_linear"), load(name)
+    optimizer, finetune = config.optimizer, config.finetune
+    assert (config.objective, config.model, config.data) == (
+        before.objective,
+        before.model,
+        before.data,
+    )
+    assert (optimizer.algorithm, optimizer.learning_rate) == ("sgd", 30)
+    assert (optimizer.betas[0], optimizer.weight_decay) == (0.9, 0.0)
+    assert (config.schedule.decay, config.schedule.warmup_steps) == ("cosine", 0)
+    assert config.training.steps == 10_000_000
+    assert (finetune.linear_evaluation, finetune.standardize, finetune.read_out) == (
+        True,
+        False,
+        "mean",
+    )
+    assert finetune.from_run == f"runs/{before.name}"
+
+
+def test_five_layers_of_xl_have_15360_features(load):
+    """Table 2."""
+    config = load("xl_64_linear_5")
+    assert config.finetune.concatenate * config.model.hidden_size == 15_360
+    assert config.finetune.layer == load("xl_64_linear").finetune.layer

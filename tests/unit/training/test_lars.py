@@ -92,3 +92,15 @@ def test_the_frozen_are_left_out():
         groups = build_optimizer(named.items(), config).param_groups
         assert len(groups) == count
         assert sum(len(group["params"]) for group in groups) == 2
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_sgd_is_torchs(decay):
+    """With decay of the matrix alone, as all optimizers here."""
+    named, theirs = parameters(), parameters()
+    settings = {**SETTINGS, "algorithm": "sgd", "weight_decay": decay}
+    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**settings)))
+    matrix, bias = theirs.values()
+    groups = [{"params": [matrix], "weight_decay": decay}, {"params": [bias]}]
+    expected = trained(theirs, torch.optim.SGD(groups, lr=0.5, momentum=0.9))
+    torch.testing.assert_close(made, expected)

@@ -1,0 +1,151 @@
+"""Classes read off any layer, or several: against the features of the network, and scikit-learn."""
+
+import numpy as np
+import pytest
+import torch
+from class_logits import PATCHES, WORDS
+
+from megavis.config.errors import UserError
+from megavis.papers import build_objective
+
+LAYERS = ("model.num_layers=3",)
+PAPERS = {
+    "igpt": (),
+    "gvp": ("objective={name: gvp, patch_size: 2, num_groups: 2}", *PATCHES),
+    "mae": ("objective={name: mae, patch_size: 2}", *PATCHES),
+}
+LINEAR = ("finetune.linear_evaluation=true", "finetune.standardize=false")
+
+
+@pytest.fixture
+def images():
+    """Six images as ids, or as pixels."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 32, (6, 16), generator=generator)
+    pixels = torch.randint(0, 256, (6, 4, 4, 3), generator=generator).to(torch.uint8)
+    return lambda name: ids if name == "igpt" else pixels
+
+
+def features(objective, runner, inputs):
+    """Return all layers' features of the network below the classifier, `[L + 1, b, h]`."""
+    from megavis.model.inference import Inference
+    from megavis.model.stack import LayerStack, LocalLayers
+
+    plain = build_objective(objective.config.model_copy(update={"finetune": None}), runner.context)
+    plans = plain.layer_plans()
+    layers = LocalLayers(plans, list(LayerStack(plans, plain.loss).layers))
+    saved = dict(runner.layers.named_parameters())
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            if name in saved:
+                parameter.copy_(saved[name])
+    return Inference(layers, runner.context).features(plain.inputs_for_features(inputs, None))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_classes_are_read_off_the_named_layer(build, tmp_path, images, name, layer):
+    words = (*WORDS, *LAYERS, *PAPERS[name], f"finetune.layer={layer}")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    inputs = images(name)
+    got = runner.predictions(objective.inputs_from(inputs))
+
+    linear = runner.layers.modules[-1].classifier.linear
+    rows = features(objective, runner, inputs)[layer]
+    expected = np.array(rows) @ linear.weight.detach().numpy().T + linear.bias.detach().numpy()
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    names = {parameter.split(".")[0:2][-1] for parameter, _ in runner.layers.named_parameters()}
+    assert str(layer + 1) not in names
+
+
+def test_the_last_layer_is_the_default(build, tmp_path, images):
+    words = (*WORDS, *LAYERS)
+    named, runner = build(tmp_path / "c.yaml", *words, "finetune.layer=3")
+    same, other = build(tmp_path / "c.yaml", *words)
+    assert [n for n, _ in runner.layers.named_parameters()] == [
+        n for n, _ in other.layers.named_parameters()
+    ]
+    inputs = images("igpt")
+    assert torch.equal(
+        runner.predictions(named.inputs_from(inputs)), other.predictions(same.inputs_from(inputs))
+    )
+    assert named.flops_per_image() == same.flops_per_image()
+
+
+def test_layers_stand_side_by_side(build, tmp_path, images):
+    """iGPT, section 4.4: features of adjacent layers, concatenated, the named one in the middle."""
+    words = (*WORDS, *LAYERS, *LINEAR, "finetune.layer=1", "finetune.concatenate=3")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    inputs = images("igpt")
+    linear = runner.layers.modules[-1].classifier.linear
+    rows = np.concatenate(list(features(objective, runner, inputs)[0:3]), axis=1)
+    expected = rows @ linear.weight.detach().numpy().T + linear.bias.detach().numpy()
+    for _ in range(2):  # nothing of the first pass is left in the second
+        got = runner.predictions(objective.inputs_from(inputs))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_evaluation_learns_the_classifier_alone(build, tmp_path):
+    _, runner = build(tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, "finetune.layer=2")
+    learned = {name for name, p in runner.layers.named_parameters() if p.requires_grad}
+    assert learned == {"blocks.2.classifier.linear.weight", "blocks.2.classifier.linear.bias"}
+
+
+def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, images):
+    """The probe of iGPT, section 3.4: the loss of the linear model that SGD ends at."""
+    from sklearn.linear_model import LogisticRegression
+
+    from megavis.training.optimizer import build_optimizer, learning_rate
+
+    words = ("optimizer.algorithm=sgd", "optimizer.weight_decay=0", "finetune.classifier_std=0")
+    objective, runner = build(
+        tmp_path / "c.yaml", *WORDS, *LAYERS, *LINEAR, *words, "finetune.layer=2"
+    )
+    inputs, labels = images("igpt"), torch.tensor([0, 1, 2, 0, 1, 0])
+    # Two images have two labels, so that the best classifier is finite.
+    inputs[4], inputs[5] = inputs[0], inputs[1]
+    inputs[3] = inputs[2]
+    sequence = objective.inputs_from(inputs)
+    named = dict(runner.layers.named_parameters())
+    with torch.no_grad():
+        named["blocks.2.classifier.linear.weight"].zero_()
+        named["blocks.2.classifier.linear.bias"].zero_()
+    config = objective.config.optimizer.model_copy(update={"learning_rate": 1.0})
+    optimizer = build_optimizer(named.items(), config)
+    steps = 400
+    for step in range(steps):
+        rate = learning_rate(step, peak=1.0, total_steps=steps, config=objective.config.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        state = sequence
+        for layer in runner.layers.modules:
+            state = layer(state)
+        loss = objective.loss(state, (labels,))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    rows = features(objective, runner, inputs)[2].numpy()
+    model = LogisticRegression(C=1e6, max_iter=10_000).fit(rows, labels)
+    shares = model.predict_log_proba(rows)[np.arange(6), labels]
+    assert float(loss) == pytest.approx(-shares.mean(), abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("finetune.layer=4",), r"finetune\.layer: is 4; the model has layers 0 to 3"),
+        (("finetune.layer=1", "finetune.generative_weight=1"), "leaves out blocks"),
+        ((*LINEAR, "finetune.concatenate=2", "finetune.layer=1"), "have no middle"),
+        ((*LINEAR, "finetune.concatenate=3"), "not within 0 to 3"),
+        (("finetune.concatenate=3", "finetune.layer=1"), "belongs to finetune.linear_evaluation"),
+        (("finetune.standardize=false",), "belongs to finetune.linear_evaluation"),
+        (("optimizer.algorithm=sgd",), "sgd is there for finetune.linear_evaluation"),
+        (
+            ("finetune.layer=1", "parallel.pipeline_model_parallel_size=2"),
+            "1 blocks below finetune.layer cannot fill 2",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(build, tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        build(tmp_path / "c.yaml", *WORDS, *LAYERS, *words)
