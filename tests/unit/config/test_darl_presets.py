@@ -99,8 +99,11 @@ def test_the_supervised_baseline_is_that_of_table_10(load):
     assert config.drop_path == 0.2
 
 
-def test_transfer_is_that_of_table_12(load):
-    config = load("vit_l16_diff_vtab")
+@pytest.mark.parametrize("loss", ["mse", "diff"])
+def test_transfer_is_that_of_table_12(load, loss):
+    config = load(f"vit_l16_{loss}_vtab")
+    assert config.finetune.from_run == load(f"vit_l16_{loss}").folder
+    assert config.objective == load(f"vit_l16_{loss}").objective
     has(config.optimizer, {"betas": (0.9, 0.95)})
     assert config.optimizer.learning_rate in (1e-3, 1e-2, 1e-1)
     assert config.optimizer.weight_decay in (0.1, 0.3)

@@ -26,6 +26,14 @@ FINE_TUNED = {
 }
 
 
+# What they start from, and the classes (section 4.5, Table 3; section 4.6).
+SMALL_IMAGES = {
+    "l_32_finetune_cifar10": ("l_32", 10),
+    "l_32_finetune_cifar100": ("l_32", 100),
+    "l_32_bert_finetune_cifar10": ("l_32_bert", 10),
+}
+
+
 @pytest.fixture(scope="module")
 def load():
     return lambda name: load_config(FOLDER / f"{name}.yaml").config
@@ -74,6 +82,27 @@ def test_fine_tuning_on_imagenet_is_that_of_section_3_4(load, name):
     assert (config.finetune.generative_weight, config.model.has_dropout) == (1.0, False)
     assert config.finetune.patience > 0
     assert config.finetune.from_run == f"runs/{before.name}"
+
+
+@pytest.mark.parametrize("name", SMALL_IMAGES)
+def test_fine_tuning_on_cifar_is_that_of_sections_3_1_and_3_4(load, name):
+    before, classes = SMALL_IMAGES[name]
+    config, source = load(name), load(before)
+    assert (config.objective, config.model) == (source.objective, source.model)
+    # "4 pixels are reflection padded on each side, and a 32 × 32 crop is randomly sampled from the
+    # padded image or its horizontal flip".
+    data = config.data
+    assert (data.crop, data.border, data.flip, data.image_size) == ("shifted", "reflect", True, 32)
+    # "The same batch size and Adam hyperparameters", no cosine, early stopping, no dropout.
+    assert (config.training.batch_size, config.schedule.decay) == (128, "constant")
+    optimizer = config.optimizer
+    assert (optimizer.betas, optimizer.weight_decay) == ((0.9, 0.95), 0.0)
+    assert optimizer.learning_rate == pytest.approx(source.optimizer.learning_rate / 10)
+    tuning = config.finetune
+    assert (tuning.generative_weight, tuning.read_out, tuning.visibility) == (1.0, "mean", "kept")
+    assert (tuning.from_run, tuning.num_classes) == (source.folder, classes)
+    assert tuning.patience > 0
+    assert not config.model.has_dropout
 
 
 def test_the_baseline_from_random_weights_has_dropout(load):

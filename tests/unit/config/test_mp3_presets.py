@@ -14,6 +14,8 @@ PUBLISHED = {
     "vit_b_tiny_imagenet": (768, 12, 64, 8, 64, 0.8, 512, 2000, 100_000),
     "vit_b_imagenet": (768, 12, 224, 16, 196, 0.75, 2048, 100, 1_281_167),
     "vit_l_imagenet": (1024, 24, 224, 16, 196, 0.75, 2048, 150, 1_281_167),
+    # Appendix B
+    "vit_b_imagenet_150": (768, 12, 224, 16, 196, 0.75, 2048, 150, 1_281_167),
 }
 
 
@@ -73,6 +75,22 @@ def test_fine_tuning_is_deits_recipe(name):
     assert (data.random_erasing, data.repeats, data.rand_augment) == (0.25, 3, (9, 0.5))
     assert (data.crop, data.short_side) == (base.data.crop, base.data.short_side)
     assert (config.drop_path, config.optimizer.weight_decay) == (0.1, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "images"), [("cifar10", 10, 45_000), ("cars", 196, 8144 - 814)]
+)
+def test_transfer_starts_from_150_epochs_of_imagenet(name, classes, images):
+    """Appendix B: "50K training examples in 10 classes and 8144 training examples in 196"."""
+    config = load_config(PRESETS / f"vit_b_imagenet_finetune_{name}.yaml").config
+    before = load_config(PRESETS / "vit_b_imagenet_150.yaml").config
+    assert (config.objective, config.data.image_size) == (before.objective, 224)
+    assert config.finetune.from_run == before.folder
+    assert config.finetune.num_classes == classes
+    # A tenth of the training images chooses.
+    epochs = config.training.steps * config.training.batch_size / images
+    assert epochs == pytest.approx({"cifar10": 400, "cars": 1000}[name], rel=1e-3)
+    assert config.optimizer.learning_rate == 5e-4 * config.training.batch_size / 512
 
 
 def test_speech_is_trained_as_the_paper_says(build_paper):

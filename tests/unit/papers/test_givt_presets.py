@@ -1,4 +1,4 @@
-"""The presets have the sizes of the released code."""
+"""GIVT's presets against Tables 5 and 6 and section 4.1 of the paper, and the released code."""
 
 from pathlib import Path
 
@@ -11,12 +11,95 @@ from megavis.planning.parameters import by_part, count_parameters
 FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
 
 
+def read(name):
+    return load_config(FOLDER / f"{name}.yaml").config
+
+
+# Table 5: size of the image, d, k, width, depth, width of the MLP, heads, tokens, dropout, β.
+SIZES = {
+    "causal_base": (256, 16, 16, 768, 12, 3072, 12, 256, 0.1, 5e-5),
+    "causal_default": (256, 16, 16, 1024, 24, 4096, 16, 256, 0.2, 5e-5),
+    "causal_large": (256, 16, 16, 1536, 48, 8192, 16, 256, 0.3, 1e-5),
+    "causal_large_512": (512, 32, 32, 1536, 48, 8192, 16, 512, 0.1, 1e-5),
+    "maskgit": (256, 16, 16, 1024, 24, 4096, 16, 256, 0.4, 5e-5),
+    "maskgit_512": (512, 16, 16, 1024, 24, 4096, 16, 1024, 0.4, 5e-5),
+}
+SIZES |= {
+    "causal_default_crops": SIZES["causal_default"],
+    "causal_unconditional": SIZES["causal_default"],
+    "causal_large_adapter": SIZES["causal_large"],
+    "causal_large_512_adapter": SIZES["causal_large_512"],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_those_of_table_5(name):
+    config = read(name)
+    model, paper = config.model, config.objective
+    latents = (config.data.image_size // paper.downsampling) ** 2
+    assert SIZES[name] == (
+        config.data.image_size,
+        paper.latent_channels * paper.stacked_latents,
+        paper.num_components,
+        model.hidden_size,
+        model.num_layers,
+        model.mlp_size,
+        model.num_attention_heads,
+        latents // paper.stacked_latents,
+        model.mlp_dropout,
+        paper.tokenizer_beta,
+    )
+    assert model.attention_dropout == model.attention_output_dropout == model.mlp_dropout
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_training_is_that_of_section_4_1(name):
+    """Adam, cosine over 500 epochs of which 50 warm up, 1e-3, weight decay 1e-4, batch 8192.
+
+    The released code adds the decay after the rate, clips at 1, and trains MaskGIT without decay.
+    """
+    config = read(name)
+    batch, images = 8192, 1_281_167
+    assert config.training.batch_size == batch
+    assert config.training.steps == pytest.approx(500 * images / batch, rel=1e-4)
+    assert config.schedule.decay == "cosine"
+    assert config.schedule.warmup_steps == pytest.approx(50 * images / batch, rel=3e-3)
+    optimizer = config.optimizer
+    assert (optimizer.algorithm, optimizer.betas[1]) == ("adam", 0.95)
+    assert (optimizer.learning_rate, optimizer.gradient_clipping) == (1e-3, 1.0)
+    decay = 0.0 if name.startswith("maskgit") else 1e-4
+    assert optimizer.weight_decay * optimizer.learning_rate == pytest.approx(decay)
+    assert (config.data.flip, config.model.activation) == (True, "gelu_tanh")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_classes_adapters_and_null_labels_are_those_of_section_4_1(name):
+    paper = read(name).objective
+    free = name == "causal_unconditional"
+    assert (paper.num_classes, paper.label_dropout) == ((0, 0.0) if free else (1000, 0.1))
+    # "8 bijective iRevNet blocks" of 4 d hidden channels; 8 d in the released code at 512².
+    adapted = name.endswith("adapter")
+    assert paper.adapter_blocks == (8 if adapted else 0)
+    assert paper.adapter_bottleneck == (8 * 32 if "512" in name and adapted else None)
+
+
+@pytest.mark.parametrize("name", ["vae", "vae_large"])
+def test_the_vae_is_that_of_section_4_1_and_the_released_code(name):
+    """Table 6 is an image; givt_imagenet2012.py has the numbers: config.vae.model."""
+    paper = read(name).objective
+    assert (paper.latent_channels, paper.filters, paper.blocks_per_level) == (16, 128, 2)
+    assert paper.multipliers == (1, 1, 2, 2, 4)
+    assert paper.beta == {"vae": 5e-5, "vae_large": 1e-5}[name]
+    assert read(name).data.image_size == 256
+
+
 @pytest.mark.parametrize(
     ("name", "words", "millions"),
     [
         ("causal_base", [], "86.385"),
         ("causal_default", [], "304.010"),
         ("causal_default", ["objective.adapter_blocks=8"], "304.121"),
+        ("causal_unconditional", [], "302.986"),
         ("causal_large", [], "1664.330"),
         ("causal_large_512", [], "1667.133"),
         ("maskgit", [], "304.014"),
@@ -39,10 +122,6 @@ VAES = [
     ("maskgit", 5e-5, "vae", 256),
     ("maskgit_512", 5e-5, "vae", 512),
 ]
-
-
-def read(name):
-    return load_config(FOLDER / f"{name}.yaml").config
 
 
 @pytest.mark.parametrize(("name", "beta", "vae", "size"), VAES)

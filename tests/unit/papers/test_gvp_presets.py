@@ -63,6 +63,28 @@ def test_rows_of_the_tables(load, table):
             assert config.training.steps == round(200 * 1_281_167 / 4096)
 
 
+PRE_TRAINED = sorted({name for rows in TABLES.values() for name in rows} - {"vit_b_p2p_features"})
+
+
+@pytest.mark.parametrize("name", [*PRE_TRAINED, "vit_b_p2p_800_epochs", "vit_b_p2d_800_epochs"])
+def test_pre_training_is_that_of_section_5(load, name):
+    config = load(name)
+    data, optimizer = config.data, config.optimizer
+    assert (data.crop, data.scale, data.flip) == ("random_resized", (0.2, 1.0), True)
+    assert (data.image_size, data.rand_augment) == (256 if "d2d" in name else 224, None)
+    assert (optimizer.algorithm, config.training.batch_size) == ("adam", 4096)
+    assert optimizer.learning_rate == pytest.approx(1.5e-4 * 4096 / 256)
+    # Appendix C: 800 epochs, 40 of them warm-up.
+    epochs, warmup = (800, 40) if name.endswith("800_epochs") else (200, 10)
+    assert config.training.steps == round(epochs * 1_281_167 / 4096)
+    assert config.schedule.warmup_steps == pytest.approx(warmup * 1_281_167 / 4096, abs=1)
+    assert config.schedule.decay == "cosine"
+    # "We just replace the y_extra with a class token"; MAE's decay, betas and no clipping.
+    assert (config.objective.num_condition_tokens, config.objective.condition_size) == (1, None)
+    assert (optimizer.betas, optimizer.weight_decay) == ((0.9, 0.95), 0.05)
+    assert (optimizer.gradient_clipping, config.model.drop_path) == (0.0, 0.0)
+
+
 def test_the_first_row_of_table_10_has_one_stream_without_causal_masks(load):
     config = load("vit_b_p2p_masked_one_stream")
     words = config.objective
