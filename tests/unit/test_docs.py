@@ -12,7 +12,7 @@ from megavis.cli import COMMANDS, read_arguments
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-DOCUMENTS = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])
+DOCUMENTS = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])
 DATA_TOOLS = build_parser()
 PLACEHOLDERS = {"$split": "train", "$SLURM_ARRAY_TASK_ID": "1"}
 

@@ -24,7 +24,7 @@ def test_digits_are_as_printed(objective, number, row):
 
 def test_every_row_has_a_text_for_each_column():
     papers = published_papers()
-    assert set(papers) == {"igpt", "givt", "givt_maskgit", "darl", "gvp", "mp3"}
+    assert set(papers) == {"igpt", "givt", "givt_maskgit", "darl", "gvp", "mp3", "mae"}
     for paper in papers.values():
         assert len({table.table for table in paper.tables}) == len(paper.tables)
         for table in paper.tables:

@@ -1,0 +1,118 @@
+"""docs/papers: pages are those that the command writes, and what they name is there."""
+
+import importlib
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megavis.cli import read_arguments
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[2]
+SAMPLING = ("sampling_steps", "sampling_temperature")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "launch"))
+        yield importlib.import_module("paper_tables")
+
+
+@pytest.fixture(scope="module")
+def claims(tables):
+    return tables.read_claims()
+
+
+@pytest.fixture(scope="module")
+def pages(tables, claims):
+    return {paper: tables.Page(paper, claims) for paper in tables.PAPERS}
+
+
+@pytest.fixture(scope="module")
+def runs(tables, claims):
+    """Configs by their run folder: the presets', and those of headers' lines with other keys."""
+    found = {folder: config for folder, (_, config) in tables.presets().items()}
+    for claim in claims:
+        if claim.words:
+            config = claim.config
+            assert found.setdefault(config.folder, config) == config, f"{claim}: give it a name"
+    return found
+
+
+def test_pages_are_what_the_command_writes(tables):
+    texts = tables.write_out()
+    assert set(texts) == {path.name for path in tables.PAGES.glob("*.md")}
+    for name, text in texts.items():
+        written = (tables.PAGES / name).read_text(encoding="utf-8")
+        assert text == written, "run python launch/paper_tables.py"
+
+
+def test_what_comes_before_a_config_is_of_the_same_model(tables, claims, runs):
+    for claim in claims:
+        for folder in () if claim.command else tables.runs_before(claim.config):
+            assert folder in runs, f"{claim.path}: {folder}"
+        before = not claim.command and claim.config.finetune and claim.config.finetune.from_run
+        if before:
+            source, own = (c.objective.model_dump() for c in (runs[before], claim.config))
+            differing = {key for key in own if source[key] != own[key]} - set(SAMPLING)
+            assert not differing, claim
+            shape = ("num_layers", "hidden_size", "num_attention_heads")
+            models = [
+                [getattr(c.model, key) for key in shape] for c in (runs[before], claim.config)
+            ]
+            assert models[0] == models[1], claim
+
+
+def test_commands_have_the_options_and_runs_that_they_use(claims, runs):
+    commands = [claim for claim in claims if claim.command]
+    assert len(commands) > 40
+    for claim in commands:
+        name, *words = shlex.split(claim.command)
+        assert name == "megavis", claim
+        assert read_arguments(words).run
+        assert set(re.findall(r"runs/[\w.-]+", claim.command)) <= set(runs), claim
+
+
+def test_every_state_has_what_it_needs(pages):
+    """Whatever is not run can be started, or the line says why not."""
+    for page in pages.values():
+        lines = [line for lines in page.lines.values() for line in lines]
+        bare = [line for line in lines if line.state == "not run" and not line.how]
+        assert not bare, bare
+
+
+@pytest.fixture
+def changed(tables, claims):
+    """Build GVP's page with one line of a header changed."""
+
+    def build(**fields):
+        claim = next(c for c in claims if c.path.stem == "vit_b_p2p_finetune" and c.row == 11)
+        other = replace(claim, **fields)
+        return tables.Page("gvp", [other if each is claim else each for each in claims])
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"numbers": "83.4"}, r"Table 1, row 11 FT is \['83.2'\]"),
+        ({"row": 99}, "has no .*99"),
+        ({"item": "Table 12"}, "has no .*Table 12"),
+        ({"column": "FID"}, "nobody speaks of Table 1, row 11"),
+    ],
+)
+def test_headers_that_contradict_the_paper_are_refused(changed, fields, text):
+    with pytest.raises(ValueError, match=text):
+        changed(**fields)
+
+
+def test_a_preset_that_says_nothing_is_refused(tables, claims):
+    left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_scratch"]
+    with pytest.raises(ValueError, match="vit_b_p2p_scratch.yaml: say below"):
+        list(tables.presets_without_a_row("gvp", left))
