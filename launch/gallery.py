@@ -1,6 +1,6 @@
-"""Write docs/gallery.md and its pictures from the runs of the demos; `make demos` calls it.
+"""Write docs/gallery.md and its images from the runs of the demos; called by `make demos`.
 
-A demo that has not been run here is left out.
+Demos that have not been run are omitted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ DOCS = ROOT / "docs"
 PICTURES = Path("images/gallery")
 HEAD = """# Gallery
 
-What the demos make of capital letters; the fonts of validation are never seen in training. Small
-models, minutes on two CPU cores. `make demos` runs all of them and writes this page from their run
-folders.
+Images of capital letters from the demos. Training never sees the validation fonts. The models are
+small and train for minutes on two CPU cores. `make demos` runs all of them and writes this page
+from their run folders.
 """
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What the page shows of one demo.
+    """Contents of the page for one demo.
 
     Attributes:
         paper: as `make demo PAPER=` names it.
-        title: of its section.
-        runs: names of run folders whose numbers are printed, the first one's pictures shown.
-        pictures: patterns below a run folder, each with what the newest such picture shows.
+        title: section title.
+        runs: run folders whose numbers are printed; images come from the first.
+        pictures: file patterns below a run folder, each with the caption of the newest match.
     """
 
     paper: str
@@ -52,7 +52,7 @@ DEMOS = (
                 "igpt_demo/samples/completions-*.png",
                 "The original, its upper half, and six completions (top-p 0.9)",
             ),
-            ("igpt_demo/samples/samples-*.png", "Drawn from nothing"),
+            ("igpt_demo/samples/samples-*.png", "Unconditional samples"),
         ),
     ),
     Demo(
@@ -93,12 +93,12 @@ DEMOS = (
         pictures=(
             (
                 "mp3_demo/evaluation/jigsaw.png",
-                "The letter, then its patches shuffled and put together where none, a quarter, half"
-                " and three quarters of them are masked; context patches outlined in green",
+                "The letter, then its patches shuffled and reassembled with none, a quarter, half"
+                " and three quarters of them masked; context patches outlined in green",
             ),
             (
                 "mp3_demo/evaluation/positions.png",
-                "Patches put in their place, over the mask ratio",
+                "Accuracy of predicted positions over the mask ratio",
             ),
         ),
     ),
@@ -109,11 +109,11 @@ DEMOS = (
         pictures=(
             (
                 "givt_demo/samples/samples-*.png",
-                "The letters A to J as drawn by class, with temperature 0.9 and guidance 0.4",
+                "Samples of the classes A to J, with temperature 0.9 and guidance 0.4",
             ),
             (
                 "givt_demo_vae/samples/samples-*.png",
-                "Letters in unseen fonts, and as the VAE reconstructs them",
+                "Letters in unseen fonts, and their reconstructions by the VAE",
             ),
         ),
     ),
@@ -129,7 +129,7 @@ DEMOS = (
             ),
             (
                 "gvp_demo_d2d/evaluation/groups.png",
-                "The same with ids of a VQGAN, drawn (d2d); the letters are the VQGAN's",
+                "The same with sampled ids of a VQGAN (d2d); letters as reconstructed by it",
             ),
         ),
     ),
@@ -141,7 +141,7 @@ DEMOS = (
             (
                 "mae_demo/evaluation/reconstructions.png",
                 "The visible quarter of a letter, the prediction of the rest, and the letter;"
-                " predicted patches have the mean and deviation that they truly have",
+                " predicted patches are scaled with their true mean and standard deviation",
             ),
         ),
     ),
@@ -149,10 +149,10 @@ DEMOS = (
 
 
 def main(runs: Path, docs: Path) -> int:
-    """Write the page and its pictures below `docs`; return 1 where no demo has been run."""
+    """Write the page and its images below `docs`; return 1 if no demo has been run."""
     sections = ["\n".join(section(demo, runs, docs)) for demo in DEMOS if is_there(demo, runs)]
     if not sections:
-        sys.stderr.write(f"{runs} holds no run of a demo: run `make demos`\n")
+        sys.stderr.write(f"{runs} contains no demo run: run `make demos`\n")
         return 1
     page = docs / "gallery.md"
     page.write_text("\n".join([HEAD, *sections]), encoding="utf-8")
@@ -161,12 +161,12 @@ def main(runs: Path, docs: Path) -> int:
 
 
 def is_there(demo: Demo, runs: Path) -> bool:
-    """Return whether all runs of a demo are there."""
+    """Return whether all runs of a demo exist."""
     return all((runs / name / "metrics.jsonl").exists() for name in demo.runs)
 
 
 def section(demo: Demo, runs: Path, docs: Path) -> Iterator[str]:
-    """Yield the lines of a demo's section; copy its pictures."""
+    """Yield the lines of a demo's section; copy its images."""
     yield f"## {demo.title}\n\n```\nmake demo PAPER={demo.paper}\n```\n"
     for number, (pattern, caption) in enumerate(demo.pictures):
         found = sorted(runs.glob(pattern))
@@ -183,7 +183,7 @@ def section(demo: Demo, runs: Path, docs: Path) -> Iterator[str]:
 
 
 def numbers(run: RunRecord) -> Iterator[str]:
-    """Yield the lines of a run's summary that hold numbers, not paths."""
+    """Yield the lines of a run's summary that contain numbers, not paths."""
     path = str(run.folder)
     first, *lines = summary(run)
     yield first.replace(path, run.name)

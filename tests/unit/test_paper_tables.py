@@ -104,7 +104,7 @@ def changed(tables, claims):
         ({"numbers": "83.4"}, r"Table 1, row 11 FT is \['83.2'\]"),
         ({"row": 99}, "has no .*99"),
         ({"item": "Table 12"}, "has no .*Table 12"),
-        ({"column": "FID"}, "nobody speaks of Table 1, row 11"),
+        ({"column": "FID"}, "no source covers Table 1, row 11"),
     ],
 )
 def test_headers_that_contradict_the_paper_are_refused(changed, fields, text):
@@ -114,5 +114,5 @@ def test_headers_that_contradict_the_paper_are_refused(changed, fields, text):
 
 def test_a_preset_that_says_nothing_is_refused(tables, claims):
     left = [claim for claim in claims if claim.path.stem != "vit_b_p2p_scratch"]
-    with pytest.raises(ValueError, match="vit_b_p2p_scratch.yaml: say below"):
+    with pytest.raises(ValueError, match="vit_b_p2p_scratch.yaml: list the rows"):
         list(tables.presets_without_a_row("gvp", left))
