@@ -161,7 +161,7 @@ def main() -> None:
         tokens_that_differ=wrong,
         plain_loop_over_ours=f"{ratio(seconds['plain loop'], seconds['palette shards']):.2f}",
         lookup_share=f"{ratio(seconds['nearest colours alone'], seconds['palette shards']):.3f}",
-        **{name: version(name) for name in ("pillow", "simplejpeg", "numpy", "numba")},
+        **{name: version(name) for name in ("pillow", "simplejpeg", "numpy")},
     )
 
 

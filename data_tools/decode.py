@@ -15,8 +15,6 @@ from importlib.util import find_spec
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from data_tools.resample import with_fourth_channel
-
 MAX_PIXELS = 178_956_970  # Pillow's own limit for what it calls a decompression bomb
 # Only formats that hold photographs: some others of Pillow start external programs.
 _FORMATS = ("PNG", "JPEG", "MPO", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
@@ -40,8 +38,8 @@ def decoder_versions() -> dict[str, str]:
     return versions
 
 
-def decode_image(content: bytes, *, channels: int = 3, min_side: int = 0) -> np.ndarray:
-    """Decode a whole file to RGB, uint8 `[h, w, channels]`.
+def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
+    """Decode a whole file to RGB, uint8 `[h, w, 3]`.
 
     Grey, palette and CMYK images become RGB; 16-bit grey is scaled to 8 bits (rounded), 16-bit
     colour keeps its high bytes; transparency is composited on white; of an animation the first
@@ -49,7 +47,6 @@ def decode_image(content: bytes, *, channels: int = 3, min_side: int = 0) -> np.
 
     Args:
         content: the bytes of the file.
-        channels: 3, or 4 for a fourth byte without meaning, as `resample` expects.
         min_side: if set, a JPEG may be decoded at a smaller scale of n / 8 whose sides are at
             least this: faster, but not what a decode at full size and a resize would give.
 
@@ -60,16 +57,15 @@ def decode_image(content: bytes, *, channels: int = 3, min_side: int = 0) -> np.
     if not content:
         raise RefusedImageError("zero bytes")
     if content.startswith(_JPEG_START) and find_spec("simplejpeg") is not None:
-        pixels = _decode_jpeg(content, channels, min_side)
+        pixels = _decode_jpeg(content, min_side)
         if pixels is not None:
             return pixels
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata; the pixels are what counts
-        pixels = _decode_with_pillow(content)
-    return pixels if channels == 3 else with_fourth_channel(pixels)
+        return _decode_with_pillow(content)
 
 
-def _decode_jpeg(content: bytes, channels: int, min_side: int) -> np.ndarray | None:
+def _decode_jpeg(content: bytes, min_side: int) -> np.ndarray | None:
     """RGB pixels, or None where only Pillow may know the header (rare chroma samplings)."""
     import simplejpeg
 
@@ -82,7 +78,7 @@ def _decode_jpeg(content: bytes, channels: int, min_side: int) -> np.ndarray | N
     try:
         return simplejpeg.decode_jpeg(
             content,
-            colorspace="RGB" if channels == 3 else "RGBX",
+            colorspace="RGB",
             min_height=min_side,
             min_width=min_side,
             strict=True,

@@ -86,12 +86,12 @@ class Encoding:
         refused: list[Refused] = []
         for picture in pictures:
             try:
-                image = decode_image(picture.content, channels=4)
+                image = decode_image(picture.content)
                 [crops] = self.crop.squares(image, sizes=(self.size,), name=picture.name)
             except RefusedImageError as refusal:
                 refused.append(refusal)
                 continue
-            squares += [crop[..., :3] for crop in crops]
+            squares += crops
             refused.append(None)
         shape = (0, self.size, self.size, 3)
         return np.stack(squares) if squares else np.empty(shape, np.uint8), refused

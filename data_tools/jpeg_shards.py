@@ -118,10 +118,9 @@ class JpegEncoder:
         return {"resize": RESIZE, "crop": CROP, "decoders": decoder_versions()}
 
     def _payloads(self, content: bytes) -> list[bytes]:
-        if self.sizes:
-            image = decode_image(content, channels=4)
-            return [encode_jpeg(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
         image = decode_image(content)
+        if self.sizes:
+            return [encode_jpeg(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
         if content.startswith(_JPEG_START) and _reads(content):
             return [content]
         return [encode_jpeg(image, self.quality)]

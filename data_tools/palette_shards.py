@@ -111,7 +111,7 @@ class PaletteEncoder:
         encoded: list[Encoded] = []
         for picture in pictures:
             try:
-                image = decode_image(picture.content, channels=4, min_side=self._min_side)
+                image = decode_image(picture.content, min_side=self._min_side)
                 squares = self.crop.squares(image, sizes=self.sizes, name=picture.name)
             except RefusedImageError as refusal:
                 encoded.append(refusal)
@@ -154,7 +154,7 @@ class PaletteEncoder:
 
 
 def _pack(palette: Palette, image: np.ndarray) -> bytes:
-    tokens = palette.encode(image[..., :3])
+    tokens = palette.encode(image)
     return PaletteCodec(tokens.size).encode(tokens)
 
 

@@ -1,4 +1,4 @@
-"""Resize images to squares: bicubic, antialiased, equal to Pillow to the bit."""
+"""Resize images to squares with Pillow: bicubic, antialiased."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image
 
 from data_tools.decode import RefusedImageError
-from data_tools.resample import resample, with_fourth_channel
 from megavis.config.errors import UserError
 from megavis.data.codecs.crops import NUM_WINDOW_DRAWS, Window, cut, random_window
 
@@ -67,7 +66,7 @@ class Crop:
     def squares(
         self, image: np.ndarray, *, sizes: tuple[int, ...], name: str
     ) -> list[list[np.ndarray]]:
-        """Return, for each size, the squares uint8 `[size, size, 4]` of `image` `[h, w, 4]`.
+        """Return, for each size, the squares uint8 `[size, size, 3]` of `image` `[h, w, 3]`.
 
         `name` decides the random crops, which are the same at every size.
 
@@ -75,12 +74,12 @@ class Crop:
             RefusedImageError: one side is more than 64 times the other.
         """
         if self.kind == "center":
-            return [[_centre_square(image, size)] for size in sizes]
+            return [[resize_and_crop(image, size=size)] for size in sizes]
         if self.kind == "area":
             parts = [self._random_part(image, name, number) for number in range(self.count)]
             return [[_shrink(part, size) for part in parts] for size in sizes]
         if self.kind == "evaluation":
-            large = [_centre_square(image, _PAPER_SIDE)]
+            large = [resize_and_crop(image, size=_PAPER_SIDE)]
         else:
             large = [self._random_square(image, name, number) for number in range(self.count)]
         return [[_shrink(square, size) for square in large] for size in sizes]
@@ -92,7 +91,7 @@ class Crop:
         top = int(random.integers(0, height - _PAPER_SIDE, endpoint=True))
         left = int(random.integers(0, width - _PAPER_SIDE, endpoint=True))
         window = Window(top, left, _PAPER_SIDE, _PAPER_SIDE)
-        return resample(image, height=height, width=width, window=window)
+        return _resize(image, height=height, width=width, window=window)
 
     def _random_part(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
         height, width = image.shape[:2]
@@ -114,18 +113,15 @@ def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
     Raises:
         RefusedImageError: one side is more than 64 times the other.
     """
-    if image.shape[2] == 3:
-        image = with_fourth_channel(image)
-    return np.ascontiguousarray(_centre_square(image, size)[..., :3])
+    height, width = scaled_size(image, size)
+    return _resize(image, height=height, width=width, window=_centre_window(height, width, size))
 
 
 def nearest_square(image: np.ndarray, *, size: int) -> np.ndarray:
     """Do what `resize_and_crop` does, but let every pixel be one of the image's: none is mixed."""
     height, width = scaled_size(image, size)
-    cut = _centre_window(height, width, size)
-    resized = Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST)
-    box = (cut.left, cut.top, cut.left + size, cut.top + size)
-    return np.asarray(resized.crop(box))
+    window = _centre_window(height, width, size)
+    return _resize(image, Image.Resampling.NEAREST, height=height, width=width, window=window)
 
 
 def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
@@ -141,10 +137,18 @@ def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
     return round(height * shorter_side / shorter), round(width * shorter_side / shorter)
 
 
-def _centre_square(image: np.ndarray, size: int) -> np.ndarray:
-    height, width = scaled_size(image, size)
-    window = _centre_window(height, width, size)
-    return resample(image, height=height, width=width, window=window)
+def _resize(
+    image: np.ndarray,
+    filter_: Image.Resampling = Image.Resampling.BICUBIC,
+    *,
+    height: int,
+    width: int,
+    window: Window,
+) -> np.ndarray:
+    """Resize uint8 `[h, w, 3]` to `height` x `width` and cut out `window`."""
+    resized = Image.fromarray(image).resize((width, height), filter_)
+    right, bottom = window.left + window.width, window.top + window.height
+    return np.asarray(resized.crop((window.left, window.top, right, bottom)))
 
 
 def _centre_window(height: int, width: int, size: int) -> Window:
@@ -177,4 +181,4 @@ def crop_from(arguments: argparse.Namespace) -> Crop:
 
 
 def _shrink(square: np.ndarray, size: int) -> np.ndarray:
-    return resample(square, height=size, width=size, window=Window(0, 0, size, size))
+    return _resize(square, height=size, width=size, window=Window(0, 0, size, size))
