@@ -13,6 +13,8 @@ import pytest
 from data_tools.__main__ import build_parser
 from megavis.cli import read_arguments
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 PAPERS = re.search(r"^papers=\((.*)\)$", (ROOT / "launch/demo.sh").read_text(), re.MULTILINE)[1]
 

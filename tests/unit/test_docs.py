@@ -10,6 +10,8 @@ import pytest
 from data_tools.__main__ import build_parser
 from megavis.cli import COMMANDS, read_arguments
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])

@@ -6,6 +6,8 @@ import pytest
 
 from megavis.config.load import load_config
 
+pytestmark = pytest.mark.once
+
 FOLDER = Path(__file__).parents[3] / "yaml_configs/darl"
 IMAGES = 1_281_167
 SIZES = {"vit_b16": (12, 768, 12, 16), "vit_l16": (24, 1024, 16, 16), "vit_h14": (32, 1280, 16, 14)}

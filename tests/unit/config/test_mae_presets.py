@@ -6,6 +6,8 @@ import pytest
 
 from megavis.config.load import load_config
 
+pytestmark = pytest.mark.once
+
 FOLDER = Path(__file__).parents[3] / "yaml_configs/mae"
 IMAGES = 1_281_167
 

@@ -6,6 +6,8 @@ import pytest
 
 from megavis.config.load import load_config
 
+pytestmark = pytest.mark.once
+
 PRESETS = Path(__file__).parents[3] / "yaml_configs/mp3"
 
 # Width, layers, side, patch, positions, η, batch, epochs, training images.

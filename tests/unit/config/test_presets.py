@@ -6,6 +6,8 @@ import pytest
 
 from megavis.config.load import load_config
 
+pytestmark = pytest.mark.once
+
 CONFIGS = sorted((Path(__file__).parents[3] / "yaml_configs").glob("*/*.yaml"))
 
 

@@ -12,6 +12,8 @@ from megavis.data.codecs.augment import NUM_DRAWS, OPERATIONS, RandAugment
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 
+pytestmark = pytest.mark.once
+
 NAMES = [
     *("AutoContrast", "Equalize", "Invert", "Rotate", "PosterizeIncreasing", "SolarizeIncreasing"),
     *("SolarizeAdd", "ColorIncreasing", "ContrastIncreasing", "BrightnessIncreasing"),

@@ -15,6 +15,8 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
 from megavis.data.loading.order import RepeatedOrder, SampleOrder
 
+pytestmark = pytest.mark.once
+
 RANDOM = np.random.default_rng(2)
 IMAGE = np.full((224, 160, 3), 7, np.uint8)
 

@@ -17,6 +17,8 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
 from megavis.tokenizers.palette import Palette
 
+pytestmark = pytest.mark.once
+
 RANDOM = np.random.default_rng(5)
 BICUBIC = Image.Resampling.BICUBIC
 PALETTE = Palette(RANDOM.uniform(-1, 1, (40, 3)).astype(np.float32))

@@ -15,6 +15,8 @@ from megavis.data.codecs.base import PaletteCodec
 from megavis.data.codecs.crops import WrongSizeError, mirror, random_window, resize
 from megavis.data.codecs.transforms import Transform, evaluation_transform, training_transform
 
+pytestmark = pytest.mark.once
+
 RANDOM = np.random.default_rng(0)
 SCALE, RATIO = (0.2, 1.0), (3 / 4, 4 / 3)
 

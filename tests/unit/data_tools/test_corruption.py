@@ -38,6 +38,8 @@ from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import VAE
 
+pytestmark = pytest.mark.once
+
 CLASS = "n02000000"
 LATIN_1 = b"caf\xe9.JPEG".decode("utf-8", "surrogateescape")
 

@@ -12,6 +12,8 @@ from PIL import Image
 from data_tools.decode import RefusedImageError, decode_image
 from data_tools.resize import Crop
 
+pytestmark = pytest.mark.once
+
 BICUBIC = Image.Resampling.BICUBIC
 
 

@@ -11,6 +11,8 @@ from data_tools import decode
 from data_tools.decode import RefusedImageError, decode_image, decoder_versions
 from data_tools.resize import resize_and_crop
 
+pytestmark = pytest.mark.once
+
 
 def test_real_jpegs_equal_pillow():
     for path in real_jpegs()[:6]:

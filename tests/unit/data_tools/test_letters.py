@@ -19,6 +19,8 @@ from data_tools.letters import (
     luminance,
 )
 
+pytestmark = pytest.mark.once
+
 COUNTS = {"train": 60, "selection": 21, "validation": 14}
 SMALL = ["--images", "60", "--selection-images", "21", "--validation-images", "14"]
 

@@ -5,6 +5,8 @@ import pytest
 
 from data_tools.near_duplicates import close_pairs, find_duplicates
 
+pytestmark = pytest.mark.once
+
 
 def clustered_hashes(count, seed=0):
     """Random hashes, half of them a few bits from another one, some equal."""

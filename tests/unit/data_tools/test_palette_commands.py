@@ -21,6 +21,8 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
+pytestmark = pytest.mark.once
+
 
 def shards(images, palette, out, *options):
     return main(

@@ -15,6 +15,8 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

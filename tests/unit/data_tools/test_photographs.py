@@ -17,6 +17,8 @@ from data_tools.photographs import (
     share,
 )
 
+pytestmark = pytest.mark.once
+
 
 def test_regions_are_disjoint():
     for photograph in photographs():

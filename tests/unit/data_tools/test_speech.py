@@ -14,6 +14,8 @@ from data_tools.decode import RefusedImageError
 from data_tools.speech_variants import vary
 from megavis.data.loading.dataset import ShardDataset
 
+pytestmark = pytest.mark.once
+
 RANDOM = np.random.default_rng(0)
 
 

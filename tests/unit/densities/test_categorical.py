@@ -9,6 +9,8 @@ import torch
 from megavis.config.errors import UserError
 from megavis.densities.categorical import CategoricalOptions
 
+pytestmark = pytest.mark.once
+
 
 def reference(logits, *, temperature=1.0, top_k=None, top_p=None):
     """Filter one row of logits with nothing but lists; returns a probability for each id."""

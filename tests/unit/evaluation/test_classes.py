@@ -12,6 +12,8 @@ from megavis.data.loading.subset import Subset
 from megavis.evaluation.classes import evaluate_classifier
 from megavis.evaluation.figures import draw_confusion
 
+pytestmark = pytest.mark.once
+
 WORDS = (
     "finetune={num_classes: 7}",
     "data.validation=shards/validation",

@@ -8,6 +8,8 @@ from megavis.evaluation.concatenation import adjacent_layers, score_concatenated
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import divide, score_layers
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     ("centre", "count", "expected"),

@@ -11,6 +11,8 @@ from megavis.evaluation.likelihood import CheckpointScore, mean_loss
 from megavis.evaluation.linear import LayerScore
 from megavis.evaluation.probe_result import ProbeResult
 
+pytestmark = pytest.mark.once
+
 
 def a_result(**changes):
     """A probe of three layers and two untrained networks, by hand."""

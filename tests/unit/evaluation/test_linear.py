@@ -20,6 +20,8 @@ from megavis.evaluation.linear import (
     score_layers,
 )
 
+pytestmark = pytest.mark.once
+
 
 def blobs(count, *, num_classes=3, width=6, spread=1.0, seed=0):
     """Gaussian clouds around corners, as features of one layer."""

@@ -10,6 +10,8 @@ from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import PENALTIES
 from megavis.evaluation.low_data import draw_images, score_low_data
 
+pytestmark = pytest.mark.once
+
 
 def blobs(count, *, seed):
     """Three overlapping clouds, in the second of two layers; the first is noise."""

@@ -1,9 +1,12 @@
 """Moments of latents against numpy and against what is known."""
 
 import numpy as np
+import pytest
 import torch
 
 from megavis.evaluation.moments import Moments, compare
+
+pytestmark = pytest.mark.once
 
 
 def latents_of(count, *, shift=0.0, seed=0):

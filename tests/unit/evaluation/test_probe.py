@@ -16,6 +16,8 @@ from megavis.evaluation.networks import Network, extract
 from megavis.evaluation.probe import ProbeData, ProbeSettings, probe
 from megavis.tokenizers.palette import Palette
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def data(shard_folders):

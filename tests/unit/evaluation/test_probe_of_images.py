@@ -1,12 +1,15 @@
 """A probe of a run on jpeg shards: features of the paper's own inputs, pixels as they are read."""
 
 import numpy as np
+import pytest
 import torch
 
 from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.features import pixel_features
 from megavis.evaluation.networks import Network
 from megavis.evaluation.probe import ProbeData, probe
+
+pytestmark = pytest.mark.once
 
 
 def test_raw_pixels_are_those_of_the_images(image_shards):

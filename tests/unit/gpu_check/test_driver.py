@@ -11,6 +11,8 @@ from benchmarks.gpu_check.stages import open_stage
 from megavis.config.errors import UserError
 from megavis.parallel.workers import WorkerError
 
+pytestmark = pytest.mark.once
+
 
 class FakeWorker:
     """Measures in no time what a table says: rows, or an error that is raised."""

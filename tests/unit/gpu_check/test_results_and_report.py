@@ -16,6 +16,8 @@ from megavis.config.errors import UserError
 from megavis.model.flops import peak_flops
 from megavis.planning.hardware import DEVICES
 
+pytestmark = pytest.mark.once
+
 
 def stage(*rows, number=5, **fields):
     parts = {"part": Part(True, 1.5, rows=rows)}

@@ -15,6 +15,8 @@ from megavis.model.diffusion import (
 )
 from megavis.parallel.random import uniform
 
+pytestmark = pytest.mark.once
+
 CPU = torch.device("cpu")
 SHAPES = [(0.03, 1.0), (1.0, 1.0), (0.1, 10.0), (3.0, 10.0), (10.0, 0.1), (0.1, 0.1)]
 

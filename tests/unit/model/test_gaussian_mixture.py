@@ -7,6 +7,8 @@ from torch import distributions
 
 from megavis.model.gaussian_mixture import FullGaussian, Mixture, ScaleForm
 
+pytestmark = pytest.mark.once
+
 LARGEST = torch.finfo(torch.float32).max
 
 

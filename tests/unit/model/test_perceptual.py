@@ -8,6 +8,8 @@ from torch import nn
 from megavis.config.errors import UserError
 from megavis.model.perceptual import PerceptualDistance
 
+pytestmark = pytest.mark.once
+
 WIDTHS = {"vgg": (64, 128, 256, 512, 512), "alex": (64, 192, 384, 256, 256)}
 ENDS = {"vgg": (3, 8, 15, 22, 29), "alex": (1, 4, 7, 9, 11)}
 """The ReLUs whose features are compared, by their number among all layers."""

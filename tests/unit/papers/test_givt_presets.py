@@ -8,6 +8,8 @@ from megavis.config.load import load_config
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
 
+pytestmark = pytest.mark.once
+
 FOLDER = Path(__file__).parents[3] / "yaml_configs" / "givt"
 
 

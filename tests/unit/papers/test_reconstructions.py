@@ -8,6 +8,8 @@ from tiny import tiny
 from megavis.config.errors import UserError
 from megavis.papers.mae.reconstructions import reconstruct
 
+pytestmark = pytest.mark.once
+
 DECODER = "{num_layers: 1, hidden_size: 16, num_attention_heads: 2}"
 MAE = f"{{name: mae, patch_size: 4, decoder: {DECODER}}}"
 

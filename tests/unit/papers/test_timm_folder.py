@@ -14,6 +14,8 @@ from tiny import VIT, tiny
 from megavis.config.errors import UserError
 from megavis.papers.darl.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
 
+pytestmark = pytest.mark.once
+
 CONFIG = tiny(
     "{name: darl, patch_size: 8}",
     model={**VIT, "hidden_size": 32, "num_attention_heads": 4, "positions": "learned"},

@@ -14,6 +14,8 @@ from megavis.model.discriminator import Discriminator, squared_slope
 from megavis.model.stack import LayerStack
 from megavis.papers import OBJECTIVES
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def small(tmp_path, context):

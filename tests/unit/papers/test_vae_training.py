@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
 from vae_config import write_config
 
 from megavis.cli import main
+
+pytestmark = pytest.mark.once
 
 
 def test_training_reconstructs_better_and_shows_it(tmp_path, image_shards):

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 import torch
 from small_vqgan import write_config
 
 from megavis.cli import main
 from megavis.tokenizers.base import IdTokenizer, open_tokenizer
+
+pytestmark = pytest.mark.once
 
 
 def test_a_run_reconstructs_better_and_is_a_tokenizer(tmp_path, image_shards):

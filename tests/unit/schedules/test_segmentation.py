@@ -12,6 +12,8 @@ from megavis.schedules import segmentation
 from megavis.schedules.boundaries import fault_of_boundaries, fixed_boundaries
 from megavis.schedules.orders import check_order
 
+pytestmark = pytest.mark.once
+
 SAMPLES = 20_000
 
 

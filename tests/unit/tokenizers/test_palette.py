@@ -10,6 +10,8 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import Palette, fit_palette
 
+pytestmark = pytest.mark.once
+
 
 def brute_force(pixels, centers):
     """One pixel at a time, in float64; argmin takes the lowest index of a tie."""

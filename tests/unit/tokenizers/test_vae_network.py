@@ -8,6 +8,8 @@ from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae_network import Posterior, VAENetwork
 
+pytestmark = pytest.mark.once
+
 
 def test_released_weights_give_the_released_values():
     arrays = read_arrays(GOLDEN / "vae.npz")

@@ -8,6 +8,8 @@ from megavis.tokenizers.codebook import Codebook
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan_network import VQGANNetwork
 
+pytestmark = pytest.mark.once
+
 SHAPE = VQGANShape(
     codebook_size=20,
     code_size=6,

@@ -13,6 +13,8 @@ from megavis.config.errors import UserError
 from megavis.training.faults import run_lock
 from megavis.training.faults.run_lock import Holder, RunLock
 
+pytestmark = pytest.mark.once
+
 SPAWN = multiprocessing.get_context("spawn")
 
 

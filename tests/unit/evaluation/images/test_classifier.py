@@ -20,6 +20,8 @@ from megavis.evaluation.images.classifier import (
 from megavis.evaluation.images.image_files import open_images
 from megavis.tokenizers.base import open_tokenizer
 
+pytestmark = pytest.mark.once
+
 CLASSES = ("across", "down", "flat")
 
 

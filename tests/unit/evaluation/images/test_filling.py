@@ -8,6 +8,8 @@ from skimage.metrics import peak_signal_noise_ratio
 
 from megavis.evaluation.images.completions import score_filling
 
+pytestmark = pytest.mark.once
+
 
 def test_only_hidden_pixels_count():
     torch.manual_seed(0)
