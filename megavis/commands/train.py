@@ -10,7 +10,7 @@ from megavis.commands.quiet import quietly
 from megavis.config.load import LoadedConfig
 from megavis.parallel.launch import read_launch
 from megavis.training.dry_run import dry_run
-from megavis.training.run import run_training
+from megavis.training.trainer import run_training
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from megavis.parallel.context import close_context, open_virtual_context
 from megavis.parallel.tensors import partition_dimension
 from megavis.planning.layouts import Layout, layout_name
 from megavis.training.resume_checks import check_same_tokenizer
-from megavis.training.run import TrainingRun
+from megavis.training.trainer import Trainer
 
 _FLOAT32 = 4
 Shapes = dict[str, tuple[int, ...]]
@@ -71,14 +71,14 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
         pipeline_model_parallel_size=layout.pipeline,
     )
     try:
-        yield from _with_data(loaded, layout, TrainingRun.open(loaded, context))
+        yield from _with_data(loaded, layout, Trainer.open(loaded, context))
     except UserError as error:
         yield DryRunCheck("data", False, str(error))
     finally:
         close_context()
 
 
-def _with_data(loaded: LoadedConfig, layout: Layout, run: TrainingRun) -> Iterator[DryRunCheck]:
+def _with_data(loaded: LoadedConfig, layout: Layout, run: Trainer) -> Iterator[DryRunCheck]:
     yield _data(run, layout)
     yield _tokenizer(run)
     shapes = _shapes(run.objective, layout.tensor)
@@ -88,7 +88,7 @@ def _with_data(loaded: LoadedConfig, layout: Layout, run: TrainingRun) -> Iterat
     yield _resume(run, shapes)
 
 
-def _data(run: TrainingRun, layout: Layout) -> DryRunCheck:
+def _data(run: Trainer, layout: Layout) -> DryRunCheck:
     data, threads = run.train_data, run.config.data.threads
     shards = len(data.manifest.shards)
     text = f"{len(data):,} training images in {shards} shards"
@@ -103,7 +103,7 @@ def _data(run: TrainingRun, layout: Layout) -> DryRunCheck:
     return DryRunCheck("data", True, text)
 
 
-def _tokenizer(run: TrainingRun) -> DryRunCheck:
+def _tokenizer(run: Trainer) -> DryRunCheck:
     manifest = run.train_data.manifest
     if manifest.identity is None:
         return DryRunCheck("tokenizer", True, "images as they are: none is needed")
@@ -148,7 +148,7 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     return DryRunCheck("disk", False, f"{text}; lower checkpoint.keep_last, raise keep_every")
 
 
-def _resume(run: TrainingRun, shapes: Shapes) -> DryRunCheck:
+def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
     """Report where the run would resume, and whether the checkpoint there is of this model."""
     try:
         run.refuse_another_run()

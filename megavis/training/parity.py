@@ -16,13 +16,12 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.config.schema import ParallelConfig, RunConfig
 from megavis.config.yaml_tree import ConfigSource
-from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.launch import Launch
 from megavis.parallel.workers import WorkerError, WorkerPool
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
-from megavis.training.run import TrainingRun
+from megavis.training.trainer import Trainer
 
 Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
@@ -122,19 +121,11 @@ def train_briefly(
     """Train for some steps on this process's part; returns loss and gradient norm of each."""
     loaded = LoadedConfig(config, ConfigSource("parity"))
     with open_job(loaded, launch, device=device) as context:
-        run = TrainingRun.open(loaded, context)
+        run = Trainer.open(loaded, context)
         engine = Engine(config, run.objective, context)
         if run.finetuning is not None:
             run.finetuning.start(engine)
-        loader = BatchLoader(
-            run.train_data,
-            seed=config.seed,
-            micro_batch_size=engine.micro_batch_size,
-            data_parallel_rank=context.data.rank,
-            data_parallel_size=context.data.size,
-            accumulation_steps=engine.accumulation_steps,
-            device=context.device,
-        )
+        loader = run.loader(engine)
         curve = []
         with loader:
             for step in range(steps):

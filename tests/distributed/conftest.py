@@ -17,7 +17,7 @@ from megavis.parallel.workers import WorkerPool
 HANGS_AFTER = 1200.0
 """Seconds: far above what a job takes on a busy machine, below the time limit of a test."""
 
-PRELOADED = ("megavis.training.run",)
+PRELOADED = ("megavis.training.trainer",)
 
 # The server imports while this process imports the tests, which is why nothing here is heavy.
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))

@@ -16,7 +16,7 @@ from megavis.training.engine import Engine
 from megavis.training.faults.watchdog import Watchdog, collective_timeout
 from megavis.training.job import open_job
 from megavis.training.parity import Curve, train_briefly
-from megavis.training.run import TrainingRun
+from megavis.training.trainer import Trainer
 
 pytestmark = pytest.mark.once
 
@@ -75,7 +75,7 @@ def first_weights(launch: Launch, config: RunConfig) -> dict[str, torch.Tensor]:
     """Return what a run begins with: master weights, and buffers."""
     loaded = LoadedConfig(config, ConfigSource("test"))
     with open_job(loaded, launch, device="cpu") as context:
-        engine = Engine(config, TrainingRun.open(loaded, context).objective, context)
+        engine = Engine(config, Trainer.open(loaded, context).objective, context)
         weights = dict(engine.layers.named_parameters())
         found = {name: engine.states.get(p, "weight").clone() for name, p in weights.items()}
         return found | {name: buffer.clone() for name, buffer in engine.layers.named_buffers()}
@@ -96,7 +96,7 @@ def timeouts(launch: Launch, config: RunConfig) -> list[float]:
     """Return how long collectives wait in each group that is open while training is watched."""
     loaded = LoadedConfig(config, ConfigSource("test"))
     with open_job(loaded, launch, device="cpu") as context:
-        Engine(config, TrainingRun.open(loaded, context).objective, context)
+        Engine(config, Trainer.open(loaded, context).objective, context)
         AsyncFlag()
         with Watchdog(context, patience=config.training.hang_timeout):
             groups = list(dist.distributed_c10d._world.pg_map)

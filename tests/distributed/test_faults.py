@@ -70,7 +70,7 @@ class Job:
 def start(tiny_config: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Start a training of two processes; what is left of them is ended."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["megavis.training.run"])
+    server.set_forkserver_preload(["megavis.training.trainer"])
     jobs: list[Job] = []
 
     def begin(*words: str) -> Job:

@@ -28,7 +28,7 @@ from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
 from megavis.training.parity import train_briefly
-from megavis.training.run import TrainingRun
+from megavis.training.trainer import Trainer
 
 STEPS = 10
 KEYS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"
@@ -100,7 +100,7 @@ def dropped(launch: Launch, config: RunConfig) -> dict[str, np.ndarray]:
         device="cpu",
     )
     try:
-        run = TrainingRun.open(LoadedConfig(config, ConfigSource("test")), context)
+        run = Trainer.open(LoadedConfig(config, ConfigSource("test")), context)
         engine = Engine(config, run.objective, context)
         seen: dict[str, np.ndarray] = {}
         blocks = [m for m in engine.layers.modules if isinstance(m, Block)]

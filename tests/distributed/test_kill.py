@@ -44,7 +44,7 @@ def train_alone(path: str, overrides: list[str], stop_at: float) -> None:
 def start() -> Any:
     """Start trainings from a server that has imported everything, so that each begins at once."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["megavis.training.run"])
+    server.set_forkserver_preload(["megavis.training.trainer"])
 
     def begin(path: Path, overrides: list[str], stop_at: float = math.inf) -> Any:
         process = server.Process(target=train_alone, args=(str(path), overrides, stop_at))

@@ -17,8 +17,9 @@ from megavis.parallel.launch import Launch
 from megavis.planning.layouts import is_legal
 from megavis.planning.stages import stage_bounds
 from megavis.training.engine import Engine
+from megavis.training.job import open_job
 from megavis.training.parity import train_briefly
-from megavis.training.run import TrainingRun, open_job
+from megavis.training.trainer import Trainer
 
 STEPS = 6
 NAMES = [name for name, small in SMALL.items() if small.data == "images"]
@@ -90,7 +91,7 @@ def encoder_passes(launch: Launch, config: RunConfig) -> tuple[int, int]:
     """Return how often an encoder's last norm gets a gradient in a step, and its micro-batches."""
     loaded, counts = LoadedConfig(config, ConfigSource("test")), []
     with open_job(loaded, launch, device="cpu") as context:
-        run = TrainingRun.open(loaded, context)
+        run = Trainer.open(loaded, context)
         engine = Engine(config, run.objective, context)
         for name, parameter in engine.layers.named_parameters():
             if name == "embedding.encoder.norm.weight":

@@ -7,11 +7,11 @@ from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.state.load import load_training_state
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.load import LoadedConfig, load_config
-from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.engine import Engine
-from megavis.training.run import TrainingRun, open_job
+from megavis.training.job import open_job
+from megavis.training.trainer import Trainer
 
 SAVED_STEP = 2
 STEPS = 3
@@ -21,7 +21,7 @@ def save_and_go_on(launch: Launch, path: str, words: list[str], folder: Path) ->
     """Train, save after `SAVED_STEP`, train on; return the losses of the steps after it."""
     loaded = read(path, words)
     with open_job(loaded, launch, device="cpu") as context:
-        run = TrainingRun.open(loaded, context)
+        run = Trainer.open(loaded, context)
         engine = Engine(loaded.config, run.objective, context)
         take_steps(run, engine, range(SAVED_STEP))
         save(run, engine, context, folder)
@@ -35,7 +35,7 @@ def go_on_from_each(
     loaded = read(path, words)
     losses = {}
     with open_job(loaded, launch, device="cpu") as context:
-        run = TrainingRun.open(loaded, context)
+        run = Trainer.open(loaded, context)
         for name, folder in saved.items():
             engine = Engine(loaded.config, run.objective, context)
             checkpoint = latest_checkpoint(folder)
@@ -52,22 +52,14 @@ def read(path: str, words: list[str]) -> LoadedConfig:
     return load_config(path, words)
 
 
-def take_steps(run: TrainingRun, engine: Engine, steps: range) -> list[float]:
+def take_steps(run: Trainer, engine: Engine, steps: range) -> list[float]:
     """Take these steps on the images that belong to them."""
-    loader = BatchLoader(
-        run.train_data,
-        seed=run.config.seed,
-        micro_batch_size=engine.micro_batch_size,
-        data_parallel_rank=engine.context.data.rank,
-        data_parallel_size=engine.context.data.size,
-        accumulation_steps=engine.accumulation_steps,
-        start_step=steps.start,
-    )
+    loader = run.loader(engine, steps.start)
     with loader:
         return [engine.mean_over_data(engine.train_step(loader, step)) for step in steps]
 
 
-def save(run: TrainingRun, engine: Engine, context: ParallelContext, folder: Path) -> None:
+def save(run: Trainer, engine: Engine, context: ParallelContext, folder: Path) -> None:
     settings: dict[str, Any] = {"layers": engine.layers, "states": engine.states}
     progress = TrainingProgress(
         step=SAVED_STEP, samples_seen=0, seed=run.config.seed, tokenizer=run.tokenizer

@@ -39,7 +39,7 @@ NAMES = [name for name, small in SMALL.items() if small.in_every_pair]
 @pytest.fixture(scope="module")
 def run_job() -> Iterator[Callable[..., list[Any]]]:
     """Run a job on the first N of four workers, which are replaced often: engines leave threads."""
-    with WorkerPool(4, max_jobs=2, preload=("megavis.training.run",), quiet=True) as pool:
+    with WorkerPool(4, max_jobs=2, preload=("megavis.training.trainer",), quiet=True) as pool:
         yield lambda job, processes, *words: pool.run(job, processes, *words, timeout=600)
 
 

@@ -52,7 +52,7 @@ class Job:
         words = [str(config), f"output={run_folder.parent}", f"name={run_folder.name}"]
         words += [f"parallel.{word}" for word in parallel]
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["megavis.training.run"])
+        server.set_forkserver_preload(["megavis.training.trainer"])
         self.run_folder, self.layout = run_folder, layout
         Job.starts += 1
         self.logs = [logs / f"start-{Job.starts:04d}-rank-{rank}.log" for rank in range(size)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megavis.config.load import load_config
 from megavis.parallel.launch import Launch
-from megavis.training.run import run_training
+from megavis.training.trainer import run_training
 
 
 def train_run(launch: Launch, path: str, overrides: list[str]) -> None:

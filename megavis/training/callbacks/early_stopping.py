@@ -22,7 +22,7 @@ ACCURACY = "validation_accuracy"
 
 
 class EarlyStopping:
-    """A hook that checkpoints the best step, and stops when none better follows.
+    """A callback that checkpoints the best step, and stops when none better follows.
 
     Attributes:
         patience: validations without a new best after which training stops; 0: never.

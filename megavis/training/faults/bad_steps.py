@@ -93,7 +93,7 @@ class SpikeDetector:
 
 
 class WatchBadSteps:
-    """A hook that names bad steps and counts them in the metrics.
+    """A callback that names bad steps and counts them in the metrics.
 
     Attributes:
         judge: what it knows of the losses.

@@ -56,7 +56,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckReplicas:
-    """A hook that ends training where processes disagree; it looks before every checkpoint too."""
+    """End training where processes disagree; look before every checkpoint too."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class Signals:
 
 
 class StopOnSignal:
-    """A hook that ends training after a step, with a checkpoint, once any process gets a signal.
+    """End training after a step, with a checkpoint, once any process gets a signal.
 
     Attributes:
         has_stopped: True once it has ended training before all was done.

@@ -32,7 +32,7 @@ from megavis.training.callbacks.early_stopping import EarlyStopping, looks_of
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
 from megavis.training.metrics import read_metrics
-from megavis.training.run import TrainingRun
+from megavis.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ class TrialResult:
 
 
 class SpikeWatch:
-    """A hook that gives up a run whose loss rises and stays high, or is not a number."""
+    """A callback that gives up a run whose loss rises and stays high, or is not a number."""
 
     def __init__(self, folder: Path, patience: int) -> None:
         """Watch a run.
@@ -150,7 +150,7 @@ def search_rates(
         # The folder may look older on another node.
         outcome = context.from_main(read_outcome(config))
         if outcome.state == "unfinished":
-            run = TrainingRun.open(LoadedConfig(config, loaded.source), context)
+            run = Trainer.open(LoadedConfig(config, loaded.source), context)
             with Signals() as signals, hold_run(run.folder, context):
                 run.train(signals, [SpikeWatch(run.folder, patience)])
             del run

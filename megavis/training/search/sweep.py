@@ -21,8 +21,8 @@ from megavis.evaluation.figures import Row
 from megavis.parallel.context import ParallelContext
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run
-from megavis.training.run import TrainingRun
 from megavis.training.search.axis import SweepAxis
+from megavis.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def train_point(point: Point, context: ParallelContext) -> None:
     """Train one run to its end, from its newest checkpoint."""
     if not point.is_finished:
         with Signals() as signals, hold_run(point.folder, context):
-            TrainingRun.open(point.loaded, context).train(signals)
+            Trainer.open(point.loaded, context).train(signals)
 
 
 def rows_of(

@@ -6,7 +6,7 @@ from shard_folder import write_folder
 
 from megavis.data.loading.dataset import ShardDataset
 from megavis.training.callbacks.base import StepState
-from megavis.training.callbacks.standard import ReportReplacedSamples
+from megavis.training.callbacks.progress import ReportReplacedSamples
 
 pytestmark = pytest.mark.once
 

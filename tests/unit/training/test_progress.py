@@ -5,7 +5,8 @@ import io
 import pytest
 import torch
 
-from megavis.training.callbacks.base import ShowProgress, StepState
+from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.progress import ShowProgress
 
 
 class Terminal(io.StringIO):

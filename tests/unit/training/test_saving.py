@@ -10,7 +10,7 @@ from megavis.checkpoint.state import save
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.checkpoint.state.verify import damages
 from megavis.training.callbacks.base import StepState
-from megavis.training.callbacks.standard import SaveCheckpoint
+from megavis.training.callbacks.saving import SaveCheckpoint
 
 # The dead thread is what is looked at.
 ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

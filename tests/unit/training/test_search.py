@@ -100,14 +100,14 @@ def test_an_interrupted_run_is_finished_and_the_others_are_kept(config):
     class KilledError(Exception):
         pass
 
-    from megavis.training.run import TrainingRun
+    from megavis.training.trainer import Trainer
 
     def kill_after_publishing(self):
         if (self.folder / "checkpoints" / "step-00000010").exists():
             raise KilledError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "_prune", kill_after_publishing)
+        patch.setattr(Trainer, "_prune", kill_after_publishing)
         with pytest.raises(KilledError):
             search(config, "--rates", "1e-2,3e-3")
     runs = config.parent / "runs"

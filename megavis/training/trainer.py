@@ -1,4 +1,8 @@
-"""A training run from config to finished: opens the data, resumes, and starts the loop."""
+"""Train a run, from its config to the last step.
+
+The trainer opens what the config names and joins engine, loop and callbacks, none of which knows
+of it.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,17 @@ from megavis.data.loading.loader import BatchLoader, Readable
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
-from megavis.training.callbacks.base import Callback, StepState, Validate
+from megavis.training.callbacks.base import Callback, StepState
 from megavis.training.callbacks.eval_worker import evaluate_during
-from megavis.training.callbacks.standard import SaveCheckpoint, build_callbacks, make_up_for
+from megavis.training.callbacks.progress import (
+    CollectGarbage,
+    LogMetrics,
+    ReportReplacedSamples,
+    ShowProgress,
+)
+from megavis.training.callbacks.samples import SampleImages
+from megavis.training.callbacks.saving import SaveCheckpoint
+from megavis.training.callbacks.validation import Validate
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (
     BadStepStreak,
@@ -49,8 +61,8 @@ from megavis.training.resume_checks import check_same_run, check_same_tokenizer
 
 
 @dataclass
-class TrainingRun:
-    """Everything that a run needs, opened and checked."""
+class Trainer:
+    """What a run needs, opened and checked, and its training."""
 
     config: RunConfig
     context: ParallelContext
@@ -69,7 +81,7 @@ class TrainingRun:
         return Path(self.config.folder)
 
     @classmethod
-    def open(cls, loaded: LoadedConfig, context: ParallelContext) -> TrainingRun:
+    def open(cls, loaded: LoadedConfig, context: ParallelContext) -> Trainer:
         """Open the data and refuse what does not fit.
 
         Raises:
@@ -145,12 +157,12 @@ class TrainingRun:
         )
         validate = self._validate(interruption)
         extra = [*extra_callbacks, bad_steps, *self._checks(bad_steps)]
-        callbacks = build_callbacks(self, first_step, validate, interruption, save, extra)
+        callbacks = self._callbacks(first_step, validate, interruption, save, extra)
         metrics = self._open_metrics(first_step, start) if context.is_main else None
         if validate is not None and first_step:
             state = StepState(first_step, config.training.steps, None, engine)
-            make_up_for(validate, state, self.finetuning, metrics, self.folder)
-        loader = self._loader(engine, first_step + bad_steps.batches_skipped)
+            validate.catch_up(state, self._stopping, metrics, self.folder)
+        loader = self.loader(engine, first_step + bad_steps.batches_skipped)
         watchdog = Watchdog(context, patience=config.training.hang_timeout)
         with loader, watchdog:
             train(
@@ -179,7 +191,8 @@ class TrainingRun:
         elif self.finetuning is not None:
             self.finetuning.start(engine)
 
-    def _loader(self, engine: Engine, first_batch: int) -> BatchLoader:
+    def loader(self, engine: Engine, first_batch: int = 0) -> BatchLoader:
+        """Return this process's training batches, from one in the sample order on."""
         return BatchLoader(
             self.train_data,
             seed=self.config.seed,
@@ -192,6 +205,50 @@ class TrainingRun:
             repeats=self.config.data.repeats,
             device=self.context.device,
         )
+
+    def _callbacks(
+        self,
+        first_step: int,
+        validate: Validate | None,
+        interruption: StopOnSignal,
+        save: SaveCheckpoint,
+        extra: Sequence[Callback],
+    ) -> list[Callback]:
+        """Return the callbacks in the order in which they are called.
+
+        What may ask for a checkpoint comes before the extra ones, which depend on whether the step
+        is saved; `save` itself is called by the loop, last.
+        """
+        settings, paper = self.config.training, self.objective
+        log = LogMetrics(
+            settings.log_every,
+            flops_per_image=paper.flops_per_image(),
+            tokens_per_image=paper.backbone.num_tokens,
+        )
+        replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
+        callbacks: list[Callback] = [log, save.record_stall, replaced]
+        if validate is not None:
+            callbacks.append(validate)
+        callbacks += [*self._stopping, interruption]
+        if settings.sample_every:
+            callbacks.append(
+                SampleImages(
+                    self.folder,
+                    self.validation_data,
+                    objective=paper,
+                    every=settings.sample_every,
+                    num_images=settings.sample_images,
+                )
+            )
+        callbacks += [*extra, CollectGarbage()]
+        if self.context.is_main:
+            callbacks.append(ShowProgress(first_step, settings.steps))
+        return [*callbacks, log.restart_clock]
+
+    @property
+    def _stopping(self) -> list[Callback]:
+        """What selects a fine-tuning run's best step, and stops it."""
+        return [self.finetuning.stopping] if self.finetuning is not None else []
 
     def _validate(self, interruption: StopOnSignal) -> Validate | None:
         settings = self.config.training
@@ -285,7 +342,7 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
         device: `cpu` or `cuda`; what the machine has when None.
     """
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
-        run = TrainingRun.open(loaded, context)
+        run = Trainer.open(loaded, context)
         evaluation = evaluate_during(run.config, is_main=context.is_main)
         with hold_run(run.folder, context), evaluation:
             run.train(signals)

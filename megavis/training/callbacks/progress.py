@@ -1,0 +1,153 @@
+"""Callbacks that show how training goes: metrics, progress, replaced samples; garbage collection.
+
+`ShardDataset` reads the next good sample in place of a bad one, so that one broken image does not
+end a run of a month; `ReportReplacedSamples` keeps this from going unnoticed.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megavis.data.loading.blended_dataset import Samples
+from megavis.model.flops import peak_flops
+from megavis.parallel.context import ParallelContext
+from megavis.training.callbacks.base import StepState
+
+_VALIDATED = ("validation_loss", "validation_accuracy")
+_OF_TRAINING = ("lr", "grad_norm", "samples_per_s")
+
+
+class LogMetrics:
+    """Loss, learning rate, gradient norm and throughput, every N steps."""
+
+    def __init__(self, every: int, *, flops_per_image: float, tokens_per_image: int) -> None:
+        self.every, self.flops, self.tokens = every, flops_per_image, tokens_per_image
+        self._since: tuple[int, float] | None = None
+
+    def __call__(self, state: StepState) -> None:
+        """Record the step's numbers where they are due."""
+        if state.loss is None or not state.is_due(self.every):
+            return
+        engine = state.engine
+        state.record["loss"] = engine.mean_over_data(state.loss)
+        state.record["lr"] = engine.rate(state.step - 1)
+        # Infinite where an fp16 step overflowed and was skipped.
+        state.record["grad_norm"] = engine.gradient_norm()
+        if (scale := engine.loss_scale()) is not None:
+            state.record["loss_scale"] = scale.scale
+        state.record["samples_seen"] = state.step * engine.config.training.batch_size
+        state.record.update(self._throughput(state))
+
+    def restart_clock(self, state: StepState) -> None:
+        """Leave out of the speeds what the other callbacks took; called after them.
+
+        The clock first runs after the first step, which warms everything up.
+        """
+        began = state.loss is not None
+        if began and (self._since is None or state.record or state.images):
+            self._since = (state.step, time.perf_counter())
+
+    def _throughput(self, state: StepState) -> dict[str, float]:
+        if self._since is None:
+            return {}
+        first_step, begin = self._since
+        images = (state.step - first_step) * state.engine.config.training.batch_size
+        rate = images / (time.perf_counter() - begin)
+        speeds = {"samples_per_s": rate, "tokens_per_s": rate * self.tokens}
+        context = state.engine.context
+        if context.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(context.device))
+            if peak:
+                speeds["mfu"] = rate * self.flops / (peak * context.world.size)
+        return speeds
+
+
+class CollectGarbage:
+    """Python's collector at fixed steps instead of whenever.
+
+    Left alone it stops each process at another time, and all others wait for it.
+    """
+
+    def __init__(self, every: int = 200) -> None:
+        self.every = every
+        gc.disable()
+
+    def __call__(self, state: StepState) -> None:
+        """Collect where it is due; at the end, give control back to Python."""
+        if state.is_due(self.every):
+            gc.collect()
+        if state.is_last:
+            gc.enable()
+
+
+class ShowProgress:
+    """A progress bar on a terminal, plain lines in a log; on the main process alone.
+
+    On a terminal the numbers of training follow the bar, each over the last; what was
+    validated keeps a line of its own.
+    """
+
+    def __init__(self, first_step: int, last_step: int) -> None:
+        self._on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=last_step,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not self._on_terminal,
+        )
+
+    def __call__(self, state: StepState) -> None:
+        """Advance the bar; show the step's numbers where there are any."""
+        if state.loss is not None:
+            self._bar.update(1)
+        if self._on_terminal and "loss" in state.record:
+            self._bar.set_postfix_str(f"loss {state.record['loss']:.4g}", refresh=False)
+        names = _VALIDATED if self._on_terminal else ("loss", *_VALIDATED, *_OF_TRAINING)
+        text = "  ".join(f"{k} {state.record[k]:.4g}" for k in names if k in state.record)
+        if text:
+            tqdm.write(f"step {state.step}/{state.last_step}  {text}", file=sys.stderr)
+        if state.is_last:
+            self._bar.close()
+
+
+_MAX_NAMED = 20
+"""Names that a process prints; further ones are only counted."""
+
+
+class ReportReplacedSamples:
+    """Name new ones on stderr and record `samples_replaced`, every N steps.
+
+    Batches are read ahead, so that a sample may be named before the step that would have had it.
+    """
+
+    def __init__(self, every: int, data: Samples, context: ParallelContext) -> None:
+        self.every, self.data, self.context = every, data, context
+        # What the index shows, every process knows from the start.
+        self._known = len(data.skipped_names)
+        self._named: set[str] = set() if context.is_main else set(data.skipped_names)
+
+    def __call__(self, state: StepState) -> None:
+        """Every process takes part."""
+        if not state.is_due(self.every):
+            return
+        names = self.data.skipped_names
+        self._report([name for name in names if name not in self._named])
+        met = torch.tensor(len(names) - self._known, device=self.context.device)
+        dist.all_reduce(met, group=self.context.data.group)
+        if total := self._known + int(met):
+            state.record["samples_replaced"] = total
+
+    def _report(self, names: list[str]) -> None:
+        room = max(0, _MAX_NAMED - len(self._named))
+        for name in names[:room]:
+            tqdm.write(f"data: {name}; the next good sample is read in its place", sys.stderr)
+        if 0 < room < len(names):
+            tqdm.write("data: further samples are counted, not named", sys.stderr)
+        self._named.update(names)

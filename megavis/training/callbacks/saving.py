@@ -1,0 +1,96 @@
+"""Checkpoints during training, written while it continues."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from threading import Thread
+
+from tqdm import tqdm
+
+from megavis.checkpoint.state.save import Snapshot
+from megavis.parallel.agreement import AsyncFlag
+from megavis.training.callbacks.base import StepState
+
+
+class SaveCheckpoint:
+    """Saves a checkpoint every N steps, when a callback requests one, and at the end.
+
+    Training waits while weights and states are copied to host memory; a thread then writes them. A
+    failed write is reported and training continues, except at the end.
+
+    Attributes:
+        failures: checkpoints that could not be written.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        take: Callable[[StepState], Snapshot],
+        *,
+        published: Callable[[], None],
+        also_at: Collection[int] = (),
+    ) -> None:
+        """Prepare; every process calls this.
+
+        Args:
+            every: steps between two checkpoints; 0: only on a callback's request, and at the end.
+            take: copies the run as it is after a step.
+            published: called when a checkpoint has appeared.
+            also_at: steps at which one is saved whatever `every` says.
+        """
+        self.every, self._take, self._published = every, take, published
+        self._also_at = frozenset(also_at)
+        self.failures = 0
+        self._agreement = AsyncFlag()
+        self._snapshot: Snapshot | None = None
+        self._writer: Thread | None = None
+        self._stall = 0.0
+
+    def __call__(self, state: StepState) -> None:
+        """Save where it is due, and let appear what all processes have written."""
+        began = time.perf_counter()
+        due = state.is_due(self.every) or state.step in self._also_at
+        due = due or state.wants_checkpoint or state.step == state.last_step
+        due = due and not state.goes_back
+        if due or state.is_last or self._all_have_written():
+            self._publish(required=state.is_last and not due and not state.goes_back)
+        if due:
+            self._snapshot = self._take(state)
+            self._writer = Thread(target=self._snapshot.write, name="checkpoint", daemon=True)
+            self._writer.start()
+            if state.is_last:
+                self._publish(required=True)
+        self._stall += time.perf_counter() - began
+
+    def record_stall(self, state: StepState) -> None:
+        """Put into a logged line how long training has waited for checkpoints since the last one.
+
+        A callback.
+        """
+        if state.record and self._stall:
+            state.record["save_stall_s"], self._stall = self._stall, 0.0
+            if self.failures:
+                state.record["checkpoints_not_saved"] = self.failures
+
+    def _all_have_written(self) -> bool:
+        if self._snapshot is None or self._writer is None:
+            return False
+        return self._agreement.exchange(self._writer.is_alive()) is False
+
+    def _publish(self, *, required: bool) -> None:
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None or self._writer is None:
+            return
+        self._writer.join()
+        self._agreement.forget()
+        try:
+            snapshot.publish()
+            self._published()
+        except OSError as error:
+            if required:
+                raise
+            self.failures += 1
+            warning = f"WARNING: {error}; training continues, and the previous checkpoint stays"
+            tqdm.write(warning, file=sys.stderr)

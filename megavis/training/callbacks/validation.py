@@ -1,0 +1,108 @@
+"""Mean loss on held-out images during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megavis.data.loading.loader import Readable, evaluation_batches
+from megavis.model.inference import Inference
+from megavis.training.callbacks.base import Callback, StepState
+from megavis.training.engine import Engine
+from megavis.training.metrics import MetricsWriter, read_metrics
+
+_COUNT = "images"
+
+
+class Validate:
+    """Mean loss on held-out images, every N steps and before the first."""
+
+    def __init__(
+        self,
+        dataset: Readable,
+        every: int,
+        num_images: int,
+        *,
+        is_urgent: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            dataset: held-out images.
+            every: steps between two validations.
+            num_images: so many of them.
+            is_urgent: asked before each batch, on all processes at once, whether to break off.
+        """
+        self.dataset, self.every, self.num_images = dataset, every, num_images
+        self.is_urgent = is_urgent
+
+    def __call__(self, state: StepState) -> None:
+        """Record `validation_loss` where it is due."""
+        if state.is_due(self.every):
+            with state.engine.evaluated():
+                # Before the first step there is nothing to save, and so nothing to hurry for.
+                measured = self.measure(state.engine, may_break_off=state.step > 0)
+            state.record.update({f"validation_{name}": v for name, v in measured.items()})
+
+    def catch_up(
+        self,
+        state: StepState,
+        callbacks: Sequence[Callback],
+        metrics: MetricsWriter | None,
+        run_folder: Path,
+    ) -> None:
+        """Make the validation that a signal broke off just before the run was saved.
+
+        So the metrics of a run that was interrupted are those of one that was not. Every process
+        calls this, with the state that was saved.
+
+        Args:
+            state: after the step that the run resumes from.
+            callbacks: called after it, as they would have been.
+            metrics: where the main process writes.
+            run_folder: its metrics tell whether the validation was made.
+        """
+        if not state.is_due(self.every):
+            return
+        lines = read_metrics(run_folder)
+        is_done = any("validation_loss" in line and line["step"] == state.step for line in lines)
+        # The folder may look older on another node.
+        if state.engine.context.from_main(is_done):
+            return
+        for callback in (self, *callbacks):
+            callback(state)
+        if metrics is not None and state.record:
+            metrics.amend(state.step, state.record)
+
+    def measure(self, engine: Engine, *, may_break_off: bool) -> dict[str, float]:
+        """Return the mean loss over the held-out images, and what else the objective measures.
+
+        Every process calls this. Nothing is returned where it was broken off.
+        """
+        runner = Inference(engine.layers, engine.context)
+        batches = evaluation_batches(
+            self.dataset,
+            batch_size=engine.micro_batch_size,
+            data_parallel_rank=engine.context.data.rank,
+            data_parallel_size=engine.context.data.size,
+            limit=min(self.num_images, len(self.dataset)),
+        )
+        sums: dict[str, Tensor] = {}
+        for batch in batches:
+            if may_break_off and self.is_urgent():
+                return {}
+            sequence = engine.objective.sequence(batch.to(engine.context.device))
+            predictions = runner.predictions(sequence.inputs)
+            with torch.no_grad():
+                loss = engine.objective.loss(predictions, sequence.targets)
+                measured = engine.objective.measures(predictions, sequence.targets)
+            one = torch.ones((), device=loss.device)
+            for name, value in {"loss": loss, **measured, _COUNT: one}.items():
+                sums[name] = sums.get(name, 0.0) + value.double() * len(batch)
+        total = torch.stack(list(sums.values()))
+        torch.distributed.all_reduce(total, group=engine.context.data.group)
+        means = dict(zip(sums, (total / total[-1]).tolist(), strict=True))
+        return {name: mean for name, mean in means.items() if name != _COUNT}
