@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavis.checkpoint.format.folder import chosen_checkpoint
+from megavis.checkpoint.format.reader import read_weights
 from megavis.checkpoint.state.import_weights import write_weights
 from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
@@ -27,6 +29,8 @@ from megavis.config.schema import (
     TrainingConfig,
 )
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.hub.folders import compared_vit_mae
+from megavis.hub.vit import from_transformers
 from megavis.notebook import Run
 from megavis.papers.darl.config import DARLConfig
 from megavis.papers.darl.timm_folder import TimmViT, from_timm, read_timm_folder, timm_features
@@ -38,8 +42,11 @@ from megavis.papers.igpt.imagegpt_folder import (
     folder_logits,
     read_clusters,
     read_folder,
+    read_json,
+    read_tensors,
 )
 from megavis.papers.igpt.paper import IGPTConfig
+from megavis.papers.mae.vit_mae import from_vit_mae, has_sines, vit_mae_sections
 from megavis.papers.vae.config import VAEConfig
 from megavis.papers.vqgan.config import VQGANConfig
 from megavis.tokenizers.palette import Palette
@@ -189,13 +196,67 @@ def import_vqgan(args: argparse.Namespace) -> None:
     write_released(args, paper, weights, image_size=args.image_size)
 
 
+def import_huggingface(args: argparse.Namespace) -> None:
+    """Write the run of what `config.json` names: ImageGPT, ViTMAE, a ViT, or a run of megavis.
+
+    Raises:
+        UserError: it names something else, or the two networks do not agree.
+    """
+    settings = read_json(args.source / "config.json")
+    kind = "timm" if "architecture" in settings else str(settings.get("model_type"))
+    if kind not in _HUGGINGFACE:
+        raise UserError(
+            f"{args.source / 'config.json'}: model_type is {kind!r}; use one of"
+            f" {', '.join(_HUGGINGFACE)}"
+        )
+    _HUGGINGFACE[kind](args)
+
+
+def _import_own(args: argparse.Namespace) -> None:
+    source = chosen_checkpoint(args.source)
+    names = {"name": args.run_folder.name, "output": str(args.run_folder.parent)}
+    config = load_config(args.source / "config.yaml").config.model_copy(update=names)
+    palette = args.source / PALETTE_NAME
+    colors = Palette.load(palette) if palette.exists() else None
+    write_run(args.run_folder, config, read_weights(source), palette=colors)
+    sys.stdout.write(f"{args.run_folder}: the weights of {args.source}\n")
+
+
+def _import_vit(args: argparse.Namespace) -> None:
+    settings, tensors = _read_huggingface(args.source)
+    _write_vit(args, from_transformers(tensors, settings))
+
+
+def _read_huggingface(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    settings = read_json(folder / "config.json")
+    return settings, read_tensors(folder / "model.safetensors")
+
+
+def _import_vit_mae(args: argparse.Namespace) -> None:
+    settings, tensors = _read_huggingface(args.source)
+    weights = from_vit_mae(tensors, settings)
+    paper, model = vit_mae_sections(settings, has_tables=not has_sines(tensors, settings))
+    size = settings["image_size"]
+    config = imported_config(args.run_folder, paper, image_size=size, model=model)
+    write_run(args.run_folder, config, weights)
+    run = Run.open(args.run_folder, device="cpu")
+    difference = check_agreement(*compared_vit_mae(run, tensors, settings))
+    sys.stdout.write(
+        f"{args.run_folder}: predictions agree with {args.source} to {difference:.1e} on random"
+        " input\n"
+    )
+
+
 def import_timm(args: argparse.Namespace) -> None:
     """Convert and compare.
 
     Raises:
         UserError: the folder is no plain ViT of timm's, or the two networks do not agree.
     """
-    model = read_timm_folder(args.source, num_heads=args.heads)
+    _write_vit(args, read_timm_folder(args.source, num_heads=args.heads))
+
+
+def _write_vit(args: argparse.Namespace, model: TimmViT) -> None:
     write_run(args.run_folder, _timm_config(args, model), from_timm(model))
     difference = _compare_timm(args, model)
     sys.stdout.write(
@@ -216,7 +277,7 @@ def _timm_config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
             num_attention_heads=model.num_heads,
             ffn_hidden_size=model.mlp_size,
             normalization="layer_norm",
-            norm_epsilon=1e-6,
+            norm_epsilon=model.epsilon,
             activation="gelu",
             add_bias=True,
             positions="learned",
@@ -285,7 +346,17 @@ def write_run(
     write_weights(run_folder, weights, seed=config.seed, tokenizer=tokenizer)
 
 
+_HUGGINGFACE: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "imagegpt": _import_imagegpt,
+    "vit_mae": _import_vit_mae,
+    "vit": _import_vit,
+    "timm": import_timm,
+    "megavis": _import_own,
+}
+"""By `model_type` of `config.json`."""
+
 _IMPORTERS: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "huggingface": import_huggingface,
     "imagegpt": _import_imagegpt,
     "givt": import_transformer,
     "givt-vae": import_vae,

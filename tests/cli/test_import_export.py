@@ -59,7 +59,9 @@ def test_imported_logits_are_those_of_transformers(tmp_path, biased, heads, widt
 def test_exported_folder_opens_in_transformers(tmp_path, biased):
     model = make_folder(tmp_path / "released", biased=biased)
     assert main(["import", "imagegpt", str(tmp_path / "released"), str(tmp_path / "run")]) == 0
-    assert main(["export", str(tmp_path / "run"), "--to", "imagegpt", str(tmp_path / "out")]) == 0
+    assert (
+        main(["export", str(tmp_path / "run"), "--to", "huggingface", str(tmp_path / "out")]) == 0
+    )
     again = transformers.ImageGPTForCausalImageModeling.from_pretrained(tmp_path / "out").eval()
     ids = torch.randint(20, (3, 16), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(their_logits(again, ids), their_logits(model, ids))
@@ -90,7 +92,7 @@ def test_exported_colours_open_in_transformers_and_come_back(tmp_path):
     np.save(tmp_path / "released" / "kmeans_centers.npy", centers)
     run, out = str(tmp_path / "run"), tmp_path / "out"
     assert main(["import", "imagegpt", str(tmp_path / "released"), run]) == 0
-    assert main(["export", run, "--to", "imagegpt", str(out)]) == 0
+    assert main(["export", run, "--to", "huggingface", str(out)]) == 0
 
     assert np.array_equal(np.load(out / "kmeans_centers.npy"), centers)
     processor = transformers.AutoImageProcessor.from_pretrained(out)

@@ -19,7 +19,7 @@ def export(launch, run_folder, form, out):
         close_context()
 
 
-@pytest.mark.parametrize("form", ["safetensors", "imagegpt"])
+@pytest.mark.parametrize("form", ["safetensors", "huggingface"])
 def test_export_equals_that_of_one_process(run_job, runs, tmp_path, form):
     exported = []
     for name in ("one", "split"):

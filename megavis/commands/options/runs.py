@@ -83,6 +83,7 @@ def _add_verb(verbs: Any, name: str, text: str, run: str) -> argparse.ArgumentPa
 
 
 _FORMS = {
+    "huggingface": ("--palette", "--heads"),
     "imagegpt": ("--palette",),
     "givt": ("--mode", "--num-classes", "--adapter", "--tokenizer"),
     "givt-vae": ("--beta", "--image-size"),
@@ -95,7 +96,9 @@ _FORMS = {
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis import`."""
     parser.description = (
-        "imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
+        "huggingface: read a folder of the Hub by its config.json: ImageGPT, ViTMAE, ViT, a ViT of"
+        " timm, or what `megavis export` wrote."
+        " imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
         " transformers saves them; kmeans_centers.npy or preprocessor_config.json for the palette),"
         " write a run folder, and compare the logits of both on random input. givt, givt-vae: read"
         " an .npz file of GIVT's released Transformers or VAEs. vqgan: read a checkpoint of"
@@ -104,7 +107,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned."
     )
     parser.epilog = (
-        "example: megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
+        "example: megavis import huggingface vit-mae-base runs/vit_mae_base\n"
+        "         megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae"
     )
     parser.add_argument("form", choices=tuple(_FORMS), help="what it holds")
@@ -142,13 +146,19 @@ def _check_import(args: argparse.Namespace) -> None:
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis export`."""
     parser.description = (
-        "Write whole named tensors, from a checkpoint of any layout: as one safetensors"
-        " file, or as an ImageGPT folder that transformers opens, after comparing the logits of"
-        " both on random input."
+        "Write a run's weights, from a checkpoint of any layout, as a folder with a model card."
+        " huggingface: what transformers has a class for (ImageGPT, ViTMAE, ViT) by its names and"
+        " with its preprocessing, any other run as a folder that megavis.load opens; timm: a Vision"
+        " Transformer; safetensors: one file of named tensors. Before it is kept, the written"
+        " network is run on random input and compared with the run."
     )
-    parser.epilog = "example: megavis export runs/igpt_demo --to imagegpt exported/igpt_demo"
+    parser.epilog = (
+        "example: megavis export runs/mae_demo --to huggingface exported/mae_demo\n"
+        "         megavis export runs/gvp_demo --to timm exported/gvp_demo"
+    )
     add_run(parser)
-    parser.add_argument("--to", choices=("imagegpt", "safetensors"), required=True, help="form")
+    forms = ("huggingface", "timm", "safetensors")
+    parser.add_argument("--to", choices=forms, required=True, help="form")
     parser.add_argument("out", type=Path, metavar="DIR", help="new folder, or .safetensors file")
     add_step(parser)
     parser.set_defaults(run="export:run", check=_check_export)

@@ -21,21 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.model.attention import join_keys_values
+from megavis.model.vit_blocks import TIMM, block_from, run_block
 from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
+"""In the norms of timm's ViTs."""
 _USUAL_HEAD = 64
-
-# megavis's name in a block, and timm's.
-_PLAIN = (
-    ("input_layernorm", "norm1"),
-    ("self_attention.linear_proj", "attn.proj"),
-    ("pre_mlp_layernorm", "norm2"),
-    ("mlp.linear_fc1", "mlp.fc1"),
-    ("mlp.linear_fc2", "mlp.fc2"),
-)
-_PARTS = ("attn.qkv", *(theirs for _, theirs in _PLAIN))
 
 
 @dataclass(frozen=True)
@@ -47,12 +38,14 @@ class TimmViT:
         num_heads: attention heads.
         mean: that is taken from each channel in [0, 1] before the first layer.
         deviation: by which it is divided.
+        epsilon: added to the variance inside every norm.
     """
 
     tensors: Mapping[str, Tensor]
     num_heads: int
     mean: Sequence[float] = CHANNEL_MEAN
     deviation: Sequence[float] = CHANNEL_DEVIATION
+    epsilon: float = EPSILON
 
     @property
     def num_layers(self) -> int:
@@ -118,7 +111,7 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
     blocks = {int(m.group(1)) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))}
     layers = ["patch_embed.proj", "norm"]
     for block in range(max(blocks, default=0) + 1):
-        layers += [f"blocks.{block}.{part}" for part in _PARTS]
+        layers += [f"blocks.{block}.{part}" for part in TIMM.all]
     wanted = ["cls_token", "pos_embed", *_parameters(*layers)]
     known = {*wanted, *_parameters("head")}
     for name in tensors:
@@ -161,13 +154,8 @@ def from_timm(model: TimmViT) -> dict[str, Tensor]:
     }
     for layer in range(model.num_layers):
         prefix = f"blocks.{layer}."
-        for kind in ("weight", "bias"):
-            for ours, theirs in _PLAIN:
-                whole[f"{prefix}{ours}.{kind}"] = tensors[f"{prefix}{theirs}.{kind}"]
-            query, key, value = tensors[f"{prefix}attn.qkv.{kind}"].chunk(3)
-            pairs = join_keys_values(key, value, model.num_heads)
-            whole[f"{prefix}self_attention.linear_q.{kind}"] = query
-            whole[f"{prefix}self_attention.linear_kv.{kind}"] = pairs
+        block = block_from(tensors, prefix, TIMM, num_heads=model.num_heads)
+        whole |= {f"{prefix}{name}": tensor for name, tensor in block.items()}
     return {name: tensor.float().contiguous() for name, tensor in whole.items()}
 
 
@@ -196,28 +184,16 @@ def timm_features(model: TimmViT, images: Tensor) -> Tensor:
     Returns:
         The last norm's output, float32 `[b, 1 + T, h]`, the class token first.
     """
-    tensors, heads, width = model.tensors, model.num_heads, (model.hidden_size,)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, width, *_pair(tensors, name), _EPSILON)
-
+    tensors, heads = model.tensors, model.num_heads
     mean, deviation = torch.tensor(model.mean), torch.tensor(model.deviation)
     pixels = ((images / 255.0 - mean) / deviation).permute(0, 3, 1, 2)
     patches = F.conv2d(pixels, *_pair(tensors, "patch_embed.proj"), stride=model.patch_size)
     x = torch.cat([tensors["cls_token"].expand(len(images), -1, -1), patches.flatten(2).mT], 1)
     x = x + tensors["pos_embed"]
     for layer in range(model.num_layers):
-        name = f"blocks.{layer}."
-        joined = F.linear(norm(x, f"{name}norm1"), *_pair(tensors, f"{name}attn.qkv"))
-        query, key, value = (
-            part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1)
-        )
-        weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
-        mixed = (weights @ value).transpose(1, 2).flatten(2)
-        x = x + F.linear(mixed, *_pair(tensors, f"{name}attn.proj"))
-        hidden = F.gelu(F.linear(norm(x, f"{name}norm2"), *_pair(tensors, f"{name}mlp.fc1")))
-        x = x + F.linear(hidden, *_pair(tensors, f"{name}mlp.fc2"))
-    return norm(x, "norm")
+        prefix, epsilon = f"blocks.{layer}.", model.epsilon
+        x = run_block(x, tensors, prefix, TIMM, num_heads=heads, epsilon=epsilon)
+    return F.layer_norm(x, (model.hidden_size,), *_pair(tensors, "norm"), model.epsilon)
 
 
 def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:

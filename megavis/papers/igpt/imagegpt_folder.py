@@ -38,18 +38,26 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"{path}: missing; save the model with transformers'"
                 " save_pretrained(DIR, safe_serialization=True)"
             )
-    settings = _read_json(paths[0])
-    try:
-        tensors = load_file(paths[1])
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{paths[1]}: not a whole safetensors file ({error})") from None
+    settings = read_json(paths[0])
+    tensors = read_tensors(paths[1])
     _check_fit(settings, tensors, paths[0])
     return settings, tensors
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises UserError where it is not whole."""
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raises UserError where it is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise UserError(f"{path}: not a JSON file") from None
     if not isinstance(values, dict):
@@ -96,7 +104,7 @@ def read_clusters(folder: Path) -> Palette | None:
     centers, processor = folder / CENTERS_NAME, folder / _PROCESSOR_NAME
     if centers.exists():
         return Palette.load(centers)
-    clusters = _read_json(processor).get("clusters") if processor.exists() else None
+    clusters = read_json(processor).get("clusters") if processor.exists() else None
     if clusters is None:
         return None
     try:

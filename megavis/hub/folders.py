@@ -1,0 +1,274 @@
+"""A run as a folder for the Hub: the form that other libraries know, or else one of its own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megavis.checkpoint.format.folder import step_folder
+from megavis.checkpoint.format.reader import read_weights
+from megavis.config.errors import UserError
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.hub import plain_loader
+from megavis.hub.card import CARD, model_card
+from megavis.hub.plain import WEIGHTS, PlainForm, write_run
+from megavis.hub.vit import (
+    as_vit,
+    classifies,
+    disagreement,
+    timm_settings,
+    to_transformers,
+    transformers_settings,
+)
+from megavis.notebook import Run
+from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
+from megavis.papers.igpt.imagegpt_folder import (
+    TOLERANCE,
+    check_agreement,
+    folder_logits,
+    folder_settings,
+    write_folder,
+)
+from megavis.papers.mae.vit_mae import (
+    fits_vit_mae,
+    settings_of,
+    to_vit_mae,
+    vit_mae_predictions,
+)
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, standardize
+
+SETTINGS = "config.json"
+PROCESSOR = "preprocessor_config.json"
+_BICUBIC = 3  # Pillow's number
+
+
+class Exported(NamedTuple):
+    """What was written.
+
+    Attributes:
+        form: what opens it.
+        difference: from the run on random input; None where nothing was compared.
+    """
+
+    form: str
+    difference: float | None
+
+
+def write_huggingface(run: Run, folder: Path) -> Exported:
+    """Write ImageGPT, ViTMAE, ViT, or where the run is none of them a folder of megavis.
+
+    Raises:
+        UserError: the written network and the run do not agree.
+    """
+    weights = read_weights(step_folder(run.folder, run.step))
+    for fits, write in ((_is_imagegpt, _write_imagegpt), (_is_vit_mae, _write_vit_mae)):
+        if fits(run):
+            return write(run, weights, folder)
+    try:
+        vit = as_vit(run, weights)
+    except UserError as error:
+        return _write_own(run, weights, folder, why=str(error))
+    difference = _agreeing(disagreement(run, vit))
+    settings = transformers_settings(vit)
+    _write(folder, settings, to_transformers(vit), _image_processor(run))
+    class_name, options = settings["architectures"][0], ""
+    if not vit.num_classes:
+        options = ", add_pooling_layer=False"
+    use = _VIT_USE.format(name=class_name, options=options)
+    limits = _sees_more(run)
+    _write_card(run, weights, folder, library="transformers", use=use, limits=limits)
+    return Exported(f"transformers' {class_name}", difference)
+
+
+def write_timm(run: Run, folder: Path) -> Exported:
+    """Write a Vision Transformer of timm.
+
+    Raises:
+        UserError: the run is no plain ViT.
+    """
+    weights = read_weights(step_folder(run.folder, run.step))
+    try:
+        vit = as_vit(run, weights)
+        settings = timm_settings(vit)
+    except UserError as error:
+        raise UserError(f"--to timm: {error}") from None
+    difference = _agreeing(disagreement(run, vit))
+    _write(folder, settings, dict(vit.tensors), None)
+    _write_card(run, weights, folder, library="timm", use=_TIMM_USE, limits=_sees_more(run))
+    return Exported("timm's VisionTransformer", difference)
+
+
+def _is_imagegpt(run: Run) -> bool:
+    try:
+        fits_imagegpt(run.config)
+    except UserError:
+        return False
+    return run.config.finetune is None
+
+
+def _is_vit_mae(run: Run) -> bool:
+    try:
+        fits_vit_mae(run.config)
+    except UserError:
+        return False
+    return True
+
+
+def _write_imagegpt(run: Run, weights: Mapping[str, Tensor], folder: Path) -> Exported:
+    model, colors = run.config.model, fits_imagegpt(run.config)
+    pixels = run.objective.backbone.num_tokens
+    settings = folder_settings(model, num_colors=colors, num_pixels=pixels)
+    tensors = to_imagegpt(weights, num_heads=model.num_attention_heads)
+    ids = torch.randint(colors, (2, pixels), generator=torch.Generator().manual_seed(0))
+    difference = check_agreement(run.outputs(ids), folder_logits(tensors, settings, ids))
+    has_palette = (run.folder / PALETTE_NAME).exists()
+    write_folder(folder, settings, tensors, palette=run.palette if has_palette else None)
+    _write_card(run, weights, folder, library="transformers", use=_IMAGEGPT_USE)
+    return Exported("transformers' ImageGPTForCausalImageModeling", difference)
+
+
+def _write_vit_mae(run: Run, weights: Mapping[str, Tensor], folder: Path) -> Exported:
+    settings = settings_of(run.config)
+    tensors = to_vit_mae(weights, settings)
+    difference = check_agreement(*compared_vit_mae(run, tensors, settings))
+    _write(folder, settings, tensors, _image_processor(run))
+    use = _VIT_USE.format(name="ViTMAEForPreTraining", options="")
+    _write_card(run, weights, folder, library="transformers", use=use)
+    return Exported("transformers' ViTMAEForPreTraining", difference)
+
+
+def compared_vit_mae(
+    run: Run, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the predictions of a run and of a ViTMAE folder on random images."""
+    size, index = run.config.data.image_size, torch.arange(2)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2, size, size, 3), generator=generator, dtype=torch.uint8)
+    order = run.objective.backbone.composition().schedule.draw(index).order
+    theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
+    return run.outputs(images, sample_index=index), theirs
+
+
+def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: str) -> Exported:
+    limits = [f"`transformers` has no class for it: {why}."]
+    settings: dict[str, Any] = {"model_type": "megavis", "paper": run.config.objective.name}
+    form: PlainForm | None = None
+    try:
+        form = PlainForm(run)
+    except UserError as error:
+        limits.append(f"Only `megavis.load` opens it: {error}.")
+    use, difference = _OWN_USE, None
+    folder.mkdir(parents=True)
+    if form is not None:
+        settings["plain"] = form.settings
+        use += f"\n# Or, without megavis, features of tokens:\n{_loader()}"
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    write_run(folder, run, weights, {} if form is None else form.tensors)
+    if form is not None:
+        difference = form.check(folder)
+    _write_card(run, weights, folder, library="megavis", use=use, limits=tuple(limits))
+    return Exported("megavis.load", difference)
+
+
+def _loader() -> str:
+    """Return the loader's text without its first lines, which say where it stands."""
+    return inspect.getsource(plain_loader).split('"""\n', 1)[1].strip()
+
+
+def _sees_more(run: Run) -> tuple[str, ...]:
+    """Return the limit of a network in which all see all, where training hid more."""
+    causal = getattr(run.objective.backbone, "visibility_kind", "full") in ("causal", "two_stream")
+    if run.config.finetune is not None or not causal:
+        return ()
+    return (
+        "In pretraining a token saw only tokens before it; in this network all see all, as in"
+        " fine-tuning.",
+    )
+
+
+def _agreeing(difference: float) -> float:
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f"the converted network's features differ by {difference:.1e} from the run's on random"
+            f" images, more than {TOLERANCE:.0e}; nothing was kept"
+        )
+    return difference
+
+
+def _write(
+    folder: Path,
+    settings: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    processor: Mapping[str, Any] | None,
+) -> None:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    if processor is not None:
+        (folder / PROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
+
+
+def _image_processor(run: Run) -> dict[str, Any]:
+    size = run.config.data.image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": _BICUBIC,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(CHANNEL_MEAN),
+        "image_std": list(CHANNEL_DEVIATION),
+    }
+
+
+def _write_card(
+    run: Run,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    library: str,
+    use: str,
+    limits: tuple[str, ...] = (),
+) -> None:
+    makes_images = run.config.objective.no_images is None and run.config.finetune is None
+    task = "unconditional-image-generation" if makes_images else "image-feature-extraction"
+    if classifies(run):
+        task = "image-classification"
+    text = model_card(run, weights, library=library, task=task, use=use, limits=limits)
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+_VIT_USE = """
+from PIL import Image
+from transformers import AutoImageProcessor, {name}
+
+processor = AutoImageProcessor.from_pretrained("DIR")
+model = {name}.from_pretrained("DIR"{options}).eval()
+outputs = model(**processor(Image.open("photograph.png"), return_tensors="pt"))
+"""
+_IMAGEGPT_USE = """
+from transformers import ImageGPTForCausalImageModeling
+
+model = ImageGPTForCausalImageModeling.from_pretrained("DIR").eval()
+# The start token is config.vocab_size - 1; it comes before the first pixel.
+"""
+_TIMM_USE = """
+import timm
+
+model = timm.create_model("local-dir:DIR", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+"""
+_OWN_USE = """
+import megavis
+
+run = megavis.load("DIR")  # run.features, run.outputs, run.sample
+"""

@@ -1,0 +1,204 @@
+"""Any run as a folder that `megavis.load` opens, and where it can a page of plain PyTorch.
+
+The folder is a run folder whose one file of weights lies at its top, as on the Hub. What the first
+layer adds (positions, a start or class token, "no class") and who sees whom are written as tensors
+beside the weights, so that `plain_loader.py` needs to know no paper.
+
+Legend: s rows, n tokens, h hidden size, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavis.checkpoint.format.folder import partial_folder, publish
+from megavis.checkpoint.format.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    LogicalTensor,
+    TensorSlice,
+    read_manifest,
+)
+from megavis.checkpoint.state.save import write_tensors
+from megavis.composition.composition import Composition
+from megavis.composition.pooled_features import PooledFeatures
+from megavis.composition.reader import Reader
+from megavis.config.errors import UserError
+from megavis.config.load import dump_config
+from megavis.data.format.files import write_atomically
+from megavis.data.format.manifest import PALETTE_NAME
+from megavis.hub.plain_loader import features as plain_features
+from megavis.model.inference import Inference
+from megavis.model.layer_state import LayerState
+from megavis.model.positions import angles
+from megavis.model.stack import watch_features
+from megavis.notebook import Run
+
+WEIGHTS = "model.safetensors"
+TOLERANCE = 1e-4
+_PREFIX = "plain."
+
+
+def write_run(
+    folder: Path, run: Run, weights: Mapping[str, Tensor], extra: Mapping[str, Tensor]
+) -> None:
+    """Write a run folder whose checkpoint refers to `model.safetensors` at its top.
+
+    Args:
+        folder: new.
+        run: what is written; its config and palette come along.
+        weights: whole, by megavis's names.
+        extra: further tensors of the file.
+    """
+    partial = partial_folder(folder, run.step)
+    partial.mkdir(parents=True)
+    assert run.checkpoint is not None
+    trained = read_manifest(run.checkpoint)
+    named = {**weights, **extra}
+    stored = write_tensors(folder / WEIGHTS, {k: t.contiguous() for k, t in named.items()})
+    file = f"../../{WEIGHTS}"
+    manifest = CheckpointManifest(
+        step=run.step,
+        samples_seen=trained.samples_seen,
+        optimizer_step=0,
+        seed=run.config.seed,
+        tokenizer=trained.tokenizer,
+        layout={},
+        files={file: stored},
+        tensors={f"weight/{k}": _whole(t, file, k) for k, t in sorted(weights.items())},
+    )
+    write_atomically(partial / MANIFEST, manifest.model_dump_json().encode())
+    publish(folder, run.step)
+    config = run.config.model_copy(update={"name": folder.name, "output": str(folder.parent)})
+    (folder / "config.yaml").write_text(dump_config(config))
+    if (run.folder / PALETTE_NAME).exists():
+        run.palette.save(folder / PALETTE_NAME)
+
+
+def _whole(tensor: Tensor, file: str, key: str) -> LogicalTensor:
+    piece = TensorSlice(file=file, key=key, start=0, length=tensor.shape[0])
+    return LogicalTensor(shape=tuple(tensor.shape), dimension=None, slices=(piece,))
+
+
+class PlainForm:
+    """What `plain_loader.py` needs besides the weights.
+
+    Attributes:
+        settings: of `config.json`.
+        tensors: by names that begin with `plain.`.
+        tokens: two images' random ones, `[2, n]` or `[2, n, d]`.
+        expected: the last norm's output on them, `[2, s, h]`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, run: Run) -> None:
+        """Read it off a run on one process.
+
+        Raises:
+            UserError: a page of PyTorch cannot run this model; says why.
+        """
+        paper = run.objective.backbone
+        if not isinstance(paper, Composition):
+            raise UserError(f"a run of {run.config.objective.name} has no Transformer")
+        self._check(run, paper)
+        reader, model = run.runner.layers.modules[0], run.config.model
+        assert isinstance(reader, Reader)
+        self.tokens = _random_tokens(paper)
+        plan = paper.schedule.for_features(torch.zeros(1).long())
+        asked = paper.feature_rows(self.tokens, plan)
+        extra = paper.density.nothing_more(paper.asks.shape_of(asked), self.tokens.device)
+        inputs = (*asked, *paper.condition.for_features(self.tokens), *extra)
+        reader.eval()
+        rows, carried = _embedded(reader, inputs, fill=0.0)
+        marked, _ = _embedded(reader, inputs, fill=1.0)
+        changed = (marked != rows).any(-1).nonzero()[:, 0]
+        order = plan.order[0] if paper.asks.permutes else torch.arange(self.tokens.shape[1])
+        self.tensors = {f"{_PREFIX}rows": rows, f"{_PREFIX}order": order.clone()}
+        if "coordinates" in carried:
+            turns = angles(carried["coordinates"][0], model.head_size, scale=model.position_scale)
+            self.tensors[f"{_PREFIX}turns"] = torch.polar(torch.ones_like(turns), turns)
+        if "content_groups" in carried:
+            groups = carried["content_groups"][0]
+            self.tensors[f"{_PREFIX}mask"] = groups <= groups[:, None]
+        layers = run.runner.layers
+        kept: list[Tensor] = []
+        with watch_features(layers.feature_layers()[-1], kept.append):
+            run.runner.features(inputs)
+        self.expected = kept[0].transpose(0, 1)
+        self.settings = {
+            "content": f"{layers.plans[0].name}.{paper.part_names['content']}",
+            "first": int(changed[0]),
+            "layers": model.num_layers,
+            "heads": model.num_attention_heads,
+            "normalization": model.normalization,
+            "epsilon": model.norm_epsilon,
+            "activation": model.activation,
+            "causal": paper.core.visibility_kind == "causal",
+            "norm": norm_name(run.runner),
+        }
+
+    @staticmethod
+    def _check(run: Run, paper: Composition) -> None:
+        paper.check_unlabelled()
+        if paper.has_transform or "memory" in paper.condition.roles:
+            raise UserError("its model has an adapter or an encoder besides the blocks")
+        if paper.schedule.has_random_features:
+            raise UserError("its features hide tokens that are drawn")
+        if paper.position_kind == "relative_2d":
+            raise UserError("its attention has relative positions")
+        if isinstance(paper.condition, PooledFeatures):
+            raise UserError("its model reads a condition besides the tokens")
+        if run.config.finetune is not None and run.config.finetune.layer is not None:
+            raise UserError("its classifier stands on an inner layer")
+
+    @torch.no_grad()
+    def check(self, folder: Path) -> float:
+        """Return the largest difference of what the loader gives.
+
+        Raises:
+            UserError: it is above 1e-4.
+        """
+        difference = float((plain_features(str(folder), self.tokens) - self.expected).abs().max())
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"{folder}: the plain loader's features differ by {difference:.1e} from the run's,"
+                f" more than {TOLERANCE:.0e}; nothing was kept"
+            )
+        return difference
+
+
+def norm_name(runner: Inference) -> str:
+    """Return the name of the last norm off which features are read."""
+    layers = runner.layers
+    pairs = zip(layers.plans, layers.modules, strict=True)
+    plan, module = [(plan, module) for plan, module in pairs if plan.gives_features][-1]
+    norm: Any = module.feature_norm
+    return f"{plan.name}.{next(name for name, each in module.named_modules() if each is norm)}"
+
+
+def _random_tokens(paper: Composition) -> Tensor:
+    """Return tokens of two images, ids of the lower half of a vocabulary or unit normal vectors."""
+    generator, blank = torch.Generator().manual_seed(0), paper.reads.blank(torch.zeros(2).long())
+    blank = paper.reads.sequence(blank)
+    if blank.is_floating_point():
+        return torch.randn(blank.shape, generator=generator)
+    count = getattr(paper.reads, "vocabulary_size", 2)
+    return torch.randint(count, blank.shape, generator=generator)
+
+
+def _embedded(
+    reader: Reader, inputs: tuple[Tensor, ...], *, fill: float
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the first layer's rows `[s, h]` where every token is embedded as `fill`."""
+
+    def filled(_: Any, __: Any, output: Tensor) -> Tensor:
+        return torch.full_like(output, fill)
+
+    with reader.part("content").register_forward_hook(filled):
+        state = LayerState.unpack(reader(inputs), reader.core.carried_names)
+    return state.hidden[:, 0].clone(), state.carried

@@ -1,0 +1,264 @@
+"""A run's backbone as a Vision Transformer of `timm` and of `transformers`.
+
+Which run has this form follows from the words of its paper, whatever that is called: patches are
+read, one learned token comes first, positions are added, and the blocks are those of a ViT. A
+backbone that saw less in pretraining sees all here, as with `finetune.visibility: full`.
+
+Legend: b images, s tokens (the class token and n patches), h hidden size, c classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megavis.checkpoint.state.load import load_weights
+from megavis.composition.composition import Composition
+from megavis.composition.reader import Reader
+from megavis.composition.tokens import Patches
+from megavis.config.errors import UserError
+from megavis.data.loading.batch import Batch
+from megavis.hub.plain import norm_name
+from megavis.model.inference import Inference
+from megavis.model.stack import LayerStack, LocalLayers, watch_features
+from megavis.model.vit_blocks import TIMM, TRANSFORMERS, block_from, block_to
+from megavis.notebook import Run
+from megavis.papers.darl.timm_folder import EPSILON, TimmViT, timm_features
+
+_WORDS = {"layer_norm": "normalization", "all": "norm_bias", "gelu": "activation"}
+_ADDED = ("learned", "sincos", "none")
+
+
+def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:
+    """Return the network by timm's names.
+
+    Args:
+        run: on one process.
+        weights: whole, by megavis's names.
+
+    Raises:
+        UserError: the run is no plain ViT with a class token; says which key has it so.
+    """
+    paper = _paper(run)
+    reader = run.runner.layers.modules[0]
+    assert isinstance(reader, Reader)
+    prefix, side = f"{run.runner.layers.plans[0].name}.", paper.paper.patch_size
+    content = f"{prefix}{paper.part_names['content']}"
+    heads, norm = run.config.model.num_attention_heads, norm_name(run.runner)
+    kernel = weights[f"{content}.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+    tensors = {
+        "cls_token": _first_token(reader).detach().view(1, 1, -1),
+        "pos_embed": F.pad(_positions(paper, reader), (0, 0, 1, 0))[None],
+        "patch_embed.proj.weight": kernel,
+        "patch_embed.proj.bias": weights[f"{content}.bias"],
+        "norm.weight": weights[f"{norm}.weight"],
+        "norm.bias": weights[f"{norm}.bias"],
+    }
+    found = {int(m[1]) for name in weights if (m := re.match(r"blocks\.(\d+)\.mlp", name))}
+    for layer in sorted(found):
+        block = block_to(weights, f"blocks.{layer}.", TIMM, num_heads=heads)
+        tensors |= {f"blocks.{layer}.{name}": tensor for name, tensor in block.items()}
+    if classifies(run):
+        for kind in ("weight", "bias"):
+            name = f"{norm.rpartition('.')[0]}.classifier.linear.{kind}"
+            tensors[f"head.{kind}"] = weights[name]
+    whole = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    return TimmViT(whole, heads, epsilon=run.config.model.norm_epsilon)
+
+
+def classifies(run: Run) -> bool:
+    """True where class logits are read off the class token, as a ViT does."""
+    tuned = run.config.finetune
+    if tuned is None or tuned.read_out != "first" or tuned.concatenate > 1:
+        return False
+    return not (tuned.linear_evaluation and tuned.standardize)
+
+
+def _paper(run: Run) -> Composition:
+    """Return the composition of a run that has this form. Raises UserError."""
+    paper, model = run.objective.backbone, run.config.model
+    if not isinstance(paper, Composition):
+        raise UserError(f"a run of {run.config.objective.name} has no Transformer")
+    if not isinstance(paper.reads, Patches):
+        raise UserError("a ViT reads patches of pixels, which this run does not")
+    for wanted, key in _WORDS.items():
+        if getattr(model, key) != wanted:
+            raise UserError(f"a ViT has model.{key} {wanted}, not {getattr(model, key)}")
+    if not (model.add_bias and model.has_biased_attention):
+        raise UserError("a ViT has biases; model.add_bias or attention_bias is false")
+    if paper.position_kind not in _ADDED:
+        raise UserError(f"a ViT adds its positions; model.positions is {paper.position_kind}")
+    if paper.has_transform or "memory" in paper.condition.roles:
+        raise UserError("a ViT has neither an adapter nor an encoder")
+    sees_all = paper.core.visibility_kind in ("full", "context")
+    if run.config.finetune is not None and not sees_all:
+        raise UserError("in a ViT all tokens see all; finetune.visibility is kept")
+    return paper
+
+
+def _first_token(reader: Reader) -> Tensor:
+    """Return the learned vector in front of the patches, `[h]`. Raises UserError."""
+    parts = [part for role in ("start", "front") if (part := reader.part(role)) is not None]
+    width = reader.core.model.hidden_size
+    if len(parts) != 1 or not isinstance(parts[0], nn.Parameter) or parts[0].numel() != width:
+        raise UserError(
+            "a ViT has one learned token in front of the patches, which this run has not"
+        )
+    return parts[0].view(-1)
+
+
+@torch.no_grad()
+def _positions(paper: Composition, reader: Reader) -> Tensor:
+    """Return what is added to each patch, `[n, h]`."""
+    count, width = paper.reads.num_tokens, reader.core.model.hidden_size
+    return reader.add_positions(
+        torch.zeros(1, count, width), torch.arange(count)[None], "positions"
+    )[0]
+
+
+@torch.no_grad()
+def disagreement(run: Run, vit: TimmViT) -> float:
+    """Return the largest difference between both networks' features on random images.
+
+    Compared are the class token and the mean over all tokens of the last norm's output.
+    """
+    side = run.config.data.image_size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2, side, side, 3), generator=generator, dtype=torch.uint8)
+    ours, theirs = all_seeing_tokens(run, images), timm_features(vit, images)
+    first = (ours[:, 0] - theirs[:, 0]).abs().max()
+    return float(torch.maximum(first, (ours.mean(1) - theirs.mean(1)).abs().max()))
+
+
+@torch.no_grad()
+def all_seeing_tokens(run: Run, images: Tensor) -> Tensor:
+    """Return the last norm's output `[b, s, h]` on images uint8 `[b, H, W, 3]`, all seeing all."""
+    paper, runner = run.objective.backbone, run.runner
+    assert isinstance(paper, Composition)
+    if run.config.finetune is None:
+        paper = paper.seeing_all()
+        plans = paper.layer_plans()
+        layers = LocalLayers(plans, list(LayerStack(plans, paper.loss).layers))
+        assert run.checkpoint is not None
+        load_weights(run.checkpoint, layers, run.context)
+        runner = Inference(layers, run.context)
+    kept: list[Tensor] = []
+    with watch_features(runner.layers.feature_layers()[-1], kept.append):
+        batch = Batch(images, torch.full((len(images),), -1), torch.arange(len(images)))
+        runner.features(paper.feature_inputs(batch))
+    return kept[0].transpose(0, 1)
+
+
+def timm_settings(vit: TimmViT) -> dict[str, Any]:
+    """Return the `config.json` that `timm.create_model("local-dir:DIR")` reads.
+
+    Raises:
+        UserError: timm's ViTs have norms with another epsilon.
+    """
+    if vit.epsilon != EPSILON:
+        raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {vit.epsilon}")
+    size = [3, vit.image_size, vit.image_size]
+    return {
+        "architecture": "vit_base_patch16_224",
+        "num_classes": vit.num_classes,
+        "num_features": vit.hidden_size,
+        "global_pool": "token",
+        "model_args": {
+            "img_size": vit.image_size,
+            "patch_size": vit.patch_size,
+            "embed_dim": vit.hidden_size,
+            "depth": vit.num_layers,
+            "num_heads": vit.num_heads,
+            "mlp_ratio": vit.mlp_size / vit.hidden_size,
+        },
+        "pretrained_cfg": {
+            "num_classes": vit.num_classes,
+            "input_size": size,
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            "crop_pct": 1.0,
+            "mean": list(vit.mean),
+            "std": list(vit.deviation),
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+
+
+_OUTER = (
+    ("patch_embed.proj", "embeddings.patch_embeddings.projection"),
+    ("norm", "layernorm"),
+)
+
+
+def transformers_settings(vit: TimmViT) -> dict[str, Any]:
+    """Return the `config.json` of `ViTModel`, or of `ViTForImageClassification`."""
+    classes = vit.num_classes
+    settings = {
+        "architectures": ["ViTForImageClassification" if classes else "ViTModel"],
+        "model_type": "vit",
+        "hidden_size": vit.hidden_size,
+        "num_hidden_layers": vit.num_layers,
+        "num_attention_heads": vit.num_heads,
+        "intermediate_size": vit.mlp_size,
+        "hidden_act": "gelu",
+        "layer_norm_eps": vit.epsilon,
+        "image_size": vit.image_size,
+        "patch_size": vit.patch_size,
+        "num_channels": 3,
+        "qkv_bias": True,
+    }
+    if classes:
+        names = {index: f"class {index}" for index in range(classes)}
+        settings |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    return settings
+
+
+def to_transformers(vit: TimmViT) -> dict[str, Tensor]:
+    """Return the tensors by the names of `transformers`."""
+    tensors = vit.tensors
+    found = {
+        "embeddings.cls_token": tensors["cls_token"],
+        "embeddings.position_embeddings": tensors["pos_embed"],
+    }
+    for kind in ("weight", "bias"):
+        found |= {f"{new}.{kind}": tensors[f"{old}.{kind}"] for old, new in _OUTER}
+    for layer in range(vit.num_layers):
+        ours = block_from(tensors, f"blocks.{layer}.", TIMM, num_heads=vit.num_heads)
+        block = block_to(ours, "", TRANSFORMERS, num_heads=vit.num_heads)
+        found |= {f"encoder.layer.{layer}.{name}": tensor for name, tensor in block.items()}
+    if vit.num_classes:
+        found = {f"vit.{name}": tensor for name, tensor in found.items()}
+        found |= {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in ("weight", "bias")}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def from_transformers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> TimmViT:
+    """Undo `to_transformers`.
+
+    Raises:
+        UserError: a tensor is missing.
+    """
+    inner = {name.removeprefix("vit."): tensor.float() for name, tensor in tensors.items()}
+    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
+    try:
+        found = {
+            "cls_token": inner["embeddings.cls_token"],
+            "pos_embed": inner["embeddings.position_embeddings"],
+        }
+        for kind in ("weight", "bias"):
+            found |= {f"{old}.{kind}": inner[f"{new}.{kind}"] for old, new in _OUTER}
+        for layer in range(layers):
+            ours = block_from(inner, f"encoder.layer.{layer}.", TRANSFORMERS, num_heads=heads)
+            block = block_to(ours, "", TIMM, num_heads=heads)
+            found |= {f"blocks.{layer}.{name}": tensor for name, tensor in block.items()}
+    except KeyError as error:
+        raise UserError(f"the folder's weights have no {error.args[0]}; is it a ViT?") from None
+    if "classifier.weight" in inner:
+        found |= {f"head.{kind}": inner[f"classifier.{kind}"] for kind in ("weight", "bias")}
+    return TimmViT(found, heads, epsilon=settings.get("layer_norm_eps", 1e-12))

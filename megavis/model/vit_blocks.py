@@ -1,0 +1,131 @@
+"""Blocks of a Vision Transformer by the names of other libraries, and their plain forward pass.
+
+Legend: b images, s tokens, h hidden size, n heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.model.attention import join_keys_values, split_keys_values
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """What a library calls the parts of a block.
+
+    Attributes:
+        plain: pairs of megavis's name and its own.
+        projections: of queries, keys and values: one matrix of all rows, or three.
+    """
+
+    plain: tuple[tuple[str, str], ...]
+    projections: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every part that has a weight and a bias."""
+        return (*self.projections, *(theirs for _, theirs in self.plain))
+
+
+TIMM = BlockNames(
+    (
+        ("input_layernorm", "norm1"),
+        ("self_attention.linear_proj", "attn.proj"),
+        ("pre_mlp_layernorm", "norm2"),
+        ("mlp.linear_fc1", "mlp.fc1"),
+        ("mlp.linear_fc2", "mlp.fc2"),
+    ),
+    ("attn.qkv",),
+)
+# The names on the Hub, which every version of transformers reads.
+TRANSFORMERS = BlockNames(
+    (
+        ("input_layernorm", "layernorm_before"),
+        ("self_attention.linear_proj", "attention.output.dense"),
+        ("pre_mlp_layernorm", "layernorm_after"),
+        ("mlp.linear_fc1", "intermediate.dense"),
+        ("mlp.linear_fc2", "output.dense"),
+    ),
+    tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
+)
+
+
+def block_from(
+    tensors: Mapping[str, Tensor], prefix: str, names: BlockNames, *, num_heads: int
+) -> dict[str, Tensor]:
+    """Return a block's tensors by megavis's names, of those that begin with `prefix`."""
+    found = {}
+    for kind in ("weight", "bias"):
+        for ours, theirs in names.plain:
+            found[f"{ours}.{kind}"] = tensors[f"{prefix}{theirs}.{kind}"]
+        query, key, value = _projections(tensors, prefix, names, kind)
+        found[f"self_attention.linear_q.{kind}"] = query
+        found[f"self_attention.linear_kv.{kind}"] = join_keys_values(key, value, num_heads)
+    return found
+
+
+def block_to(
+    whole: Mapping[str, Tensor], prefix: str, names: BlockNames, *, num_heads: int
+) -> dict[str, Tensor]:
+    """Undo `block_from`; `prefix` begins megavis's names."""
+    found = {}
+    for kind in ("weight", "bias"):
+        for ours, theirs in names.plain:
+            found[f"{theirs}.{kind}"] = whole[f"{prefix}{ours}.{kind}"]
+        pairs = whole[f"{prefix}self_attention.linear_kv.{kind}"]
+        rows = torch.cat(
+            [
+                whole[f"{prefix}self_attention.linear_q.{kind}"],
+                *split_keys_values(pairs, num_heads),
+            ]
+        )
+        parts = rows.chunk(len(names.projections))
+        for name, part in zip(names.projections, parts, strict=True):
+            found[f"{name}.{kind}"] = part
+    return found
+
+
+def run_block(
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    names: BlockNames,
+    *,
+    num_heads: int,
+    epsilon: float,
+) -> Tensor:
+    """Run a block in which all tokens see all, apart from megavis's layers: `[b, s, h]`."""
+
+    def linear(x: Tensor, ours: str) -> Tensor:
+        theirs = f"{prefix}{dict(names.plain)[ours]}"
+        return F.linear(x, tensors[f"{theirs}.weight"], tensors[f"{theirs}.bias"])
+
+    def norm(x: Tensor, ours: str) -> Tensor:
+        theirs = f"{prefix}{dict(names.plain)[ours]}"
+        shift = tensors[f"{theirs}.bias"]
+        return F.layer_norm(x, x.shape[-1:], tensors[f"{theirs}.weight"], shift, epsilon)
+
+    normed = norm(x, "input_layernorm")
+    matrices, biases = (_projections(tensors, prefix, names, kind) for kind in ("weight", "bias"))
+    query, key, value = (
+        F.linear(normed, matrix, bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        for matrix, bias in zip(matrices, biases, strict=True)
+    )
+    shares = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+    x = x + linear((shares @ value).transpose(1, 2).flatten(2), "self_attention.linear_proj")
+    hidden = F.gelu(linear(norm(x, "pre_mlp_layernorm"), "mlp.linear_fc1"))
+    return x + linear(hidden, "mlp.linear_fc2")
+
+
+def _projections(
+    tensors: Mapping[str, Tensor], prefix: str, names: BlockNames, kind: str
+) -> tuple[Tensor, ...]:
+    """Return the rows of queries, keys and values."""
+    rows = torch.cat([tensors[f"{prefix}{name}.{kind}"] for name in names.projections])
+    return rows.chunk(3)

@@ -1,0 +1,251 @@
+"""MAE as `ViTMAEForPreTraining` of `transformers`: weights both ways, and its plain forward pass.
+
+Legend: b images, n patches, c of them visible, h hidden size, w width of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavis.composition.shared_keys import DecoderConfig
+from megavis.config.errors import UserError
+from megavis.config.schema import ModelConfig, RunConfig
+from megavis.model.positions import cell_coordinates, sincos
+from megavis.model.vit_blocks import TRANSFORMERS, block_from, block_to, run_block
+from megavis.papers.mae.config import MAEConfig
+from megavis.schedules.context_size import context_size
+from megavis.tokenizers.patches import patchify
+
+# megavis's name and theirs of what is no block.
+_PLAIN = (
+    ("bridge.norm", "vit.layernorm"),
+    ("bridge.linear", "decoder.decoder_embed"),
+    ("head.norm", "decoder.decoder_norm"),
+    ("head.linear", "decoder.decoder_pred"),
+)
+_STACKS = (("blocks", "vit.encoder.layer"), ("decoder", "decoder.decoder_layers"))
+_PATCHES = "vit.embeddings.patch_embeddings.projection"
+_TABLES = (
+    ("embedding.positions.weight", "vit.embeddings.position_embeddings"),
+    ("bridge.positions.weight", "decoder.decoder_pos_embed"),
+)
+
+
+def fits_vit_mae(config: RunConfig) -> MAEConfig:
+    """Return the paper's section of a run that has this form.
+
+    Raises:
+        UserError: it is no pretraining by MAE with a class token and the layers of a ViT.
+    """
+    paper, model = config.objective, config.model
+    if not isinstance(paper, MAEConfig) or config.finetune is not None:
+        raise UserError("only a pretrained MAE has this form")
+    if not paper.class_token:
+        raise UserError("it has a class token; objective.class_token is false")
+    kinds = (model.normalization, model.activation, model.add_bias, model.has_biased_attention)
+    if kinds != ("layer_norm", "gelu", True, True) or model.norm_bias != "all":
+        raise UserError("needs model.normalization layer_norm, activation gelu, add_bias true")
+    if model.positions == "none":
+        raise UserError("its patches have positions; model.positions is none")
+    return paper
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return `config.json`."""
+    paper, model = fits_vit_mae(config), config.model
+    count = paper.num_patches(config)
+    visible, ratio = context_size(count, paper.mask_ratio), paper.mask_ratio
+    if int(count * (1 - ratio)) != visible:
+        # Theirs rounds down.
+        ratio = 1 - (visible + 0.5) / count
+    return {
+        "architectures": ["ViTMAEForPreTraining"],
+        "model_type": "vit_mae",
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.mlp_size,
+        "hidden_act": "gelu",
+        "layer_norm_eps": model.norm_epsilon,
+        "image_size": config.data.image_size,
+        "patch_size": paper.patch_size,
+        "num_channels": 3,
+        "qkv_bias": True,
+        "decoder_num_attention_heads": paper.decoder.num_attention_heads,
+        "decoder_hidden_size": paper.decoder.hidden_size,
+        "decoder_num_hidden_layers": paper.decoder.num_layers,
+        "decoder_intermediate_size": 4 * paper.decoder.hidden_size,
+        "mask_ratio": ratio,
+        "norm_pix_loss": paper.normalize_targets,
+    }
+
+
+def vit_mae_sections(
+    settings: Mapping[str, Any], *, has_tables: bool
+) -> tuple[MAEConfig, ModelConfig]:
+    """Return the sections `objective` and `model` for a folder's `config.json`."""
+    heads, layers, width = "num_attention_heads", "num_hidden_layers", "hidden_size"
+    count, ratio = (settings["image_size"] // settings["patch_size"]) ** 2, settings["mask_ratio"]
+    visible = int(count * (1 - ratio))
+    paper = MAEConfig(
+        patch_size=settings["patch_size"],
+        mask_ratio=ratio if context_size(count, ratio) == visible else 1 - visible / count,
+        normalize_targets=settings["norm_pix_loss"],
+        decoder=DecoderConfig(
+            num_layers=settings[f"decoder_{layers}"],
+            hidden_size=settings[f"decoder_{width}"],
+            num_attention_heads=settings[f"decoder_{heads}"],
+        ),
+    )
+    model = ModelConfig(
+        num_layers=settings[layers],
+        hidden_size=settings[width],
+        num_attention_heads=settings[heads],
+        ffn_hidden_size=settings["intermediate_size"],
+        normalization="layer_norm",
+        norm_epsilon=settings["layer_norm_eps"],
+        activation="gelu",
+        add_bias=True,
+        positions="learned" if has_tables else "sincos",
+    )
+    return paper, model
+
+
+def to_vit_mae(whole: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Rename and reorder; positions that are computed here are tables there.
+
+    Args:
+        whole: tensors by megavis's names.
+        settings: `config.json`.
+    """
+    side = settings["patch_size"]
+    kernel = whole["embedding.patches.weight"].unflatten(1, (side, side, 3)).permute(0, 3, 1, 2)
+    tensors = {
+        "vit.embeddings.cls_token": whole["embedding.class_token"].view(1, 1, -1),
+        f"{_PATCHES}.weight": kernel,
+        f"{_PATCHES}.bias": whole["embedding.patches.bias"],
+        "decoder.mask_token": whole["bridge.mask"].view(1, 1, -1),
+    }
+    for (ours, theirs), table in zip(_TABLES, _sines(settings), strict=True):
+        # The class token has no place.
+        tensors[theirs] = F.pad(whole.get(ours, table), (0, 0, 1, 0))[None]
+    for kind in ("weight", "bias"):
+        for ours, theirs in _PLAIN:
+            tensors[f"{theirs}.{kind}"] = whole[f"{ours}.{kind}"]
+    for (ours, theirs), (layers, heads) in zip(_STACKS, _depths(settings), strict=True):
+        for layer in range(layers):
+            block = block_to(whole, f"{ours}.{layer}.", TRANSFORMERS, num_heads=heads)
+            tensors |= {f"{theirs}.{layer}.{name}": tensor for name, tensor in block.items()}
+    return {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+
+
+def from_vit_mae(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Undo `to_vit_mae`; positions are tables only where they are not sines and cosines.
+
+    Raises:
+        UserError: a tensor is missing, or the decoder's class token has a place.
+    """
+    try:
+        return _converted(tensors, settings)
+    except KeyError as error:
+        raise UserError(f"the folder's weights have no {error.args[0]}") from None
+
+
+def _converted(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    whole = {
+        "embedding.class_token": tensors["vit.embeddings.cls_token"][0, 0],
+        "embedding.patches.weight": tensors[f"{_PATCHES}.weight"].permute(0, 2, 3, 1).flatten(1),
+        "embedding.patches.bias": tensors[f"{_PATCHES}.bias"],
+        "bridge.mask": tensors["decoder.mask_token"][0, 0],
+    }
+    tables = [tensors[theirs][0] for _, theirs in _TABLES]
+    whole["embedding.class_token"] = whole["embedding.class_token"] + tables[0][0]
+    if tables[1][0].any():
+        raise UserError(
+            "decoder.decoder_pos_embed gives the class token a place, which MAE has not"
+        )
+    if not has_sines(tensors, settings):
+        whole |= {ours: table[1:] for (ours, _), table in zip(_TABLES, tables, strict=True)}
+    for kind in ("weight", "bias"):
+        for ours, theirs in _PLAIN:
+            whole[f"{ours}.{kind}"] = tensors[f"{theirs}.{kind}"]
+    for (ours, theirs), (layers, heads) in zip(_STACKS, _depths(settings), strict=True):
+        for layer in range(layers):
+            block = block_from(tensors, f"{theirs}.{layer}.", TRANSFORMERS, num_heads=heads)
+            whole |= {f"{ours}.{layer}.{name}": tensor for name, tensor in block.items()}
+    return {name: tensor.float().contiguous() for name, tensor in whole.items()}
+
+
+def has_sines(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> bool:
+    """True where both tables hold the sines and cosines of MAE."""
+    return all(
+        torch.allclose(tensors[theirs][0, 1:].float(), table, rtol=0, atol=1e-5)
+        for (_, theirs), table in zip(_TABLES, _sines(settings), strict=True)
+    )
+
+
+def _sines(settings: Mapping[str, Any]) -> list[Tensor]:
+    """Return the positions of encoder and decoder, `[n, h]` and `[n, w]`."""
+    side = settings["image_size"] // settings["patch_size"]
+    cells = cell_coordinates(torch.arange(side**2), side)
+    return [sincos(cells, settings[key]) for key in ("hidden_size", "decoder_hidden_size")]
+
+
+def _depths(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return blocks and heads of encoder and decoder."""
+    names = ("num_hidden_layers", "num_attention_heads")
+    return [
+        (settings[names[0]], settings[names[1]]),
+        (settings[f"decoder_{names[0]}"], settings[f"decoder_{names[1]}"]),
+    ]
+
+
+def vit_mae_predictions(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], pixels: Tensor, order: Tensor
+) -> Tensor:
+    """Run the folder's model, written down apart from megavis's layers to check a conversion.
+
+    Args:
+        tensors: by their names.
+        settings: `config.json`.
+        pixels: standardised, float32 `[b, H, W, 3]`.
+        order: int64 `[b, n]`, the patches, visible ones first.
+
+    Returns:
+        float32 `[b, n - c, d]`, the hidden patches in the order.
+    """
+
+    def pair(name: str) -> tuple[Tensor, Tensor]:
+        return tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], *pair(name), settings["layer_norm_eps"])
+
+    def blocks(x: Tensor, stack: int) -> Tensor:
+        layers, heads = _depths(settings)[stack]
+        for layer in range(layers):
+            prefix, epsilon = f"{_STACKS[stack][1]}.{layer}.", settings["layer_norm_eps"]
+            x = run_block(x, tensors, prefix, TRANSFORMERS, num_heads=heads, epsilon=epsilon)
+        return x
+
+    count, index = order.shape[1], order[..., None]
+    visible = int(count * (1 - settings["mask_ratio"]))
+    kernel, bias = pair(_PATCHES)
+    patches = patchify(pixels, settings["patch_size"])
+    below, above = (tensors[theirs] for _, theirs in _TABLES)
+    hidden = F.linear(patches, kernel.permute(0, 2, 3, 1).flatten(1), bias) + below[:, 1:]
+    front = (tensors["vit.embeddings.cls_token"] + below[:, :1]).expand(len(pixels), -1, -1)
+    seen = hidden.take_along_dim(index[:, :visible], 1)
+    encoded = norm(blocks(torch.cat([front, seen], 1), 0), "vit.layernorm")
+    lifted = F.linear(encoded, *pair("decoder.decoder_embed"))
+    masks = tensors["decoder.mask_token"].expand(len(pixels), count - visible, -1)
+    everything = torch.cat([lifted[:, 1:], masks], 1)
+    everything = everything + above[:, 1:].expand(len(pixels), -1, -1).take_along_dim(index, 1)
+    decoded = blocks(torch.cat([lifted[:, :1] + above[:, :1], everything], 1), 1)
+    predicted = F.linear(norm(decoded, "decoder.decoder_norm"), *pair("decoder.decoder_pred"))
+    return predicted[:, 1 + visible :]

@@ -1,0 +1,167 @@
+"""Exported folders in a process that cannot import megavis: the same outputs; and back again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_batches import photographs
+from tiny import VIT, tiny
+
+import megavis
+from megavis.cli import main
+from megavis.commands.import_ import write_run
+from megavis.config.load import load_config
+from megavis.hub.plain import PlainForm
+from megavis.hub.vit import all_seeing_tokens
+from megavis.tokenizers.patches import standardize
+
+pytest.importorskip("transformers", reason="pip install transformers, to open exported folders")
+pytestmark = pytest.mark.usefixtures("context")
+
+DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"
+LEARNED = {**VIT, "positions": "learned"}
+TUNED = {"num_classes": 3, "visibility": "full", "read_out": "first"}
+CASES = {
+    "igpt": tiny("{name: igpt, vocabulary_size: 32}", data={"image_size": 4}),
+    "mae": tiny(f"{{name: mae, patch_size: 4, mask_ratio: 0.7, {DECODER}}}", model=VIT),
+    "darl": tiny("{name: darl, patch_size: 4, decoder: linear}", model=LEARNED),
+    "gvp": tiny("{name: gvp, patch_size: 4, num_groups: 3}", model=VIT),
+    "tuned": tiny(
+        "{name: gvp, patch_size: 4, num_groups: 3}",
+        model=VIT,
+        validates=True,
+        finetune=TUNED,
+        training={"validate_every": 1},
+    ),
+    "mp3_timm": tiny("{name: mp3, patch_size: 4}", model=VIT),
+    "tuned_timm": tiny(
+        f"{{name: mae, patch_size: 4, {DECODER}}}",
+        model=VIT,
+        validates=True,
+        finetune=TUNED,
+        training={"validate_every": 1},
+    ),
+    "rotary_own": tiny("{name: darl, patch_size: 4, decoder: linear}", model=VIT),
+    "givt_own": tiny("{name: givt}", data={"image_size": 32}),
+    "order_own": tiny("{name: igpt, vocabulary_size: 32, order: random}", data={"image_size": 4}),
+    "groups_own": tiny(
+        "{name: gvp, patch_size: 4, num_groups: 3}", model={**VIT, "positions": "rope_2d"}
+    ),
+}
+
+
+def make_run(folder, text, build_paper):
+    """Write a run of random weights."""
+    objective, runner = build_paper(text, std=0.2)
+    named = {**dict(runner.layers.named_parameters()), **dict(runner.layers.named_buffers())}
+    path = folder.with_suffix(".yaml")
+    path.write_text(text)
+    write_run(folder, load_config(path).config, {k: v.detach() for k, v in named.items()})
+    return megavis.load(folder, device="cpu")
+
+
+def inputs_and_outputs(name, run):
+    """Return what `opens_alone.py` compares, by the run itself."""
+    if name.endswith("_own"):
+        form = PlainForm(run)
+        return {"inputs": form.tokens, "expected": form.expected}
+    if name == "igpt":
+        ids = torch.randint(32, (2, 16))
+        return {"inputs": ids, "expected": run.outputs(ids)}
+    images = photographs(2, 16)
+    pixels = {"inputs": standardize(images).permute(0, 3, 1, 2).contiguous()}
+    if name == "mae":
+        return {**pixels, **hidden_patches(run, images)}
+    tuned = name.startswith("tuned")
+    return {**pixels, "expected": run.outputs(images) if tuned else all_seeing_tokens(run, images)}
+
+
+def hidden_patches(run, images):
+    """Theirs are predictions for all patches, ours for the hidden ones: look at these alone."""
+    index = torch.arange(len(images))
+    order = run.objective.schedule.draw(index).order
+    noise = order.argsort(1).float()  # theirs sorts by it
+    return {"noise": noise, "expected": run.outputs(images, sample_index=index), "order": order}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+# Its imports of transformers and timm take seconds, and are the same under every Python.
+@pytest.mark.once
+def test_outputs_are_equal_where_megavis_is_not_installed(folders, build_paper, capsys):
+    for name, text in CASES.items():
+        run = make_run(folders / f"{name}-run", text, build_paper)
+        form = "timm" if name.endswith("_timm") else "huggingface"
+        folder = folders / name
+        assert main(["export", str(run.folder), "--to", form, str(folder)]) == 0, name
+        assert ("megavis.load" in capsys.readouterr().out) == name.endswith("_own"), name
+        case = {key: t.contiguous() for key, t in inputs_and_outputs(name, run).items()}
+        save_file(case, folder.with_suffix(".safetensors"))
+    script = Path(__file__).parents[1] / "support" / "opens_alone.py"
+    command = [sys.executable, "-W", "ignore", script, folders]
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    settings.pop("PYTHONPATH", None)
+    process = subprocess.run(command, cwd=folders, env=settings, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr
+    found = dict(line.split() for line in process.stdout.splitlines())
+    assert {name: float(number) for name, number in found.items() if float(number) > 1e-5} == {}
+    assert set(found) == set(CASES)
+
+
+@pytest.mark.parametrize("name", ["igpt", "mae", "darl", "gvp", "tuned", "mp3_timm", "givt_own"])
+def test_folders_come_back(folders, build_paper, name, capsys):
+    """What the folder was exported from and the run that is imported from it agree."""
+    run = make_run(folders / f"{name}-first", CASES[name], build_paper)
+    out, back = folders / f"{name}-out", folders / f"{name}-back"
+    form = "timm" if name.endswith("_timm") else "huggingface"
+    assert main(["export", str(run.folder), "--to", form, str(out)]) == 0
+    heads = ["--heads", "2"] if form == "timm" else []
+    assert main(["import", "huggingface", str(out), str(back), *heads]) == 0
+    if name == "givt_own":
+        weights, again = (
+            dict(megavis.load(f).runner.layers.named_parameters()) for f in (out, back)
+        )
+        assert all(torch.equal(again[key], tensor) for key, tensor in weights.items())
+    else:
+        assert "agree" in capsys.readouterr().out
+
+
+def test_the_card_says_what_the_run_holds(folders, build_paper):
+    run = make_run(folders / "card-run", CASES["rotary_own"], build_paper)
+    (run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
+    assert main(["export", str(run.folder), "--to", "huggingface", str(folders / "card")]) == 0
+    card = (folders / "card" / "README.md").read_text()
+    head = card.split("---\n")[1]
+    assert "library_name: megavis" in head
+    assert "license: unknown" in head
+    assert "| loss | 1.5 at step 0 |" in card
+    assert "model.positions is rope_2d" in card
+    assert json.loads((folders / "card" / "config.json").read_text())["paper"] == "darl"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("igpt", "a ViT reads patches of pixels"),
+        ("rotary_own", "model.positions is rope_2d"),
+    ],
+)
+def test_other_runs_are_no_vit(folders, build_paper, capsys, name, message):
+    run = make_run(folders / f"{name}-other", CASES[name], build_paper)
+    assert main(["export", str(run.folder), "--to", "timm", str(folders / f"{name}-no")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (folders / f"{name}-no").exists()
+
+
+def test_an_unknown_folder_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["import", "huggingface", str(tmp_path), str(tmp_path / "run")]) == 2
+    assert "model_type is 'bert'" in capsys.readouterr().err
