@@ -12,12 +12,14 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megavis import __version__
-from megavis.commands.quiet import quietly
+from megavis.commands.completion import complete
+from megavis.commands.quiet import is_verbose, quietly, talk
 from megavis.config.arguments import ArgumentParser
 from megavis.config.errors import (
     CORRUPTION_EXIT_CODE,
@@ -35,11 +37,13 @@ class Command(NamedTuple):
         options: module of `commands/options` whose function `add_NAME` adds its options.
         help: what it does, in a line of `megavis --help`.
         is_recorded: it makes something of a run, whose report says how to repeat it.
+        adds: the function, where it has another name than the command.
     """
 
     options: str
     help: str
     is_recorded: bool = False
+    adds: str | None = None
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -72,10 +76,13 @@ COMMANDS: Mapping[str, Command] = {
     "finetune": Command("training", "train a run's weights on classes, or resume it"),
     "ensemble": Command("evaluation", "average the class probabilities of fine-tuned runs", True),
     "report": Command("runs", "what runs have come to, on one screen and as one web page"),
+    "runs": Command("runs", "list the runs of a folder", adds="add_runs_table"),
+    "config": Command("runs", "show a config, or compare two", adds="add_config_verbs"),
     "checkpoint": Command("runs", "list, verify, prune or convert the checkpoints of a run"),
     "import": Command("runs", "make a run out of released weights"),
     "export": Command("runs", "write a run's weights in a form that others read"),
     "schema": Command("runs", "write the JSON schema of config files"),
+    "completion": Command("runs", "complete commands in a shell"),
     "doctor": Command("runs", "say what this machine has, and what is missing for what"),
 }
 
@@ -85,12 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # It logs that there is no CUDA wherever a toolkit is installed without a GPU; whichever import
     # comes first would show it. `megavis doctor` says what this machine has.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if "_ARGCOMPLETE" in os.environ:
+        complete(build_parser())
     try:
         parsed = read_arguments(arguments)
+        talk(quiet=parsed.quiet, verbose=parsed.verbose)
         if parsed.check is not None:
             parsed.check(parsed)
         code = _import_work(parsed.run)(parsed)
     except UserError as error:
+        if is_verbose():
+            traceback.print_exc()
         sys.stderr.write(f"error: {error}\n")
         return 2
     except CorruptionError as error:
@@ -116,6 +128,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megavis {__version__}")
     # deepspeed's launcher puts this in front of everything; the environment says it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    _add_talk(parser, default=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparsers.add_parser(name, help=command.help, fill=partial(_add_options, name))
@@ -129,8 +142,24 @@ def _add_options(name: str, parser: ArgumentParser) -> None:
     "module:function", and `check`, called first where there is something that needs no torch.
     """
     parser.set_defaults(check=None)
-    options = importlib.import_module(f"megavis.commands.options.{COMMANDS[name].options}")
-    getattr(options, f"add_{name.replace('-', '_')}")(parser)
+    command = COMMANDS[name]
+    options = importlib.import_module(f"megavis.commands.options.{command.options}")
+    getattr(options, command.adds or f"add_{name.replace('-', '_')}")(parser)
+    # Not in front of the command alone: it is where users write them.
+    _add_talk(parser, default=argparse.SUPPRESS)
+
+
+def _add_talk(parser: argparse.ArgumentParser, *, default: Any) -> None:
+    """Add how much is said on the way, to verbs too; results are always written."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                _add_talk(verb, default=default)
+    for option, text in (
+        ("--quiet", "say nothing on the way: no progress bars, no warnings"),
+        ("--verbose", "let libraries log and warn too, and show where an error comes from"),
+    ):
+        parser.add_argument(option, action="store_true", default=default, help=text)
 
 
 def _import_work(reference: str) -> Callable[[argparse.Namespace], int]:

@@ -1,4 +1,7 @@
-"""Keep messages of imported libraries out of a command's output."""
+"""How much a command says besides its results.
+
+Kept in the environment, so that the processes of a job and those that a command starts follow.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,37 @@ import contextlib
 import gc
 import io
 import logging
+import os
 import warnings
 from collections.abc import Iterator
+
+from megavis.config.errors import UserError
+
+_VERBOSE = "MEGAVIS_VERBOSE"
+
+
+def talk(*, quiet: bool, verbose: bool) -> None:
+    """Set how much is said from here on.
+
+    Raises:
+        UserError: both are wanted.
+    """
+    if quiet and verbose:
+        raise UserError("--quiet and --verbose exclude each other; keep one")
+    if quiet:
+        # tqdm reads it when it is imported.
+        os.environ["TQDM_DISABLE"] = "1"
+        os.environ["PYTHONWARNINGS"] = "ignore"
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+    if verbose:
+        os.environ[_VERBOSE] = "1"
+        logging.basicConfig(level=logging.INFO)
+
+
+def is_verbose() -> bool:
+    """Return whether libraries may say what they like."""
+    return _VERBOSE in os.environ
 
 
 @contextlib.contextmanager
@@ -20,6 +52,9 @@ def quietly() -> Iterator[None]:
     collector rests meanwhile: all that imports make stays, and looking through it again and again
     takes 15 % of the start.
     """
+    if is_verbose():
+        yield
+        return
     collects = gc.isenabled()
     gc.disable()
     logged_from = logging.root.manager.disable

@@ -31,6 +31,53 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run="report:run")
 
 
+def add_runs_table(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis runs`."""
+    parser.description = (
+        "List the runs of a folder and of folders in it: paper, step, last training and validation"
+        " loss, and whether a run is training, finished, stopped or imported. The run that changed"
+        " last comes last."
+    )
+    parser.epilog = "example: megavis runs runs"
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs"
+    )
+    add_json(parser)
+    parser.set_defaults(run="runs:run")
+
+
+def add_config_verbs(parser: argparse.ArgumentParser) -> None:
+    """Add the verbs of `megavis config`."""
+    parser.description = "Look at configs: YAML files, or those that run folders keep."
+    parser.epilog = "example: megavis config show yaml_configs/igpt/demo.yaml training.steps=10"
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    text = "write all keys, each with the file and line of its value, or `default`"
+    show = verbs.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    show.epilog = "example: megavis config show yaml_configs/igpt/demo.yaml training.steps=10"
+    show.add_argument("config", metavar="CONFIG|RUN", help="YAML file or run folder")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    show.set_defaults(run="config:show")
+    text = "write the keys whose values differ; exit code 1 where there are any"
+    diff = verbs.add_parser("diff", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    diff.epilog = "example: megavis config diff yaml_configs/igpt/s_32.yaml runs/igpt_s_32"
+    diff.add_argument("first", metavar="CONFIG|RUN", help="YAML file or run folder")
+    diff.add_argument("second", metavar="CONFIG|RUN", help="likewise")
+    diff.set_defaults(run="config:diff")
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megavis completion`."""
+    parser.description = (
+        "Write what lets a shell complete commands, options and files. Needs the extra"
+        " `completion`."
+    )
+    parser.epilog = (
+        'example: megavis completion bash\n\nin ~/.bashrc: eval "$(megavis completion bash)"'
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="which")
+    parser.set_defaults(run="completion:run")
+
+
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis checkpoint`."""
     parser.description = (
@@ -154,7 +201,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "example: megavis export runs/mae_demo --to huggingface exported/mae_demo\n"
-        "         megavis export runs/gvp_demo --to timm exported/gvp_demo"
+        "         megavis export runs/mae_demo --to timm exported/mae_encoder"
     )
     add_run(parser)
     forms = ("huggingface", "timm", "safetensors")

@@ -171,6 +171,21 @@ class RunLock:
         os._exit(TAKEN_OVER_EXIT_CODE)
 
 
+def holder_of(run_folder: Path) -> Holder | None:
+    """Return who trains in a run folder now, by the signs of life; None where nobody does."""
+    locks = _locks(run_folder)
+    if not locks:
+        return None
+    path = max(locks, key=_number)
+    holder = locks[path]
+    if holder is None or (holder.is_here and holder.has_ended):
+        return None
+    with contextlib.suppress(OSError):
+        if holder.is_here or time.time() - path.stat().st_mtime < SILENCE_SECONDS:
+            return holder
+    return None
+
+
 def _is_dead(path: Path, holder: Holder | None) -> bool:
     """Return whether a holder has ended or left; on another host this may take a minute.
 
