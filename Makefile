@@ -12,7 +12,7 @@ BIN := $(abspath $(VENV))/bin
 # What is run may look for ninja, torchrun or megavis by name.
 RUN := PATH="$(BIN):$$PATH"
 
-.PHONY: help install lint test test-cluster test-layouts demo demos clean
+.PHONY: help install lint test test-cluster test-layouts demo demos wheel clean
 
 help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
@@ -24,6 +24,8 @@ help:
 	@echo "make test-layouts  every paper in every layout of four processes, and every pair of eight"
 	@echo "              layouts; not in make test, hours (SELECT='-k mae': a part)"
 	@echo "make lint     the same without the tests"
+	@echo "make wheel    wheel and sdist in dist/, checked in an environment of their own (WHOLE=1: with"
+	@echo "              all that they depend on, and a picture)"
 	@echo "make install  only the environment, in $(VENV)"
 	@echo "make clean    remove the environment and the caches"
 
@@ -72,8 +74,18 @@ demo: $(STAMP)
 demos: $(STAMP)
 	$(RUN) bash launch/demo.sh all
 
+# Tools of a release, apart from the environment of the tests.
+RELEASE := $(VENV)-release
+WHOLE ?=
+wheel:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet build twine
+	rm -rf build dist
+	$(RELEASE)/bin/python -m build --outdir dist . >/dev/null
+	WHOLE=$(WHOLE) bash launch/check_wheel.sh "$(abspath $(RELEASE))/bin/python"
+
 # pyvenv.cfg tells an environment from a folder that was named by mistake.
 clean:
-	@test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
-	rm -rf .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	@for folder in $(VENV) $(RELEASE); do test ! -f $$folder/pyvenv.cfg || rm -rf $$folder; done
+	rm -rf .mypy_cache .ruff_cache .import_linter_cache *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

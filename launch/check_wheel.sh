@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Check dist/: the metadata, what the wheel and the sdist hold, and that the wheel works in an
+# environment of its own. WHOLE=1 installs all it depends on (GBs) and trains on letters.
+# Usage: check_wheel.sh PYTHON, with build and twine installed there.
+set -euo pipefail
+python=$1
+folder=$(mktemp -d "${TMPDIR:-/tmp}/megavis-wheel-XXXXXX")
+trap 'rm -rf "$folder"' EXIT
+"$python" -m twine check --strict dist/*
+
+wheel=$(echo dist/megavis-*.whl) sdist=$(echo dist/megavis-*.tar.gz)
+"$python" -m zipfile --list "$wheel" >"$folder/wheel"
+for file in megavis/reports/page.css megavis/reports/page.html.jinja \
+  megavis/evaluation/published/igpt.yaml data_tools/__main__.py; do
+  grep --quiet "$file" "$folder/wheel" || { echo "$wheel lacks $file" >&2; exit 1; }
+done
+tar --list --file "$sdist" >"$folder/sdist"
+for file in yaml_configs/igpt/demo.yaml docs/architecture.md tests/conftest.py; do
+  grep --quiet "$file" "$folder/sdist" || { echo "$sdist lacks $file" >&2; exit 1; }
+done
+
+"$python" -m venv "$folder/venv"
+bin=$folder/venv/bin checkout=$PWD
+if [ -n "${WHOLE:-}" ]; then
+  "$bin/pip" install --quiet --constraint constraints.txt "$wheel"
+else
+  # What commands without torch need.
+  "$bin/pip" install --quiet --constraint constraints.txt numpy pydantic PyYAML
+  "$bin/pip" install --quiet --no-deps "$wheel"
+fi
+# Not from the checkout, whose modules Python would find first.
+cd "$folder"
+"$bin/megavis" --version
+"$bin/megavis" schema --out schema.json
+cmp schema.json "$checkout/yaml_configs/schema.json"
+"$bin/megavis" train --help >/dev/null
+"$bin/megavis-data" --help >/dev/null
+if [ -n "${WHOLE:-}" ]; then
+  # A picture, by what README.md says of one's own images.
+  "$bin/megavis-data" photographs images --size 32 --crops 400 --validation-crops 40
+  "$bin/megavis-data" palette fit images/train --out palette.npy --num-colors 64 --size 8
+  "$bin/megavis-data" palette shards images/train --palette palette.npy --out train --size 8
+  "$bin/megavis" train "$checkout/yaml_configs/igpt/demo.yaml" name=wheel output=. data.train=train \
+    data.validation= data.image_size=8 objective.vocabulary_size=64 training.steps=20
+  "$bin/megavis" sample wheel
+fi
+echo "the wheel works"

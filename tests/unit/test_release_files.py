@@ -1,0 +1,60 @@
+"""Files that people and tools read before anything runs: they agree with one another."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.once
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_version_is_cited():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    wanted = (PROJECT["name"], PROJECT["version"], PROJECT["license"])
+    assert (citation["title"], citation["version"], citation["license"]) == wanted
+
+
+def bare(requirement):
+    return re.match(r"[\w-]+", requirement)[0].lower()
+
+
+def test_constraints_name_all_that_a_user_installs():
+    """What `pip install --constraint` needs: all dependencies and those of the users' extras."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {bare(line) for line in lines if "==" in line}
+    extras = PROJECT["optional-dependencies"]
+    wanted = {bare(each) for each in PROJECT["dependencies"] + extras["demo"] + extras["speech"]}
+    assert wanted <= pinned
+
+
+def test_hooks_run_what_make_lint_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    makefile = (ROOT / "Makefile").read_text()
+    for hook in hooks:
+        assert hook["entry"].replace(".venv/bin", "$(BIN)").split(" --no-logo")[0] in makefile
+
+
+def test_actions_run_ci():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert commands[0] == ".ci/run"
+    assert {command.removeprefix("make ") for command in commands[1:]} <= set(targets)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "containers").iterdir()), ids=lambda p: p.name)
+def test_containers_copy_what_is_there(path):
+    copied = re.findall(r"^COPY (.*)$", path.read_text(), re.MULTILINE)
+    names = [name for line in copied for name in line.split()[:-1]]
+    assert names
+    assert not [name for name in names if not (ROOT / name).exists()]
+
+
+def test_the_map_for_assistants_names_every_package():
+    text = (ROOT / "AGENTS.md").read_text()
+    folders = [path.parent.name for path in (ROOT / "megavis").glob("*/__init__.py")]
+    assert not [name for name in folders if f"`megavis/{name}`" not in text]
