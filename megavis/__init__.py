@@ -1,6 +1,6 @@
-"""megavis: pretraining of generative vision Transformers on any parallel layout.
+"""megavis: pretraining of generative vision Transformers in any parallel layout.
 
-Importing the package costs nothing: torch, DeepSpeed and Megatron-Core are imported when the
+Importing the package is cheap: torch, DeepSpeed and Megatron-Core are imported when the
 first function that needs them is called.
 """
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Megatron-Core says so four times when it is imported, of optimizers and kernels that megavis does
-# not take from it; here, before any module of ours can import it. Its other warnings are shown.
+# On import, Megatron-Core prints this four times, about optimizers and kernels that megavis does
+# not use. Set the filter before any of our modules imports it. Other warnings are shown.
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
 
@@ -23,7 +23,7 @@ def load(run_folder: str, **options: Any) -> Run:
     """Open a finished or running training run on this process, whatever layout saved it.
 
     Args:
-        run_folder: `runs/<name>`, as `megavis train` wrote it.
+        run_folder: `runs/<name>`, as written by `megavis train`.
         **options: `step` (an older checkpoint), `device`, `dtype`, `image_size`.
 
     Returns:

@@ -1,7 +1,7 @@
 """The `megavis` command.
 
-The options of a command lie in `commands/options`, which imports no torch; its work in `commands`,
-imported when the command line and the config have been read.
+`commands/options` defines options and imports no torch. The implementation in `commands` is
+imported after the command line and the config have been read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Command(NamedTuple):
 
     Attributes:
         options: module of `commands/options` whose function `add_NAME` adds its options.
-        help: what it does, in a line of `megavis --help`.
-        is_recorded: it makes something of a run, whose report says how to repeat it.
+        help: its line in `megavis --help`.
+        is_recorded: whether the run's report lists it among the commands to repeat.
         adds: the function, where it has another name than the command.
     """
 
@@ -49,48 +49,46 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "train": Command("training", "train a run, or resume it"),
     "search-lr": Command("training", "try learning rates from large to small"),
-    "sweep": Command("training", "train a grid over two keys and draw a heat-map"),
-    "parity": Command("training", "compare every layout with one process"),
+    "sweep": Command("training", "train a grid over two keys and plot a heat map"),
+    "parity": Command("training", "compare every layout with a single process"),
     "params": Command("training", "count the parameters of a config"),
-    "bench": Command("training", "time a training step, and say where the time goes"),
-    "plan": Command("training", "estimate memory, traffic and time, and recommend a layout"),
-    "sample": Command("images", "draw images, or complete photographs", True),
+    "bench": Command("training", "time a training step by part"),
+    "plan": Command("training", "estimate memory, communication and time, and recommend a layout"),
+    "sample": Command("images", "generate or complete images", True),
     "probe": Command(
         "evaluation", "accuracy of a linear classifier on the features of each layer", True
     ),
     "transfer": Command(
         "evaluation", "linear probes on a list of labelled data sets, as one table", True
     ),
-    "features": Command(
-        "evaluation", "list the features that a run folder keeps, or delete them", True
-    ),
-    "likelihood": Command("evaluation", "nats and bits a dimension of held-out images", True),
+    "features": Command("evaluation", "list or delete the cached features of a run", True),
+    "likelihood": Command("evaluation", "nats and bits per dimension of held-out images", True),
     "evaluate": Command(
         "images",
-        "how good images are that a run made (FID, SSIM, ...), and each checkpoint of a run",
+        "metrics of generated images (FID, SSIM, ...), or of each checkpoint of a run",
         True,
     ),
     "figure": Command(
-        "figures", "accuracy over depth or loss, errors by patch, completions, as PNG and CSV", True
+        "figures", "plots of accuracy, errors by patch, completions, ..., as PNG and CSV", True
     ),
     "finetune": Command("training", "train a run's weights on classes, or resume it"),
     "ensemble": Command("evaluation", "average the class probabilities of fine-tuned runs", True),
-    "report": Command("runs", "what runs have come to, on one screen and as one web page"),
+    "report": Command("runs", "results of runs, on the terminal and as one web page"),
     "runs": Command("runs", "list the runs of a folder", adds="add_runs_table"),
     "config": Command("runs", "show a config, or compare two", adds="add_config_verbs"),
     "checkpoint": Command("runs", "list, verify, prune or convert the checkpoints of a run"),
-    "import": Command("runs", "make a run out of released weights"),
-    "export": Command("runs", "write a run's weights in a form that others read"),
+    "import": Command("runs", "make a run from released weights"),
+    "export": Command("runs", "write a run's weights in another format"),
     "schema": Command("runs", "write the JSON schema of config files"),
     "completion": Command("runs", "complete commands in a shell"),
-    "doctor": Command("runs", "say what this machine has, and what is missing for what"),
+    "doctor": Command("runs", "report what this machine provides, and what is missing"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 2, 71 and 75 as `config/errors.py` has them."""
-    # It logs that there is no CUDA wherever a toolkit is installed without a GPU; whichever import
-    # comes first would show it. `megavis doctor` says what this machine has.
+    """Run one command; return the exit code (for 2, 71 and 75 see `config/errors.py`)."""
+    # torch logs missing CUDA if a toolkit is installed without a GPU, from whichever import comes
+    # first. `megavis doctor` reports what this machine provides.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if "_ARGCOMPLETE" in os.environ:
         complete(build_parser())
@@ -118,15 +116,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of all commands; each is filled when it is used."""
+    """Return the parser of all commands; options are added when a command is used."""
     parser = ArgumentParser(
         prog="megavis",
-        description="Pretrain generative vision Transformers on any layout. Shards of images are"
-        " made by `python -m data_tools`.",
-        epilog="`megavis COMMAND --help` shows the options of a command, and an example.",
+        description="Pretrain generative vision Transformers in any layout. Make image shards"
+        " with `python -m data_tools`.",
+        epilog="`megavis COMMAND --help` shows the options of a command and an example.",
     )
     parser.add_argument("--version", action="version", version=f"megavis {__version__}")
-    # deepspeed's launcher puts this in front of everything; the environment says it too.
+    # deepspeed's launcher prepends this; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     _add_talk(parser, default=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -136,10 +134,10 @@ def build_parser() -> ArgumentParser:
 
 
 def _add_options(name: str, parser: ArgumentParser) -> None:
-    """Add description and options of a command, and what it does with them.
+    """Add the description, options and implementation of a command.
 
-    Options set the defaults `run`, the function in `commands` that does the work as
-    "module:function", and `check`, called first where there is something that needs no torch.
+    Options set the defaults `run`, the function in `commands` as
+    "module:function", and `check`, an optional check without torch that is called first.
     """
     parser.set_defaults(check=None)
     command = COMMANDS[name]
@@ -163,7 +161,7 @@ def _add_talk(parser: argparse.ArgumentParser, *, default: Any) -> None:
 
 
 def _import_work(reference: str) -> Callable[[argparse.Namespace], int]:
-    """Import what does the work of a command, the one place where that is done."""
+    """Import the implementation of a command."""
     module, _, function = reference.partition(":")
     with quietly():
         work: Callable[[argparse.Namespace], int] = getattr(
@@ -173,17 +171,17 @@ def _import_work(reference: str) -> Callable[[argparse.Namespace], int]:
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the words after `megavis`; those of this process where None.
+    """Parse the arguments after `megavis`; None for those of this process.
 
     Raises:
-        UserError: they are no command, or not its options.
+        UserError: there is no such command or option.
     """
     parsed, words = build_parser().parse_known_args(arguments)
-    # argparse takes key=value words only if adjacent; users put options between them.
+    # argparse accepts key=value words only if adjacent; users put options between them.
     if words and (not hasattr(parsed, "overrides") or any(w.startswith("-") for w in words)):
         raise UserError(
             f"unrecognized arguments: {' '.join(words)}; `megavis {parsed.command} --help` shows"
-            " what there is"
+            " the options"
         )
     if words:
         parsed.overrides += words
@@ -191,11 +189,13 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def _record(parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Let each run that the command was given remember it, where its folder can be written."""
-    # Not at the top: it imports numpy.
+    """Record the command in each of its runs whose folder is writable."""
+    # Imported here: it imports numpy.
     from megavis.training.provenance import record_command
 
-    with contextlib.suppress(UserError):  # A launcher that says too little names nobody else.
+    with contextlib.suppress(
+        UserError
+    ):  # An incomplete launcher environment names no other process.
         if read_launch(os.environ).rank > 0:
             return
     folders = [*getattr(parsed, "run_folders", ()), getattr(parsed, "run_folder", None)]

@@ -1,11 +1,11 @@
-"""A trained run for interactive use: what `megavis.load` returns.
+"""Load a trained run for interactive use; returned by `megavis.load`.
 
     run = megavis.load("runs/igpt_demo")
     images = run.sample(8, originals=photographs, given=0.5, top_p=0.95)
     plt.imshow(images[0])
 
-Any layout's checkpoint opens on one process; inside a job of several the same calls are made by
-all of them together.
+Checkpoints of any layout open on one process. Inside a job of several processes, all of them make
+the same calls together.
 
 Legend: b images, n tokens of an image, L blocks, h hidden size.
 """
@@ -47,8 +47,8 @@ class Run:
         step: optimizer steps of the weights; 0 for fresh ones.
         objective: the paper.
         context: ranks and groups of this process.
-        dtype: of the weights.
-        runner: runs the network.
+        dtype: data type of the weights.
+        runner: computes the network.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Run:
         context: ParallelContext,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build the network; with fresh weights, as the run began, when `checkpoint` is None."""
+        """Build the network; with its initial weights if `checkpoint` is None."""
         self.config, self.folder, self.context = config, folder, context
         self.objective = build_objective(config, context)
         plans = self.objective.layer_plans()
@@ -88,16 +88,16 @@ class Run:
         """Open a run folder.
 
         Args:
-            run_folder: `runs/<name>`, as `megavis train` wrote it.
-            step: which checkpoint; the newest when absent.
-            device: `cpu` or `cuda`; what the machine has when absent.
-            dtype: of the weights.
-            image_size: of the images that it will see; that of training when absent. Positions of
+            run_folder: `runs/<name>`, as written by `megavis train`.
+            step: of the checkpoint; default: the newest.
+            device: `cpu` or `cuda`; default: the best available.
+            dtype: data type of the weights.
+            image_size: of the input images; default: that of training. Positions for
                 another size are interpolated: rotary ones are scaled, learned ones resized.
 
         Raises:
-            UserError: when the folder holds no run or no such checkpoint, or the job that this
-                process is part of splits layers.
+            UserError: the folder holds no run or no such checkpoint, or this process's job
+                splits layers.
         """
         folder = Path(run_folder)
         checkpoint = chosen_checkpoint(folder, step)
@@ -109,21 +109,21 @@ class Run:
         )
 
     def _check_tokenizer(self, trained_with: str | None) -> None:
-        """Refuse tokens that mean something else than in training."""
+        """Reject tokens with another meaning than in training."""
         if trained_with is None:
             return
         given = self.objective.backbone.tokenizer_identity
         if given not in (None, trained_with):
             raise UserError(
-                f"{self.folder} was trained with the tokenizer {trained_with[:12]}; that of"
-                f" objective.tokenizer is {str(given)[:12]} now"
+                f"{self.folder} was trained with the tokenizer {trained_with[:12]}, but"
+                f" objective.tokenizer is now {str(given)[:12]}"
             )
 
     def untrained(self, seed: int | None = None) -> Run:
         """Return the same network with fresh weights.
 
         Args:
-            seed: of the weights; the run's own when absent, which gives those that it began with.
+            seed: of the weights; default: the run's own, which gives its initial weights.
         """
         update = {} if seed is None else {"seed": seed}
         return Run(
@@ -136,23 +136,23 @@ class Run:
 
     @property
     def palette(self) -> Palette:
-        """The colours of the ids; raises UserError where the run has none."""
+        """The colours of the ids; raises UserError if the run has none."""
         return Palette.load(self.folder / PALETTE_NAME)
 
     def outputs(self, inputs: Any, **options: Any) -> Tensor:
         """Return the head's raw outputs for inputs in the paper's own form.
 
         Args:
-            inputs: in the paper's own form: ids `[b, n]` in raster order, patches, latents; where
-                the run has a palette also photographs, as `to_ids` takes them.
-            **options: of the paper, by name: `Composition.inputs_from` lists all. For example
+            inputs: in the paper's own form: ids `[b, n]` in raster order, patches, latents; if
+                the run has a palette also photographs, as for `to_ids`.
+            **options: of the paper, by name; see `Composition.inputs_from`. For example
                 `mask`, bool `[b, n]`, for iGPT's BERT mode.
 
         Returns:
-            What the paper's `outputs` says, for iGPT logits `[b, n, v]` in the run's order.
+            The outputs of the paper's head; for iGPT logits `[b, n, v]` in the run's order.
 
         Raises:
-            UserError: an option does not apply, with a list of those that do.
+            UserError: an option does not apply; the message lists those that do.
         """
         sequence_inputs = self.objective.inputs_from(self._own_form(inputs), **options)
         return self.objective.outputs(self.runner.predictions(sequence_inputs))
@@ -163,16 +163,16 @@ class Run:
         """Return the mean over tokens of each norm's output (iGPT, section 2.4).
 
         Args:
-            inputs: what shards of the run's kind hold (`Batch.inputs`); where the run has a palette
-                also photographs, as `to_ids` takes them.
-            layer: l in 0 .. L, negative from the end; all when absent.
-            sample_index: as `loss` takes it.
+            inputs: as in shards of the run's kind (`Batch.inputs`); if the run has a palette
+                also photographs, as for `to_ids`.
+            layer: l in 0 .. L, negative from the end; default: all.
+            sample_index: as for `loss`.
 
         Returns:
             float32 `[b, h]`, or `[L + 1, b, h]` for all layers.
 
         Raises:
-            UserError: there is no such layer, or the model cannot do without a class.
+            UserError: there is no such layer, or the model requires a class.
         """
         batch = self._batch(inputs, sample_index)
         features = self.runner.features(self.objective.backbone.feature_inputs(batch))
@@ -184,14 +184,14 @@ class Run:
 
     @torch.no_grad()
     def loss(self, inputs: Any, *, sample_index: Tensor | None = None) -> float:
-        """Return the objective's loss without a class, for iGPT in nats a token.
+        """Return the objective's loss without a class, for iGPT in nats per token.
 
         Args:
-            inputs: as `features` takes them.
-            sample_index: int64 `[b]`, which drives random masks; 0 .. b - 1 when absent.
+            inputs: as for `features`.
+            sample_index: int64 `[b]`, which drives random masks; default: 0 .. b - 1.
 
         Raises:
-            UserError: the model cannot do without a class.
+            UserError: the model requires a class.
         """
         self.objective.backbone.check_unlabelled()
         sequence = self.objective.sequence(self._batch(inputs, sample_index))
@@ -201,17 +201,17 @@ class Run:
     def sampler(
         self, *, seed: int = 0, spell: Callable[[str], str] = str, **options: Any
     ) -> Sampler:
-        """Return what draws images of this run, with options for all of them.
+        """Return a sampler of this run with fixed options.
 
         Args:
-            seed: decides every draw.
-            spell: how options are written where the user gave them.
+            seed: random seed.
+            spell: formats option names as the user typed them, for errors.
             **options: of the paper's density, schedule and search: temperature, top_k, top_p,
                 sampling_steps, probability, guidance, beams, fans, rounds, choice_temperature,
-                groups. Those that are None are left to the paper.
+                groups. None leaves an option to the paper.
 
         Raises:
-            UserError: runs of this paper draw no images, or an option does not apply.
+            UserError: this paper generates no images, or an option does not apply.
         """
         return Sampler(self.runner, self.objective, self.folder, options, seed=seed, spell=spell)
 
@@ -228,25 +228,25 @@ class Run:
         batch_size: int = 64,
         **options: Any,
     ) -> Tensor:
-        """Draw images, or complete the first part of images.
+        """Generate images, or complete images from their first part.
 
         Args:
-            num_images: how many; as many as `originals`, `labels` or `image` when absent.
-            originals: what to complete, as `outputs` takes it.
-            given: share of the tokens, first in the run's order, that is given, in [0, 1].
-            labels: int64 `[b]`, classes, of a run that has any; fewer than images take turns.
-            image: uint8 `[b, H, W, 3]`, what an encoder reads, of a run that has one.
+            num_images: default: as many as `originals`, `labels` or `image`.
+            originals: images to complete, in the form of `outputs`.
+            given: given share of the tokens, first in the run's order, in [0, 1].
+            labels: int64 `[b]`, classes, if the run has any; repeated if fewer than images.
+            image: uint8 `[b, H, W, 3]`, input of the encoder, if the run has one.
             tokens: return tokens in place of images.
-            seed: decides every draw.
-            batch_size: images drawn at once.
-            **options: as `sampler` takes them.
+            seed: random seed.
+            batch_size: images generated at once.
+            **options: as for `sampler`.
 
         Returns:
-            Images uint8 `[b, H, W, 3]`. With `tokens`, or where nothing decodes them, tokens in
+            Images uint8 `[b, H, W, 3]`. With `tokens`, or without a decoder, tokens in
             raster order: ids int64 `[b, n]`, patches `[b, n, d]`, latents `[b, c, h, w]`.
 
         Raises:
-            UserError: the paper cannot be sampled so, or a number is out of range.
+            UserError: the paper does not support this, or a number is out of range.
         """
         if not 0 <= given <= 1:
             raise UserError(f"the given share must lie in [0, 1], not {given}")
@@ -275,7 +275,7 @@ class Run:
         """Return the pixels of tokens in raster order: uint8 `[b, h, w, 3]`.
 
         Raises:
-            UserError: nothing decodes them.
+            UserError: there is no decoder.
         """
         return self.objective.backbone.composition().to_images(tokens, self.folder).cpu().numpy()
 
@@ -285,7 +285,7 @@ class Run:
         return Batch(own, torch.full((len(own),), -1), index).to(self.context.device)
 
     def _own_form(self, inputs: Any) -> Tensor:
-        """Return inputs on the run's device, as ids where the run has a palette."""
+        """Return inputs on the run's device, as ids if the run has a palette."""
         if (self.folder / PALETTE_NAME).exists():
             return self.to_ids(inputs)
         return torch.as_tensor(inputs).to(self.context.device)
@@ -297,7 +297,7 @@ class Run:
             inputs: ids `[b, n]`, or photographs uint8 `[b, h, w, 3]` of the run's image size.
 
         Raises:
-            UserError: when it is neither.
+            UserError: it is neither.
         """
         array = torch.as_tensor(inputs)
         side = self.config.data.image_size
@@ -313,10 +313,10 @@ class Run:
 
 
 def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
-    """Return the config for images of another size, rotary positions interpolated.
+    """Return the config for images of another size, with interpolated rotary positions.
 
     Raises:
-        UserError: the model cannot take images of that size.
+        UserError: the model does not support images of that size.
     """
     ratio = image_size / config.data.image_size
     short_side = config.data.short_side and round(config.data.short_side * ratio)
@@ -334,10 +334,10 @@ def at_image_size(config: RunConfig, image_size: int) -> RunConfig:
 
 
 def _context(device: str | None) -> ParallelContext:
-    """Reuse the job that this process is in, or make one of one process."""
+    """Reuse this process's job, or create one with a single process."""
     context = current_context()
     if context is None:
-        # Not os.environ: what a launcher left there would make it wait for other processes.
+        # Not os.environ: a launcher's variables would make it wait for other processes.
         return open_context(read_launch({}), device=device)
     if context.pipeline.size > 1:
         raise UserError("a run cannot be opened inside a job with pipeline stages")

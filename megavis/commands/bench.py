@@ -1,4 +1,4 @@
-"""`megavis bench`: how long a training step takes on this machine, and where the time goes."""
+"""`megavis bench`: time a training step on this machine, by part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megavis.training.bench import BenchResult, bench
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; each process of a job calls this, and the main one prints."""
+    """Measure and print; called on every process of a job, printed by the main one."""
     result = bench(
         args.loaded,
         read_launch(os.environ),

@@ -24,7 +24,7 @@ def _steps(run_folder: Path) -> list[int]:
 
 
 def list_(args: argparse.Namespace) -> int:
-    """Write a line for each checkpoint; returns 2 where one is incomplete."""
+    """Print a line per checkpoint; return 2 if one is incomplete."""
     rows = list(_rows(args.run_folder))
     if args.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
@@ -65,7 +65,7 @@ _AXES = ("tensor_model", "pipeline_model", "data")
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Write what is damaged; returns 2 where anything is."""
+    """Print what is damaged; return 2 if anything is."""
     steps = _steps(args.run_folder)
     if args.step is not None:
         steps = [chosen_step(args.run_folder, args.step)]
@@ -73,15 +73,13 @@ def verify(args: argparse.Namespace) -> int:
     for step in steps:
         found = list(damages(step_folder(args.run_folder, step)))
         damaged += bool(found)
-        sys.stdout.write(
-            f"step {step}: {'DAMAGED' if found else 'every byte is as it was saved'}\n"
-        )
+        sys.stdout.write(f"step {step}: {'DAMAGED' if found else 'every byte is as saved'}\n")
         sys.stdout.writelines(f"  {text}\n" for text in found)
     return 2 if damaged else 0
 
 
 def chosen_step(run_folder: Path, step: int | None) -> int:
-    """Return this step, or the newest one; raises UserError where there is no such checkpoint."""
+    """Return this step, or the newest one; raises UserError if there is no such checkpoint."""
     steps = _steps(run_folder)
     if step is None:
         return steps[-1]
@@ -92,7 +90,7 @@ def chosen_step(run_folder: Path, step: int | None) -> int:
 
 
 def prune(args: argparse.Namespace) -> int:
-    """Delete, and say what stays."""
+    """Delete, and print what is kept."""
     before = _steps(args.run_folder)
     folders.prune(args.run_folder, keep_last=args.keep_last, keep_every=args.keep_every)
     after = _steps(args.run_folder)

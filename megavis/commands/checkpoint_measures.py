@@ -32,16 +32,16 @@ _PICTURES = 8
 
 
 class CheckpointMeasures:
-    """The measures of one opened checkpoint; what they share is computed once."""
+    """The measures of one opened checkpoint; shared results are computed once."""
 
     def __init__(
         self, opened: Run, args: argparse.Namespace, distance: SampleFID | None = None
     ) -> None:
-        """Remember the run, the options of `add_data_arguments`, and what `frechet` measures by."""
+        """Store the run, the options of `add_data_arguments`, and the statistics for `frechet`."""
         self.opened, self.args, self.distance = opened, args, distance
 
     def numbers(self, name: str) -> Mapping[str, float | str]:
-        """Return the numbers of a measure other than `samples`, by the name of each.
+        """Return the results of a measure other than `samples`, by name.
 
         Raises:
             UserError: the run's images do not allow it.
@@ -55,10 +55,10 @@ class CheckpointMeasures:
         return measures[name]()
 
     def picture(self) -> np.ndarray:
-        """Return what the run draws now, uint8 `[H, W, 3]`.
+        """Return a grid of generated images, uint8 `[H, W, 3]`.
 
         Raises:
-            UserError: the paper's models cannot be drawn so.
+            UserError: the paper's models cannot generate images.
         """
         gallery = Gallery(self.opened.objective, self.opened.folder)
         examples = read_in_turn(self._validation, _PICTURES).to(self.opened.context.device)
@@ -74,7 +74,7 @@ class CheckpointMeasures:
         return {"probe_accuracy": best.accuracy, "probe_layer": best.layer}
 
     def _neighbors(self) -> Mapping[str, float]:
-        """The layer is chosen on the training images that choose the probe's layer too."""
+        """Choose the layer on the same training images as the probe's layer."""
         train, validation = self._features
         parts = (self._division.fitted, self._division.held_out)
         selection = accuracy_by_layer(*(train.subset(part) for part in parts), k=_NEIGHBORS)
@@ -109,13 +109,13 @@ _BATCH_SIZE = 64
 
 
 class SampleFID:
-    """The network and the statistics, opened once for all checkpoints.
+    """Network and statistics, opened once for all checkpoints.
 
     Args:
-        args: with what `add_distance_arguments` adds, `device`, and `seed` of the draws.
+        args: the options of `add_distance_arguments`, `device` and `seed`.
 
     Raises:
-        UserError: an option is missing, or a file is not what it should be.
+        UserError: an option is missing, or a file is invalid.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -130,10 +130,10 @@ class SampleFID:
         self._reference = read_statistics(args.reference)
 
     def measure(self, opened: Run) -> ImageSetComparison:
-        """Draw images as `megavis sample RUN` does where nothing else is said, and compare them.
+        """Generate images with the defaults of `megavis sample RUN` and compare them.
 
         Raises:
-            UserError: the run draws no images from nothing, or the statistics are of another
+            UserError: the run has no unconditional samples, or the statistics are of another
                 network.
         """
         sampler = opened.sampler(seed=self._seed)

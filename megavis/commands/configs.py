@@ -1,4 +1,4 @@
-"""Config files of a user's, read without torch."""
+"""Load a user's config files without torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megavis.data.format.manifest import num_images
 
 
 def load_user_config(path: str, overrides: Sequence[str]) -> LoadedConfig:
-    """Load a config file whose epochs are those of its shards.
+    """Load a config file, resolving epochs from its shards.
 
     Raises:
-        UserError: there is no such file, or as `load_config`.
+        UserError: there is no such file, or see `load_config`.
     """
     if not Path(path).exists():
         raise UserError(f"{path}: no such config file")

@@ -1,6 +1,6 @@
-"""`megavis doctor`: what this machine has, and what is missing for what.
+"""`megavis doctor`: what this machine provides, and what is missing.
 
-It has to run where torch is missing or broken, so what needs torch is imported inside functions.
+It must run if torch is missing or broken, so functions import whatever needs torch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SystemCheck:
-    """One thing that was looked for."""
+    """Result of one check."""
 
     name: str
     found: bool
     detail: str
-    """Version or place; what is wrong where it was not found."""
+    """Version or path; what is wrong if it was not found."""
     purpose: str
-    """What works only with it."""
+    """What depends on it."""
     required: bool = False
-    """True where nothing trains without it."""
+    """Whether training depends on it."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, and write a table or JSON; returns 0 where training can work."""
+    """Write a table or JSON of all checks; return 0 if training can work."""
     with quietly():
         findings = list(examine())
     can_train = all(finding.found for finding in findings if finding.required)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[SystemCheck]:
-    """Yield all findings; what needs torch only where torch can be imported."""
+    """Yield all checks; those that need torch only if it can be imported."""
     yield _python()
     for module, distribution, purpose in (
         ("torch", "torch", "everything"),
@@ -80,7 +80,7 @@ def _python() -> SystemCheck:
 
 
 def _package(module: str, distribution: str, purpose: str, required: bool = False) -> SystemCheck:
-    """Import a module: a package that is installed and cannot be imported is of no use."""
+    """Import a module: an installed package that cannot be imported is useless."""
     found, detail = _attempt(lambda: importlib.import_module(module))
     if found:
         detail = _version(distribution) or "version unknown"
@@ -88,9 +88,9 @@ def _package(module: str, distribution: str, purpose: str, required: bool = Fals
 
 
 def _attempt(action: Callable[[], object]) -> tuple[bool, str]:
-    """Return whether an action succeeded, and why it did not.
+    """Return whether an action succeeded, and why not.
 
-    A broken package may raise anything when it is imported, and the doctor has to continue.
+    A broken package may raise anything on import, and the doctor must continue.
     """
     try:
         action()
@@ -127,7 +127,7 @@ def _devices() -> Iterator[SystemCheck]:
 
 
 def _process_group() -> SystemCheck:
-    """Add numbers up in a job of one process: the shortest proof that the parts fit together."""
+    """Run an all-reduce in a job of one process: the shortest test that the parts work together."""
     summed = ""
 
     def add_up() -> None:
@@ -146,19 +146,19 @@ def _process_group() -> SystemCheck:
 
 
 def _all_reduce(device: torch.device) -> str:
-    """Return where a sum came out right. Raises RuntimeError where it did not."""
+    """Return a description of a correct all-reduce. Raises RuntimeError if it is wrong."""
     import torch
     import torch.distributed as dist
 
     numbers = torch.arange(1024.0, device=device)
     dist.all_reduce(numbers)
     if float(numbers.sum()) != dist.get_world_size() * 1024 * 1023 / 2:
-        raise RuntimeError(f"{dist.get_backend()} adds up wrongly on {device}")
+        raise RuntimeError(f"{dist.get_backend()} computes wrong sums on {device}")
     return f"{dist.get_backend()}, an all-reduce on {device}"
 
 
 def apex() -> SystemCheck:
-    """Look for NVIDIA Apex by a module that the unrelated PyPI package of that name lacks."""
+    """Look for NVIDIA Apex through a module that the unrelated PyPI package of that name lacks."""
     name, purpose = "NVIDIA Apex", "optimizer.implementation: apex"
     found, _ = _attempt(lambda: importlib.import_module("apex.optimizers"))
     if found:
@@ -170,7 +170,7 @@ def apex() -> SystemCheck:
 
 
 def transformer_engine() -> SystemCheck:
-    """Look for Transformer Engine's torch half; the package alone may lack it."""
+    """Look for Transformer Engine's torch part, which the package may lack."""
     name, purpose = "Transformer Engine", "nothing yet: megavis runs Megatron's own layers"
     found, detail = _attempt(lambda: importlib.import_module("transformer_engine.pytorch"))
     if found:
@@ -181,7 +181,7 @@ def transformer_engine() -> SystemCheck:
 
 
 def _compilers() -> Iterator[SystemCheck]:
-    # The environment's own folder too: ninja comes from pip, and the environment may be inactive.
+    # Also look in the environment: ninja comes from pip, and the environment may be inactive.
     folders = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     for tool in ("g++", "ninja"):
         place = shutil.which(tool, path=folders)
@@ -195,7 +195,7 @@ def _libaio() -> SystemCheck:
         return SystemCheck("libaio", False, "not installed", purpose)
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    # DeepSpeed's own test links a program, so it needs the development files as well.
+    # DeepSpeed's own test links a program, so it also needs the development files.
     found = bool(AsyncIOBuilder().is_compatible(verbose=False))
     detail = "library and development files" if found else "its development files are missing"
     return SystemCheck("libaio", found, detail, purpose)

@@ -15,10 +15,10 @@ from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask each run, then all together.
+    """Evaluate each run, then the ensemble.
 
     Raises:
-        UserError: a run is not fine-tuned, or the runs do not know the same images.
+        UserError: a run is not fine-tuned, or the runs were evaluated on different images.
     """
     members: dict[str, ClassProbabilities] = {}
     sources = set()
@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
             members[str(folder)] = found
             sources.add(source)
     if len(sources) > 1:
-        raise UserError("the runs were judged by different images; name one folder with --images")
+        raise UserError(
+            "the runs were evaluated on different images; name one folder with --images"
+        )
     try:
         members["together"] = average(list(members.values()))
     except ValueError as error:
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
-    """Return what a run says, and which images it was asked about."""
+    """Return a run's class probabilities and the images."""
     opened = open_run(folder, step=_chosen_step(folder), device=args.device)
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
@@ -52,12 +54,12 @@ def _chosen_step(folder: Path) -> int:
         return int(json.loads(path.read_text())["step"])
     except (OSError, ValueError, KeyError):
         raise UserError(
-            f"{folder} is not a finished fine-tuning run: {path} does not say which step it chose"
+            f"{folder} is not a finished fine-tuning run: {path} does not name its chosen step"
         ) from None
 
 
 def _judges(opened: Run, images: str | None) -> Subset:
-    """Return the labelled images that a run is asked about."""
+    """Return the labelled images to evaluate a run on."""
     settings = opened.config.finetune
     assert settings is not None
     folder = images or settings.test

@@ -22,7 +22,7 @@ def evaluate_reconstruction(args: argparse.Namespace) -> int:
     """Reconstruct, compare and write.
 
     Raises:
-        UserError: the run, its data or its objective does not allow it.
+        UserError: the run, its data or its objective does not support it.
     """
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
@@ -54,7 +54,7 @@ def _evaluate(opened: Run, args: argparse.Namespace) -> int:
 
 
 def _distances(opened: Run, args: argparse.Namespace, count: int) -> Distances | None:
-    """Return what compares features, where the options name a network."""
+    """Return the feature distances, if the options name a network."""
     if args.inception is None and args.network is None:
         return None
     network = open_network(args.inception, args.network, opened.context.device)

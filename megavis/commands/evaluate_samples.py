@@ -41,13 +41,13 @@ from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Return the device that the options name, or the machine's best, where float32 is exact.
+    """Return the selected device, or the machine's best, with exact float32.
 
     Raises:
         UserError: there is no GPU.
     """
     set_arithmetic(tf32=False, deterministic=False)
-    # Without an index: in a job, the GPU of this process.
+    # Without an index: in a job, this process's GPU.
     return torch.device(choose_device(args.device, local_rank=0).type)
 
 
@@ -59,14 +59,14 @@ def collect_features(
     num_images: int | None = None,
     num_kept: int,
 ) -> FeatureSummary:
-    """Show images to the network, with a progress bar on a terminal.
+    """Compute features of images, with a progress bar on a terminal.
 
     Args:
-        images: in files.
+        images: image files.
         network: computes features.
-        args: the options; how many at once.
-        num_images: so many, evenly spread; all where None.
-        num_kept: feature vectors to keep, at most.
+        args: the options; batch size.
+        num_images: number of images, evenly spread; None for all.
+        num_kept: maximum number of feature vectors to keep.
 
     Raises:
         UserError: an image cannot be read, or there are too few.
@@ -81,14 +81,14 @@ def collect_features(
 
 
 def say(line: str, caution: str | None) -> None:
-    """Write a line of numbers, and to standard error why to be careful with it."""
+    """Print a line of results, and a caution to standard error."""
     sys.stdout.write(line + "\n")
     if caution is not None:
         sys.stderr.write(f"note: {caution}\n")
 
 
 def evaluate_samples(args: argparse.Namespace) -> int:
-    """Measure, say and write.
+    """Evaluate, print and write.
 
     Raises:
         UserError: images, reference or network cannot be used.
@@ -111,13 +111,13 @@ def evaluate_samples(args: argparse.Namespace) -> int:
 
 
 def write_reference(args: argparse.Namespace) -> int:
-    """Look at real images and write their statistics.
+    """Compute and write the statistics of real images.
 
     Raises:
         UserError: images or network cannot be used.
     """
     if args.out.suffix != ".npz":
-        raise UserError(f"--out {args.out}: the name of a file of statistics ends in .npz")
+        raise UserError(f"--out {args.out}: the name of a statistics file must end in .npz")
     images = open_images(args.images, image_size=args.image_size)
     network = open_network(args.inception, args.network, device_of(args))
     summary = collect_features(
@@ -132,24 +132,24 @@ def write_reference(args: argparse.Namespace) -> int:
 
 
 def samples_of(path: Path) -> Path:
-    """Return the images that are meant: of a run folder its newest `.npz` of samples.
+    """Return the sample file; for a run folder, its newest `.npz` of samples.
 
     Raises:
-        UserError: the run has drawn none.
+        UserError: the run has no samples.
     """
     if not (path / "config.yaml").exists():
         return path
     files = sorted(path.glob("samples/*.npz"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise UserError(
-            f"{path} has no samples; draw some: megavis sample {path} --num-images 50000 --npz"
+            f"{path} has no samples; generate some: megavis sample {path} --num-images 50000 --npz"
             f" {path / 'samples' / 'images.npz'}"
         )
     return files[-1]
 
 
 def default_output(given: Path, file: Path, name: str) -> Path:
-    """Return where the numbers `name` of the samples in `file` go; `given` may be their run."""
+    """Return the output path for the results `name` of the samples `file`; `given` may be a run."""
     if given != file:
         return given / "evaluation" / f"{name}.json"
     kind = "evaluation" if name == "samples" else name
@@ -157,7 +157,7 @@ def default_output(given: Path, file: Path, name: str) -> Path:
 
 
 def _reference(args: argparse.Namespace, network: FeatureNetwork) -> FeatureSummary:
-    """Read statistics, or look at the images; at both where a file of ADM's holds both."""
+    """Read statistics, or compute them from images; both if an ADM file holds both."""
     path: Path = args.reference
     if not holds_statistics(path):
         size = args.image_size if path.is_dir() else None
@@ -175,7 +175,7 @@ _BATCH_SIZE = 64
 
 
 def evaluate_classes(args: argparse.Namespace) -> int:
-    """Fit, name and write.
+    """Fit, classify and write.
 
     Raises:
         UserError: images or tokenizer cannot be used.
@@ -194,7 +194,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
     words = (
         f"{100 * share['all']:.1f} % of {share['images']} {part}" for part, share in result.items()
     )
-    sys.stdout.write(f"named as their class: {', '.join(words)}\n")
+    sys.stdout.write(f"classified correctly: {', '.join(words)}\n")
     options = {"train": str(args.train), "real": str(args.images), "drawn": str(file)}
     fitting = {"epochs": args.epochs, "seed": args.seed}
     out = default_output(args.samples, file, "classes")
@@ -205,7 +205,7 @@ def evaluate_classes(args: argparse.Namespace) -> int:
 
 
 def _common_classes(train: ShardImages, real: ShardImages) -> tuple[str, ...]:
-    """Return the names of the classes. Raises UserError where shards differ or have no labels."""
+    """Return the class names. Raises UserError if shards differ or have no labels."""
     if train.class_names != real.class_names:
         raise UserError(
             f"{real.path} has other classes than {train.path}; write it with"
@@ -224,7 +224,7 @@ def _to_name(
     num_classes: int,
     device: torch.device,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return images and their classes by what they are."""
+    """Return images and their classes by kind."""
     images, labels = _labelled(real, device)
     parts = {"real images": (images, labels)}
     if args.tokenizer is not None:

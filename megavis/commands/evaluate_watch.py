@@ -1,4 +1,4 @@
-"""`megavis evaluate watch`: measures each checkpoint of a run as it appears."""
+"""`megavis evaluate watch`: evaluate each checkpoint of a run as it appears."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ RESULTS_NAME = "watch.jsonl"
 
 
 _SETTINGS = ("train_images", "validation_images", "seed")
-"""Options that a line of results keeps; the numbers of images are at most."""
+"""Options recorded with each result; numbers of images are maxima."""
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Measure until the run is finished or a signal comes.
+    """Evaluate until the run is finished or a signal arrives.
 
     Raises:
         UserError: the run's images do not allow a measure.
@@ -66,12 +66,12 @@ def _watch(args: argparse.Namespace) -> None:
                 _keep(args.run_folder, record)
         if is_last_look:
             return
-        # What appeared before the end may not have been seen yet: look once more.
+        # A checkpoint may have appeared just before the end: look once more.
         is_last_look = _wait(args)
 
 
 def _waiting_steps(args: argparse.Namespace, pruned: set[int]) -> Iterator[int]:
-    """Yield the steps of checkpoints to measure, looking again after each."""
+    """Yield the steps of checkpoints to evaluate, polling after each."""
     while True:
         done = {record["step"] for record in _records(args.run_folder)} | pruned
         newest, last = _newest_step(args.run_folder), _last_step(args.run_folder)
@@ -90,15 +90,15 @@ def _records(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def _newest_step(run_folder: Path) -> int:
-    """Return the step that `latest` names; checkpoints after it are not published yet."""
-    with contextlib.suppress(UserError):  # Between a publish and the pruning of what it named.
+    """Return the step named by `latest`; later checkpoints are not published yet."""
+    with contextlib.suppress(UserError):  # Between publishing and pruning of the named checkpoint.
         if checkpoint := latest_checkpoint(run_folder):
             return int(checkpoint.name.partition("-")[2])
     return -1
 
 
 def _last_step(run_folder: Path) -> int | None:
-    """Return the step at which the run ends; None before it has begun."""
+    """Return the last step of the run; None before it has started."""
     path = run_folder / "config.yaml"
     if not path.exists():
         return None
@@ -106,15 +106,15 @@ def _last_step(run_folder: Path) -> int | None:
 
 
 def _is_finished(run_folder: Path) -> bool:
-    # What a fine-tuning run writes when it has ended, maybe before its last step.
+    # Written by a fine-tuning run when it ends, maybe before its last step.
     ended_early = (run_folder / "evaluation" / "finetune_test.json").exists()
     return ended_early or _newest_step(run_folder) == _last_step(run_folder)
 
 
 def _wait(args: argparse.Namespace) -> bool:
-    """Wait until the next look; say whether nothing more is to come."""
+    """Wait until the next poll; return whether the run has ended."""
     if args.until_input_ends:
-        # Training knows better than its config, which may be that of an earlier start.
+        # Training knows its last step better than the config, which may be from an earlier start.
         return bool(select.select([sys.stdin], [], [], args.interval)[0])
     if _is_finished(args.run_folder):
         return True
@@ -125,7 +125,7 @@ def _wait(args: argparse.Namespace) -> bool:
 def _measured(
     args: argparse.Namespace, step: int, distance: SampleFID | None
 ) -> dict[str, Any] | None:
-    """Measure a checkpoint; None where it was pruned meanwhile."""
+    """Evaluate a checkpoint; None if it was pruned meanwhile."""
     began = time.perf_counter()
     try:
         opened = open_run(args.run_folder, step=step, device=args.device, precision=args.precision)
@@ -149,7 +149,7 @@ def _measured(
 
 
 def _keep(run_folder: Path, record: Mapping[str, Any]) -> None:
-    """Append a line, show its numbers in TensorBoard and print them."""
+    """Append a record, add it to TensorBoard and print it."""
     folder = run_folder / "evaluation"
     folder.mkdir(exist_ok=True)
     with (folder / RESULTS_NAME).open("a", encoding="utf-8") as file:
@@ -172,5 +172,5 @@ def _show(run_folder: Path, step: int, pixels: np.ndarray) -> None:
 
 
 def _board(run_folder: Path) -> Any:
-    """Open TensorBoard's files of the watch: a folder of their own, since training writes too."""
+    """Open the watch's TensorBoard folder, separate from that of training."""
     return SummaryWriter(str(run_folder / "tensorboard" / "evaluation"))

@@ -18,7 +18,7 @@ from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write; nothing is kept that does not agree.
+    """Export; delete the output if it does not agree with the run.
 
     Raises:
         UserError: the run cannot be opened, or has no such form.

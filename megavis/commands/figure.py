@@ -52,7 +52,7 @@ from megavis.sampling.pictures import pixels_of
 
 
 def draw_depth(args: argparse.Namespace) -> int:
-    """Probe, or read a probe, and draw.
+    """Probe, or read a probe, and plot.
 
     Raises:
         UserError: the run, its data or the file cannot be opened.
@@ -79,7 +79,7 @@ def _depth_result(args: argparse.Namespace) -> ProbeResult | None:
 
 
 def draw_likelihood(args: argparse.Namespace) -> int:
-    """Score every checkpoint of every run and draw.
+    """Score every checkpoint of every run and plot.
 
     Raises:
         UserError: a run, its data or a checkpoint cannot be opened.
@@ -94,7 +94,7 @@ def draw_likelihood(args: argparse.Namespace) -> int:
 
 
 def _scores(folder: Path, args: argparse.Namespace) -> Iterator[CheckpointScore]:
-    """Yield the score of each checkpoint of a run, printed as it comes."""
+    """Yield and print the score of each checkpoint of a run."""
     steps = saved_steps(folder)
     if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
@@ -125,10 +125,10 @@ def _pixel_accuracy(args: argparse.Namespace) -> float:
 
 
 def draw_completions(args: argparse.Namespace) -> int:
-    """Complete, compare and draw.
+    """Complete, compare and plot.
 
     Raises:
-        UserError: the run, its data or its objective does not allow it.
+        UserError: the run, its data or its objective does not support it.
     """
     with job_closed():
         opened = open_run(args.run_folder, step=args.step, device=args.device)
@@ -162,10 +162,10 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
 
 
 def draw_neighbors(args: argparse.Namespace) -> int:
-    """Classify and draw.
+    """Classify and plot.
 
     Raises:
-        UserError: the run or its data does not allow it.
+        UserError: the run or its data does not support it.
     """
     with feature_job(args, alone=True):
         opened = open_run(args.run_folder, step=args.step, precision=args.precision)
@@ -187,7 +187,7 @@ def draw_neighbors(args: argparse.Namespace) -> int:
 def _neighbor_scores(
     opened: Run, args: argparse.Namespace
 ) -> tuple[list[NeighborAccuracy], dict[str, Any]]:
-    """Return a score a layer, and what is needed to repeat them."""
+    """Return a score per layer, and a record for reproducing them."""
     held_out = open_held_out(opened, args.images, option="--images")
     train = open_shards(opened, opened.config.data.train_sources[0].path)
     refuse_overlap(held_out, [train, *training_shards(opened)])
@@ -216,7 +216,7 @@ def _neighbor_scores(
 
 
 def draw_declared(args: argparse.Namespace) -> int:
-    """Draw what a paper, or `GENERAL_FIGURES`, declares.
+    """Plot a figure declared by a paper or `GENERAL_FIGURES`.
 
     Raises:
         UserError: the run has no such figure, or its data cannot be opened.
@@ -235,10 +235,10 @@ def draw_declared(args: argparse.Namespace) -> int:
 
 
 def check_applies(name: str, opened: Run) -> None:
-    """Check that a run has the figure of this name.
+    """Check that this figure applies to a run.
 
     Raises:
-        UserError: it has not; names those that it has.
+        UserError: it does not; the message lists those that do.
     """
     declared = {spec.name: spec for spec in (*GENERAL_FIGURES, *paper_figures())}
 
@@ -260,7 +260,7 @@ def _function(spec: FigureSpec, name: str) -> Callable[..., Any]:
 
 
 def _reason_against(applies: Callable[[Trainable], bool], opened: Run) -> str | None:
-    """Return why a run has no such figure; None where it has."""
+    """Return why the figure does not apply to a run; None if it does."""
     try:
         if applies(opened.objective):
             return None
@@ -288,7 +288,7 @@ _APPLY: Mapping[str, Callable[[Trainable], bool]] = {
 
 
 def save_figure(folder: Path, name: str, picture: Figure | np.ndarray, rows: Sequence[Row]) -> None:
-    """Write `name.png`, and `name.csv` where there are rows; print a line for each.
+    """Write `name.png`, and `name.csv` if there are rows; print a line for each.
 
     Raises:
         OSError: the folder cannot be written.

@@ -54,10 +54,10 @@ from megavis.tokenizers.vqgan_released import read_released, released_shape
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; a run that is not what was released is not kept.
+    """Convert; delete the run if it does not match the released weights.
 
     Raises:
-        UserError: the weights are not of this form.
+        UserError: the weights do not have this form.
     """
     try:
         _IMPORTERS[args.form](args)
@@ -81,7 +81,7 @@ def _write_imagegpt(
 ) -> None:
     side = math.isqrt(settings["n_positions"])
     if side * side != settings["n_positions"]:
-        raise UserError(f"config.json: n_positions {settings['n_positions']} is no square image")
+        raise UserError(f"config.json: n_positions {settings['n_positions']} is not a square image")
     num_colors = settings["vocab_size"] - 1
     config = imported_config(
         args.run_folder,
@@ -95,7 +95,7 @@ def _write_imagegpt(
 
 
 def _palette(args: argparse.Namespace, num_colors: int) -> Palette | None:
-    """Return the named palette, or the folder's own; None where it has none."""
+    """Return the named palette, or the folder's own; None if it has none."""
     given = args.palette is not None
     palette = Palette.load(args.palette) if given else read_clusters(args.source)
     if palette is not None and palette.num_tokens > num_colors:
@@ -115,10 +115,10 @@ def _compare(run_folder: Path, settings: dict[str, Any], tensors: dict[str, Any]
 
 
 def import_transformer(args: argparse.Namespace) -> None:
-    """Write the run of a causal or masked model, with its adapter where the file has one.
+    """Write the run of a causal or masked model, with its adapter if the file has one.
 
     Raises:
-        UserError: the file is no such checkpoint, or does not hold what is asked for.
+        UserError: the file is not such a checkpoint, or lacks the requested part.
     """
     arrays = dict(read_arrays(args.source))
     if args.adapter is not None:
@@ -148,10 +148,10 @@ def _pixels_of_a_latent(run_folder: Path) -> int:
 
 
 def import_vae(args: argparse.Namespace) -> None:
-    """Write the run of a VAE; without its discriminator, which was not released.
+    """Write the run of a VAE, without its discriminator, which was not released.
 
     Raises:
-        UserError: the file is no such checkpoint.
+        UserError: the file is not such a checkpoint.
     """
     arrays = read_arrays(args.source)
     shape = vae_shape(arrays)
@@ -176,7 +176,7 @@ def write_released(
     image_size: int,
     **sections: Any,
 ) -> None:
-    """Write the run folder and say how many parameters it has; `sections` of the config."""
+    """Write the run folder and print its number of parameters; `sections` are config sections."""
     config = imported_config(args.run_folder, paper, image_size=image_size, **sections)
     write_run(args.run_folder, config, weights)
     total = sum(tensor.numel() for tensor in weights.values())
@@ -184,10 +184,10 @@ def write_released(
 
 
 def import_vqgan(args: argparse.Namespace) -> None:
-    """Write the run of a VQGAN; without its discriminator, which is another network here.
+    """Write the run of a VQGAN, without its discriminator, which differs here.
 
     Raises:
-        UserError: the file is no such checkpoint.
+        UserError: the file is not such a checkpoint.
     """
     tensors = read_released(args.source)
     shape = released_shape(tensors)
@@ -251,7 +251,7 @@ def import_timm(args: argparse.Namespace) -> None:
     """Convert and compare.
 
     Raises:
-        UserError: the folder is no plain ViT of timm's, or the two networks do not agree.
+        UserError: the folder is not a plain timm ViT, or the two networks disagree.
     """
     _write_vit(args, read_timm_folder(args.source, num_heads=args.heads))
 
@@ -309,14 +309,14 @@ def imported_config(
     validation: str | None = None,
     **sections: Any,
 ) -> RunConfig:
-    """Return the config of an imported run; its training keys are those for training it further.
+    """Return the config of an imported run; its training keys are for further training.
 
     Args:
-        run_folder: gives the run its name.
+        run_folder: its name becomes the run's name.
         paper: the objective's section.
         image_size: side of the images in pixels.
-        validation: folder of held-out shards, which a `finetune` section requires.
-        **sections: further ones, such as `model`.
+        validation: folder of held-out shards, required by a `finetune` section.
+        **sections: further sections, such as `model`.
     """
     is_validated = validation is not None
     return RunConfig(

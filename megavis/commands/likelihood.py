@@ -1,4 +1,4 @@
-"""`megavis likelihood`: nats and bits a dimension of held-out images."""
+"""`megavis likelihood`: nats and bits per dimension of held-out images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, write as JSON and print.
 
     Raises:
-        UserError: the run's loss is no likelihood, or its images cannot be opened or were trained
+        UserError: the loss is not a likelihood, or the images cannot be opened or were trained
             on.
     """
     with job_closed():
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
 def _words(result: LikelihoodResult) -> str:
     given = f", given {result.given}" if result.given else ""
     return (
-        f"{result.nats_per_dimension:.4f} nats, {result.bits_per_dimension:.4f} bits a dimension"
-        f" ({result.dimension}; {result.dimensions_per_image} an image{given})\n"
-        f"{result.nats_per_image:.1f} nats an image; step {result.step},"
+        f"{result.nats_per_dimension:.4f} nats, {result.bits_per_dimension:.4f} bits per dimension"
+        f" ({result.dimension}; {result.dimensions_per_image} per image{given})\n"
+        f"{result.nats_per_image:.1f} nats per image; step {result.step},"
         f" {result.num_images} images of {result.data}, {result.precision}"
     )

@@ -1,4 +1,4 @@
-"""What the commands that look at features share: the job, networks, the cache, and the images."""
+"""Shared by the commands that evaluate features: job, networks, cache and images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megavis.parallel.launch import read_launch
 
 
 def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
-    """Open the images that the options name.
+    """Open the images named by the options.
 
     Raises:
         UserError: there are none, or they do not fit the run.
@@ -45,7 +45,7 @@ def probe_data(opened: Run, args: argparse.Namespace) -> ProbeData:
 
 
 def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
-    """Read `all` (None), or numbers in 0 .. `num_layers` with commas between them.
+    """Parse `all` (None), or comma-separated numbers in 0 .. `num_layers`.
 
     Raises:
         UserError: the text is neither.
@@ -57,20 +57,22 @@ def read_layers(text: str, num_layers: int) -> Sequence[int] | None:
     except ValueError:
         layers = [-1]
     if any(not 0 <= layer <= num_layers for layer in layers):
-        raise UserError(f"--layers {text}: say all, or numbers from 0 to {num_layers}, as 0,3")
+        raise UserError(
+            f"--layers {text}: must be all, or numbers from 0 to {num_layers} such as 0,3"
+        )
     return layers
 
 
 @contextlib.contextmanager
 def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[None]:
-    """Join the job of a launcher, or make one of this process alone, and leave it in the end.
+    """Join a launcher's job, or create one with this process alone; leave it at the end.
 
     Args:
-        args: with what `add_feature_arguments` adds, and `add_layout_argument` where not alone.
-        alone: refuse a launcher.
+        args: the options of `add_feature_arguments`, and of `add_layout_argument` if not alone.
+        alone: reject a launcher.
 
     Raises:
-        UserError: there are several processes where one is wanted, or they do not divide by
+        UserError: there are several processes instead of one, or they do not divide by
             --tensor-parallel.
     """
     launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel
@@ -87,10 +89,10 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
 
 
 def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) -> ProbeResult | None:
-    """Probe an opened run by the options of `add_data_arguments`.
+    """Probe an opened run with the options of `add_data_arguments`.
 
-    Every process of a job calls this. The features are computed by all, and the classifiers fitted
-    by the main one; the others get None.
+    Called on every process of a job. All compute features; the main process fits the classifiers,
+    and the others get None.
 
     Raises:
         UserError: the data does not fit the run, or has no labels.
@@ -104,7 +106,7 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
     networks = itertools.chain([trained], untrained_networks(opened, args, cache))
     pairs: Iterator[Pair] = (data.features(network, num_views=num_views) for network in networks)
     if opened.context.world.size > 1:
-        # All features before the first classifier: nobody waits for the main process to fit it.
+        # Compute all features first, so no process waits for the main one to fit a classifier.
         pairs = iter([pair for pair in pairs if opened.context.is_main])
         if not opened.context.is_main:
             return None
@@ -114,12 +116,12 @@ def probe_run(opened: Run, args: argparse.Namespace, settings: ProbeSettings) ->
 
 
 def feature_cache(opened: Run, args: argparse.Namespace) -> FeatureCache | None:
-    """Return where a run's features are kept; None for --no-cache."""
+    """Return a run's feature cache; None for --no-cache."""
     return None if args.no_cache else FeatureCache(opened.folder / FOLDER)
 
 
 def report_cache(cache: FeatureCache | None) -> None:
-    """Say in one line what was read and what was computed."""
+    """Print in one line what was read and computed."""
     if cache is not None:
         sys.stdout.write(f"{cache.report()}\n")
 
@@ -138,13 +140,13 @@ def network_of(opened: Run, cache: FeatureCache | None) -> Network:
 def untrained_networks(
     opened: Run, args: argparse.Namespace, cache: FeatureCache | None
 ) -> Iterator[Network]:
-    """Return networks like the run's with fresh weights, one after another."""
+    """Yield networks like the run's with fresh weights."""
     for number in range(args.untrained_networks):
         yield untrained_network(opened, cache, seed=args.seed + number)
 
 
 def untrained_network(opened: Run, cache: FeatureCache | None, *, seed: int) -> Network:
-    """Return a network like the run's with fresh weights, built only if it has to compute."""
+    """Return a network like the run's with fresh weights, built only when it must compute."""
 
     def build() -> Inference:
         with quietly():

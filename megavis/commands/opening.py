@@ -1,4 +1,4 @@
-"""Open what a command evaluates: a run, shards in the run's form, held-out images."""
+"""Open what a command evaluates: a run, shards in its form, held-out images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megavis.parallel.context import close_context, current_context
 
 @contextlib.contextmanager
 def job_closed() -> Iterator[None]:
-    """Leave the job that opening a run has made, also after an error."""
+    """Close the job that opening a run created, also after an error."""
     try:
         yield
     finally:
@@ -31,20 +31,20 @@ def job_closed() -> Iterator[None]:
 def open_run(
     folder: Path, *, step: int | None, device: str | None = None, precision: str = "float32"
 ) -> Run:
-    """Open a run without the libraries' chatter; raises UserError as `Run.open`."""
+    """Open a run, silencing libraries; raises UserError as `Run.open`."""
     with quietly():
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         return Run.open(folder, step=step, device=device, dtype=dtype)
 
 
 def open_shards(opened: Run, folder: str) -> ShardDataset:
-    """Open images for evaluation, as the run takes them.
+    """Open images for evaluation in the form that the run reads.
 
     Raises:
         UserError: they do not fit the run, or were made with another palette.
     """
     data = opened.config.data
-    # The run's own copy: the file that the config names may have gone.
+    # Use the run's own copy: the config's file may be gone.
     palette = opened.palette if data.palette else None
     dataset = ShardDataset(folder, evaluation_transform(data), cache=data.cache, palette=palette)
     for complaint in opened.objective.check_data(dataset.manifest):
@@ -55,10 +55,10 @@ def open_shards(opened: Run, folder: str) -> ShardDataset:
 
 
 def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDataset:
-    """Open the shards that an option names, or else the run's `data.validation`.
+    """Open the shards named by an option, or else the run's `data.validation`.
 
     Raises:
-        UserError: neither is there, or the shards do not fit the run.
+        UserError: neither exists, or the shards do not fit the run.
     """
     folder = folder or opened.config.data.validation
     if folder is None:
@@ -67,5 +67,5 @@ def open_held_out(opened: Run, folder: str | None, *, option: str) -> ShardDatas
 
 
 def training_shards(opened: Run) -> Sequence[Shards]:
-    """Return what a run was trained on, as far as it is still there: no image of it may judge."""
+    """Return the run's training shards that still exist; none may be used for evaluation."""
     return list(leakage.training_shards(opened.config))

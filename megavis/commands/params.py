@@ -1,4 +1,4 @@
-"""`megavis params`: how many parameters a config has, and where, without allocating them."""
+"""`megavis params`: count the parameters of a config by part, without allocating them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def count_memory(objective: Trainable, matrices: list[Matrix], num_processes: int) -> StateMemory:
-    """Return what the fullest process of the config's layout holds before it has seen an image."""
+    """Return the memory of the fullest process in the config's layout before any image."""
     config = objective.config
     layers = Layers.of(matrices, objective.layer_plans())
     layout = Layout.of(config, num_processes)
@@ -93,11 +93,11 @@ def _memory_line(config: RunConfig, memory: StateMemory) -> str:
     parts = {**asdict(memory), "total": memory.total}
     words = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     zero, precision = config.parallel.zero_stage, config.training.precision
-    return f"GB a process before any image, {precision}, ZeRO-{zero}: {words}"
+    return f"GB per process before any image, {precision}, ZeRO-{zero}: {words}"
 
 
 def part_lines(parts: Sequence[ModelPart]) -> list[str]:
-    """Return a row for each part; nothing where there is one stack."""
+    """Return a row for each part; nothing if there is only one stack."""
     stacks = _stacks(parts)
     if len(stacks) < 2:
         return []
@@ -119,7 +119,7 @@ _WHEN = {"once": "once", "step": "each step"}
 
 
 def parts_json(parts: Sequence[ModelPart]) -> dict[str, Any]:
-    """Return the sizes of all stacks, in operations an image; nothing where there is one."""
+    """Return the sizes of all stacks, with operations per image; empty if there is only one."""
     stacks = _stacks(parts)
     return {"stacks": [asdict(stack) for stack in stacks]} if len(stacks) > 1 else {}
 

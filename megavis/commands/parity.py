@@ -1,4 +1,4 @@
-"""`megavis parity`: check that every layout computes what one process computes."""
+"""`megavis parity`: check every layout against a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megavis.training.parity import ParityResult, compare_layouts, parity_config
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; returns 1 when any layout fails."""
+    """Compare; return 1 if any layout fails."""
     loaded = args.loaded
     config = parity_config(loaded.config)
     layouts = _choose(args.layouts, config, args.processes)
@@ -49,7 +49,7 @@ def _choose(words: str, config: Any, num_processes: int) -> list[ParallelConfig]
     if unknown:
         raise UserError(
             f"--layouts: {', '.join(unknown)} is not legal for this config on {num_processes}"
-            f" processes; legal are {', '.join(legal)}"
+            f" processes; legal layouts are {', '.join(legal)}"
         )
     return [legal[name] for name in words.split(",")]
 

@@ -30,7 +30,7 @@ _SHOWN = 10
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, write a table or JSON, and the recommended config; returns 2 where nothing fits.
+    """Plan and write a table or JSON, and the recommended config; return 2 if nothing fits.
 
     Raises:
         UserError: the config or an option is wrong.
@@ -59,7 +59,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
-    """Return the model's sizes, for all layouts of so many processes; no context may be open."""
+    """Return the model's sizes for all layouts of N processes; no context may be open."""
     config = loaded.config
     context = open_context(read_launch({}), device="cpu")
     try:
@@ -74,7 +74,7 @@ def measure(loaded: LoadedConfig, num_processes: int) -> ModelShape:
 
 
 def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | str:
-    """Return the plan of the config's own layout, or why it is not legal."""
+    """Return the plan of the config's own layout, or why it is illegal."""
     try:
         loaded.require_world(cluster.num_devices)
     except UserError as error:
@@ -86,7 +86,7 @@ def _asked(loaded: LoadedConfig, shape: ModelShape, cluster: Cluster) -> Plan | 
 def as_json(
     loaded: LoadedConfig, shape: ModelShape, asked: Plan | str, found: Recommendation
 ) -> dict[str, Any]:
-    """Return all figures, in bytes, seconds and operations."""
+    """Return all estimates, in bytes, seconds and operations."""
     illegal = asked if isinstance(asked, str) else None
     return {
         "name": loaded.config.name,
@@ -106,7 +106,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     memory = asdict(plan.memory)
     memory["states"]["total"] = plan.memory.states.total
     memory["activations"]["total"] = plan.memory.activations.total
-    # It is part of the total alone.
+    # It is part of the total only.
     del memory["activations"]["freed"]
     return {
         **_row(plan),
@@ -137,18 +137,18 @@ def _as_table(
     device = cluster.device
     lines = [
         f"{loaded.config.name}: {shape.layers.total:,} parameters,"
-        f" {shape.flops / 1e12:.3f} TFLOP an image in training",
+        f" {shape.flops / 1e12:.3f} TFLOP per image in training",
         *part_lines(shape.parts),
         f"{cluster.num_devices} {device.name} of {device.memory_gb:g} GB, of which"
-        f" {cluster.usable_memory / 1e9:.1f} are used; {cluster.devices_per_node} to a node,"
+        f" {cluster.usable_memory / 1e9:.1f} are usable; {cluster.devices_per_node} per node,"
         f" {device.network_gb_per_s:g} GB/s for each between nodes",
         "",
-        "As the config has it:",
+        "As configured:",
         *([f"  not legal: {asked}"] if isinstance(asked, str) else _details(asked, cluster)),
         "",
         f"{len(found.fitting)} of {len(found.plans)} legal settings fit."
         + (" The fastest:" if found.fitting else " The smallest:"),
-        f"  {'layout':36}{'GB':>8}{'s a step':>10}{'MFU':>7}{'days':>9}",
+        f"  {'layout':36}{'GB':>8}{'s per step':>11}{'MFU':>7}{'days':>9}",
         *(
             f"  {plan.layout.name:36}{plan.memory.total / 1e9:8.1f}{plan.time.total:10.3f}"
             f"{plan.time.mfu:7.1%}{plan.days:9.1f}"
@@ -191,7 +191,7 @@ def _details(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the options that decide, as one would type them."""
+    """Return the relevant options, as typed."""
     words = ["megavis", "plan", args.config, *args.overrides, "--gpus", str(args.gpus)]
     words += ["--gpu", args.gpu]
     if args.gpus_per_node != 8:
@@ -203,14 +203,14 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, command: str) -> str:
-    """Return the recommended layout as a YAML file that is based on the asked one.
+    """Return the recommended layout as a YAML file based on the given config.
 
     Args:
         path: destination; its folder and name become the run's name.
-        loaded: the asked config.
+        loaded: the given config.
         plan: the layout.
-        cluster: what it is for.
-        command: what chose it.
+        cluster: target machines.
+        command: the command that chose it.
     """
     base = Path(loaded.source.path)
     own, asked = plan.layout.parallel.model_dump(), loaded.config.parallel.model_dump()
@@ -237,7 +237,7 @@ def written(path: Path, loaded: LoadedConfig, plan: Plan, cluster: Cluster, comm
         f"#   {plan.days:.1f} days for {plan.steps:,} steps.",
     ]
     if path.resolve().parent == base.resolve().parent:
-        # Where editors find the schema, relative to the folder.
+        # Path of the schema for editors, relative to the folder.
         lines = base.read_text(encoding="utf-8").splitlines()
         head += [line for line in lines if line.startswith("# yaml-language-server")]
     return "\n".join([*head, "", dump_tree(tree)])

@@ -50,7 +50,7 @@ def table(result: ProbeResult) -> str:
         f"{'layer':>9}{'trained':>10}{'untrained':>11}" + "   vote" * (result.num_views > 1),
     ]
     for trained, *untrained in zip(result.trained, *result.untrained, strict=True):
-        mark = "  <- best by held-out training images" if trained == result.best else ""
+        mark = "  <- best on held-out training images" if trained == result.best else ""
         mean = sum(score.accuracy for score in untrained) / networks
         lines.append(
             f"{trained.layer:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{_vote(trained)}{mark}"
@@ -84,18 +84,18 @@ def _concatenated(result: ProbeResult) -> Iterator[str]:
     layers = f"{trained.layers[0]}-{trained.layers[-1]}"
     yield (
         f"{layers:>9}{trained.accuracy:>10.1%}{mean:>11.1%}{_vote(trained)}"
-        f"  {trained.num_features} features together"
+        f"  {trained.num_features} features concatenated"
     )
 
 
 def _low_data(result: ProbeResult) -> Iterator[str]:
-    """One line a number of labels: mean ± deviation of each kind of features."""
+    """Yield a line per number of labels: mean ± standard deviation for each kind of features."""
     if not result.low_data:
         return
     kinds = ("trained", "untrained", "pixels")
     draws = len(result.low_data[0].accuracies)
     yield f"few labels, mean ± standard deviation over {draws} draws:"
-    yield f"{'a class':>9}" + "".join(f"{kind:>16}" for kind in kinds)
+    yield f"{'per class':>9}" + "".join(f"{kind:>16}" for kind in kinds)
     for count in dict.fromkeys(score.images_per_class for score in result.low_data):
         scores = {s.features: s for s in result.low_data if s.images_per_class == count}
         cells = [f"{scores[kind].mean:.1%} ± {scores[kind].deviation:.1%}" for kind in kinds]

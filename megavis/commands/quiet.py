@@ -44,13 +44,13 @@ def is_verbose() -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Drop standard output, warnings and logs below errors inside the block; exceptions pass.
+    """Drop standard output, warnings and logs below errors within the block; exceptions pass.
 
-    torch logs that it finds no CUDA where a toolkit is installed without a GPU. DeepSpeed logs to
-    standard output when it is imported, which would spoil `--json`, and Megatron warns of each
-    optional package that is absent, which `megavis doctor` reports better. Python's garbage
-    collector rests meanwhile: all that imports make stays, and looking through it again and again
-    takes 15 % of the start.
+    torch logs missing CUDA if a toolkit is installed without a GPU. DeepSpeed logs to
+    standard output on import, which would corrupt `--json`, and Megatron warns about each
+    missing optional package, which `megavis doctor` reports better. Python's garbage
+    collector is paused: objects created by imports stay alive, and scanning them repeatedly
+    takes 15 % of start-up.
     """
     if is_verbose():
         yield

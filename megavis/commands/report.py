@@ -47,7 +47,7 @@ def summary(run: RunRecord) -> list[str]:
 
 
 def bits_per_dimension(nats_per_token: float) -> float:
-    """Return bits a dimension of an image: nats / ln 2 / 3.
+    """Return bits per dimension of an image: nats / ln 2 / 3.
 
     A palette token represents the three dimensions of a pixel, red, green and blue.
     """
@@ -55,22 +55,22 @@ def bits_per_dimension(nats_per_token: float) -> float:
 
 
 def _losses(run: RunRecord) -> Iterator[str]:
-    """The first and the last loss, on held-out images where the run has measured these."""
-    # Only the loss of palette tokens is in nats a token.
+    """Yield the first and the last loss, on held-out images if the run measured it."""
+    # Only the loss of palette tokens is in nats per token.
     is_of_tokens = (run.folder / "palette.npy").exists() and not run.is_finetuning
     for key, name in (("validation_loss", "validation loss"), ("loss", "training loss")):
         values = run.series(key)[1]
         if values:
-            unit = ", nats a token" if is_of_tokens else ""
+            unit = ", nats per token" if is_of_tokens else ""
             yield _row(name, f"{values[0]:.4f} before, {values[-1]:.4f} after{unit}")
             if is_of_tokens:
                 first, last = (bits_per_dimension(value) for value in (values[0], values[-1]))
-                yield _row("", f"{first:.4f} before, {last:.4f} after, bits a dimension")
+                yield _row("", f"{first:.4f} before, {last:.4f} after, bits per dimension")
             return
 
 
 def _measures(folder: Path) -> Iterator[str]:
-    """What evaluation has found: a row a number, named once by what was measured."""
+    """Yield a row per evaluation result; the measurement is named once."""
     before = ""
     for measure in eval_metrics(folder):
         note = f"  {measure.note}" if measure.note else ""
@@ -80,8 +80,8 @@ def _measures(folder: Path) -> Iterator[str]:
 
 
 def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:
-    """The newest picture of each kind: `samples-*.png`, `completions-*.png`, `step-*.png`."""
-    # What `megavis sample` drew is newer and larger than what training drew on its way.
+    """Yield the newest image of each kind: `samples-*.png`, `completions-*.png`, `step-*.png`."""
+    # Images by `megavis sample` are newer and larger than those written during training.
     names = [kind for kind in pictures if kind != "step"] or list(pictures)
     for kind in names:
         yield _row("while training" if kind == "step" else kind, str(pictures[kind]))

@@ -1,4 +1,4 @@
-"""`megavis sample`: draw images from a run, or complete photographs, into a PNG."""
+"""`megavis sample`: generate or complete images with a run, as a PNG."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megavis.sampling.sampler import Sampler
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw and write the picture.
+    """Generate images and write the grid.
 
     Raises:
         UserError: the run cannot be opened or sampled.
@@ -59,19 +59,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
-    """Refuse options that do not apply together; raises UserError.
+    """Reject options that do not apply together; raises UserError.
 
     Args:
-        args: as read.
-        reads_images: every image is drawn from another.
+        args: the parsed command line.
+        reads_images: every image is generated from another.
     """
     classes, shown = ("--classes", "--per-class", "--then-classes"), ("--moments", "--show-rounds")
     if args.npz is not None:
-        to = "to --npz, which holds --num-images images, classes in turns"
+        to = "to --npz, which writes --num-images images, cycling through the classes"
         refuse_options(args, ("--out", "--completions", "--images", *classes, *shown), to)
     if args.moments:
         drawn = ("--out", "--completions", "--prefix", *classes, "--show-rounds")
-        refuse_options(args, drawn, "to --moments, which draws no picture")
+        refuse_options(args, drawn, "to --moments, which writes no image")
     elif not args.prefix and not reads_images:
         refuse_options(args, ("--completions", "--images"), "without --prefix")
     if args.show_rounds:
@@ -79,12 +79,12 @@ def _check_together(args: argparse.Namespace, *, reads_images: bool) -> None:
     if args.classes is None:
         refuse_options(args, ("--per-class", "--then-classes"), "without --classes")
     else:
-        to = "to --classes; --per-class says how many of each"
+        to = "to --classes; --per-class sets the number of each"
         refuse_options(args, ("--num-images", "--prefix"), to)
 
 
 def _draw(opened: Run, args: argparse.Namespace) -> Any:
-    """Draw what the options ask for: a grid uint8 `[H, W, 3]`, or None where it is a file."""
+    """Return the grid for the options, uint8 `[H, W, 3]`, or None if a file was written."""
     if opened.objective.reconstructs:
         return _reconstructions(opened, args)
     paper = opened.objective.generation()
@@ -98,7 +98,7 @@ def _draw(opened: Run, args: argparse.Namespace) -> Any:
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     if args.moments:
         return compare_moments(opened, args, sampler)
-    # Refused before any work is done.
+    # Reject before any work is done.
     sampler.paper.check_images(opened.folder)
     conditions, later, columns = _conditions(args, sampler.paper.condition.names)
     if args.show_rounds:
@@ -114,7 +114,7 @@ def _picture(
     paper = opened.objective.generation()
     own = paper.schedule.columns if args.prefix else ({},)
     columns = [{**column, **options} for column in own]
-    # An option that was chosen may leave no difference between the columns.
+    # The chosen options may leave no difference between the columns.
     different = [column for i, column in enumerate(columns) if column not in columns[:i]]
     samplers = [opened.sampler(seed=args.seed, spell=spelled, **each) for each in different]
     reads_images = "image" in paper.condition.names
@@ -140,7 +140,7 @@ def _picture(
 def _conditions(
     args: argparse.Namespace, names: tuple[str, ...]
 ) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None, int]:
-    """Return conditions of each image and of its second half, and the columns of the grid.
+    """Return conditions for each image and for its second half, and the columns of the grid.
 
     Raises:
         UserError: the run has no classes, or the lists do not match.
@@ -148,7 +148,7 @@ def _conditions(
     if args.classes is None:
         return None, None, 8
     if "labels" not in names or "image" in names:
-        raise UserError("--classes does not apply to this run: it draws no images of classes")
+        raise UserError("--classes does not apply to this run: it has no classes")
 
     def labels(classes: list[int]) -> Mapping[str, Tensor]:
         return {"labels": torch.tensor(classes).repeat_interleave(args.per_class)}
@@ -173,19 +173,19 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
 
 
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
-    """Return held-out images, classes taking turns; raises UserError where there are none."""
+    """Return held-out images, cycling through the classes; raises UserError if there are none."""
     dataset = open_held_out(opened, args.images, option="--images")
     return read_in_turn(dataset, args.num_images).to(opened.context.device)
 
 
 def write_samples(opened: Run, args: argparse.Namespace) -> None:
-    """Draw --num-images images from nothing into `args.npz`.
+    """Generate --num-images unconditional images into `args.npz`.
 
     Raises:
-        UserError: the run draws no images so, or the file was begun with other settings.
+        UserError: the run cannot do this, or the file was begun with other settings.
     """
     if args.prefix:
-        raise UserError("--npz holds images from nothing; leave --prefix out")
+        raise UserError("--npz holds unconditional images; omit --prefix")
     options = chosen_options(args)
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     sampler.paper.check_images(opened.folder)
@@ -202,10 +202,10 @@ def write_samples(opened: Run, args: argparse.Namespace) -> None:
 
 
 def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> None:
-    """Compare drawn with held-out latents, and as a yardstick those of training with them.
+    """Compare generated with held-out latents and, for reference, training with held-out ones.
 
     Raises:
-        UserError: there are no held-out latents, or the run draws none.
+        UserError: there are no held-out latents, or the run generates none.
     """
     folder = args.images or opened.config.data.validation
     if folder is None:
@@ -223,7 +223,7 @@ def compare_moments(opened: Run, args: argparse.Namespace, sampler: Sampler) -> 
         path = opened.folder / "evaluation" / f"moments-{opened.step:08d}.json"
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
-        sys.stdout.write(f"{path}\nlargest difference to held-out latents over the channels\n")
+        sys.stdout.write(f"{path}\nlargest difference from held-out latents over the channels\n")
         for name, moments in differences.items():
             words = ", ".join(f"{moment} {value:.3f}" for moment, value in moments.items())
             sys.stdout.write(f"  {name}: {words}\n")
@@ -237,6 +237,6 @@ def _stored_latents(opened: Run, folder: str, count: int) -> tuple[Tensor, Tenso
     latents = opened.objective.generation().tokens_of(batch.inputs, batch.sample_index)
     if latents.ndim != 4 or not latents.is_floating_point():
         raise UserError(
-            f"--moments is for latents; runs of {opened.config.objective.name} draw none"
+            f"--moments is for latents; runs of {opened.config.objective.name} generate none"
         )
     return latents, batch.labels

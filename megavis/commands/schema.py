@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def schema_text() -> str:
-    """Return the schema as the file `yaml_configs/schema.json` has it."""
+    """Return the schema as in `yaml_configs/schema.json`."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

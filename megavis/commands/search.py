@@ -1,4 +1,4 @@
-"""`megavis search-lr` and `megavis sweep`: several runs of one config, and what they compare."""
+"""`megavis search-lr` and `megavis sweep`: train and compare several runs of one config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of,
 
 
 def search_rate(args: argparse.Namespace) -> int:
-    """Search; returns 1 where no run finished.
+    """Search; return 1 if no run finished.
 
     Raises:
         UserError: the config is wrong, or has no validation data.
@@ -60,7 +60,7 @@ def search_rate(args: argparse.Namespace) -> int:
 
 
 def _tell(outcome: TrialResult) -> None:
-    end = "given up" if outcome.state != "finished" else f"loss {outcome.validation_loss:.4f}"
+    end = "stopped early" if outcome.state != "finished" else f"loss {outcome.validation_loss:.4f}"
     if outcome.accuracy is not None:
         end += f", accuracy {outcome.accuracy:.4f}"
     sys.stdout.write(f"learning rate {outcome.rate:g}: {end} at step {outcome.step}\n")
@@ -72,7 +72,7 @@ def _say_nothing(_: TrialResult) -> None:
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """Train what is asked for, then draw where this is one process.
+    """Train the selected runs, then plot if this is one process.
 
     Raises:
         UserError: a point's config is wrong, or has no validation data.
@@ -92,7 +92,7 @@ def sweep(args: argparse.Namespace) -> int:
             _train(point, launch, args)
     if launch.world_size > 1 or (args.index is not None and not args.draw):
         if launch.rank == 0:
-            sys.stdout.write("trained; draw with --draw, as one process\n")
+            sys.stdout.write("trained; plot with --draw, on one process\n")
         return 0
     return _draw(points, args)
 
@@ -111,15 +111,15 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
         sys.stdout.flush()
     with open_job(point.loaded, launch, device=args.device) as context:
         train_point(point, context)
-    # An engine lies in cycles of references, and the next one needs its memory.
+    # An engine contains reference cycles, and the next one needs its memory.
     gc.collect()
 
 
 def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):
-        raise UserError("no run of the grid is finished yet, so there is nothing to draw")
-    # The grid's name is what all its runs' names begin with.
+        raise UserError("no run of the grid is finished yet, so there is nothing to plot")
+    # The grid's name is the common prefix of its runs' names.
     config = points[0].loaded.config
     name = config.name.removesuffix(
         "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
@@ -132,7 +132,7 @@ def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
 
 
 def _score(point: Point, args: argparse.Namespace) -> float:
-    """Return the point's score; a probe is kept in the run's folder."""
+    """Return the point's score; a probe is cached in the run's folder."""
     if args.measure != "probe":
         key = f"validation_{args.measure}"
         logged = [record[key] for record in read_metrics(point.folder) if key in record]

@@ -14,7 +14,7 @@ from megavis.training.trainer import run_training
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or look whether one could; returns 2 where one could not."""
+    """Train, or check whether training could start; return 2 if it could not."""
     if args.dry_run:
         return _dry_run(args.loaded, args.processes or 1)
     run_training(args.loaded, read_launch(os.environ), device=args.device)
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(loaded: LoadedConfig, num_processes: int) -> int:
-    """Print a line for each finding; returns 0 where all are right."""
+    """Print a line for each check; return 0 if all pass."""
     with quietly():
         findings = list(dry_run(loaded, num_processes))
     sys.stdout.writelines(f"{finding}\n" for finding in findings)

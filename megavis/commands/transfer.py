@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
 def _results(
     opened: Run, data_sets: Mapping[str, LabelledFolders], args: argparse.Namespace
 ) -> list[TransferResult]:
-    """Return data set by data set one result a kind of features; none on other processes."""
+    """Return one result per data set and kind of features; none on other processes."""
     settings = _settings(opened, args)
     cache = feature_cache(opened, args)
-    # All are opened before the first is evaluated, so a mistake is reported at once.
+    # Open all before evaluating the first, so mistakes are reported immediately.
     trained_on = training_shards(opened)
     data = {
         name: _open(opened, folders, trained_on, examples=args.examples)
@@ -71,7 +71,7 @@ def _results(
     }
     seen = _features(opened, data, args, cache)
     if opened.context.world.size > 1:
-        # All features before the first classifier: nobody waits for the main process to fit it.
+        # Compute all features first, so no process waits for the main one to fit a classifier.
         seen = iter([each for each in seen if opened.context.is_main])
         if not opened.context.is_main:
             return []
@@ -101,14 +101,14 @@ def _features(
     args: argparse.Namespace,
     cache: FeatureCache | None,
 ) -> Iterator[tuple[str, str, Pair]]:
-    """Yield the name of a data set, whose features, and these: one network after another."""
+    """Yield data set name, network name and features, one network after another."""
     for features, network in _networks(opened, args, cache):
         for name, images in data.items():
             yield name, features, images.features(network)
     if args.no_pixels or not opened.context.is_main:
         return
     for name, images in data.items():
-        if images.train.manifest.kind != "ids":  # which are no quantities
+        if images.train.manifest.kind != "ids":  # ids are not quantities
             yield name, PIXELS, images.pixels()
 
 
@@ -122,12 +122,12 @@ def _networks(
 
 def _checked_layer(layer: int | None, num_layers: int) -> int | None:
     if layer is not None and not 0 <= layer <= num_layers:
-        raise UserError(f"--layer {layer}: say a number from 0 to {num_layers}")
+        raise UserError(f"--layer {layer}: must be a number from 0 to {num_layers}")
     return layer
 
 
 def _task(name: str, data: ProbeData, features: str, pair: Pair, args: argparse.Namespace) -> Task:
-    """Return a data set with its division. Raises UserError where there are too few images."""
+    """Return a data set with its splits. Raises UserError if there are too few images."""
     train, test = pair
     if args.examples is None:
         selection = data.divide(train.labels, ProbeSettings(seed=args.seed))
@@ -159,7 +159,7 @@ def _open(
 
 
 def _splits(data: ProbeData) -> dict[str, str]:
-    """Return which images these are, in the words of the shards' own manifests."""
+    """Describe the images of each split, from the shards' manifests."""
     folders = {"train": data.train, "selection": data.selection, "test": data.validation}
     return {
         part: f"{shards.manifest.source.description} ({shards.directory})"
@@ -173,5 +173,5 @@ def _title(opened: Run, args: argparse.Namespace) -> str:
     return (
         f"# Transfer of {opened.config.name}, step {opened.step}\n\n"
         f"Linear classifiers on frozen features, fitted on {images}. Layer and penalty were chosen"
-        f" on the held-out part of these; the test images chose nothing. Seed {args.seed}."
+        f" on the held-out part of these, never on the test images. Seed {args.seed}."
     )

@@ -51,7 +51,7 @@ def test_a_backend_that_adds_up_wrongly_is_found(monkeypatch):
     monkeypatch.setattr(distributed, "all_reduce", lambda numbers: numbers.zero_())
     finding = doctor._process_group()
     assert not finding.found
-    assert finding.detail == "RuntimeError: gloo adds up wrongly on cpu"
+    assert finding.detail == "RuntimeError: gloo computes wrong sums on cpu"
 
 
 def test_the_unrelated_apex_of_pypi_is_told_from_nvidia_s(package):

@@ -43,7 +43,7 @@ def test_samples_of_a_run_beside_held_out_images(network, shards, tmp_path, caps
     (run / "config.yaml").touch()
     words = ["samples", str(run), "--reference", str(reference), *CPU]
     assert main(["evaluate", *words]) == 2
-    assert f"draw some: megavis sample {run} --num-images 50000" in capsys.readouterr().err
+    assert f"generate some: megavis sample {run} --num-images 50000" in capsys.readouterr().err
     images = random_images(10, 8)
     np.savez(npz, arr_0=images.numpy())
     made = ["--num-images", "30", "--out", str(reference), *CPU]

@@ -45,8 +45,8 @@ def test_losses_probe_and_pictures_are_summed_up(folder, capsys):
 
     printed = capsys.readouterr().out
     assert "step 20" in printed
-    assert "6.2383 before, 2.0794 after, nats a token" in printed
-    assert "3.0000 before, 1.0000 after, bits a dimension" in printed
+    assert "6.2383 before, 2.0794 after, nats per token" in printed
+    assert "3.0000 before, 1.0000 after, bits per dimension" in printed
     assert [line.split() for line in printed.splitlines() if "%" in line] == [
         ["linear", "probe", "trained", "75.0%", "layer", "3"],
         ["untrained", "50.0%"],

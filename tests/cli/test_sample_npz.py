@@ -65,7 +65,7 @@ def test_images_drawn_patch_by_patch(build_paper, write):
 def test_what_draws_nothing_is_refused(build_gvp, build, write, tmp_path):
     with pytest.raises(UserError, match="runs of gvp draw no images from nothing"):
         write(*build_gvp(), NONE | dict.fromkeys(OF_IDS))
-    with pytest.raises(UserError, match="leave --prefix out"):
+    with pytest.raises(UserError, match="omit --prefix"):
         write(*build(None), OF_IDS, prefix=0.5)
     with pytest.raises(UserError, match="--top-k does not apply to this run of gvp"):
         write(*build_gvp(), OF_IDS | {"temperature": None})

@@ -1,1 +1,1 @@
-"""What may be typed: the options of all commands, read before anything heavy is imported."""
+"""Command-line options of all commands, parsed before heavy imports."""

@@ -1,4 +1,4 @@
-"""Options of the commands that look at features and losses: probe, transfer, ensemble, ..."""
+"""Options of the commands that evaluate features and losses: probe, transfer, ensemble, ..."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis probe`."""
     parser.description = (
         "Fit a linear classifier on the features of each layer (iGPT, section 2.4), on"
-        " raw pixels, and on untrained networks (their mean), all by one procedure: layer and"
-        " regularisation are chosen on a held-out part of the training images, the accuracies are"
-        " those of the validation images."
+        " raw pixels, and on untrained networks (their mean), all in the same way: layer and"
+        " regularisation are chosen on held-out training images, and accuracies are measured on"
+        " the validation images."
     )
     parser.epilog = "example: megavis probe runs/igpt_demo --concatenate 5 --images-per-class 4,25"
     add_run(parser)
@@ -38,14 +38,14 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
         "--concatenate",
         type=non_negative,
         default=0,
-        help="also the features of N adjacent layers around the best one; default: no",
+        help="also concatenate the features of N adjacent layers around the best; default: no",
     )
     parser.add_argument(
         "--classifier",
         choices=("standardized", "plain"),
         default="standardized",
-        help="standardized: each feature standardised, the best of five penalties; plain: features"
-        " as they are and scikit-learn's own penalty (C = 1), as iGPT, section 3.4, reads",
+        help="standardized: standardise features, choose one of five penalties; plain: unscaled"
+        " features and scikit-learn's default penalty (C = 1), as in iGPT, section 3.4",
     )
     add_few_label_arguments(parser)
     add_data_arguments(parser)
@@ -59,9 +59,9 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis transfer`."""
     parser.description = (
         "Fit a linear classifier on frozen features for each data set. Layer and"
-        " regularisation are chosen on held-out training images, the classifier is then fitted on"
-        " all training images and meets the test images once. An untrained network of the same"
-        " model and raw pixels are listed for comparison. Writes transfer.md and transfer.csv."
+        " regularisation are chosen on held-out training images; the classifier is then fitted on"
+        " all training images and evaluated once on the test images. The baselines are an untrained"
+        " network of the same model and raw pixels. Writes transfer.md and transfer.csv."
     )
     parser.epilog = (
         "example: megavis transfer runs/igpt_demo --data-sets"
@@ -72,20 +72,22 @@ def add_transfer(parser: argparse.ArgumentParser) -> None:
         "--data-sets",
         required=True,
         metavar="FILE.yaml|NAME:FOLDER,...",
-        help="shards, FOLDER/train and FOLDER/test; where there is FOLDER/validation, it is held"
-        " out, else a fifth of the training images. A file has `NAME: {path: FOLDER}` for each,"
-        " and names splits in other folders by `splits: {train: , validation: , test: }`",
+        help="shards, FOLDER/train and FOLDER/test; layer and penalty are chosen on"
+        " FOLDER/validation, else on a fifth of FOLDER/train. A file has `NAME: {path: FOLDER}`"
+        " for each, and other folders with `splits: {train: , validation: , test: }`",
     )
     parser.add_argument(
         "--examples",
         type=positive,
-        help="the first N training images alone, a fifth of them held out; VTAB has 1000;"
+        help="use only the first N training images, a fifth of them held out; VTAB has 1000;"
         " default: all",
     )
     parser.add_argument(
-        "--layers", default="all", help="that may be the best: all, or numbers such as 0,3,6"
+        "--layers", default="all", help="candidate layers: all, or numbers such as 0,3,6"
     )
-    parser.add_argument("--layer", type=non_negative, help="score this layer as well as the best")
+    parser.add_argument(
+        "--layer", type=non_negative, help="score this layer in addition to the best"
+    )
     add_few_label_arguments(parser)
     _add_baseline_arguments(parser)
     add_seed_argument(parser)
@@ -102,35 +104,35 @@ def _add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
         "--untrained-networks",
         type=non_negative,
         default=1,
-        help="of the same model, to compare with",
+        help="number of untrained networks of the same model to compare with",
     )
     parser.add_argument(
         "--no-pixels",
         action="store_true",
-        help="leave out raw pixels, which are many numbers an image where images are large",
+        help="omit the baseline of raw pixels, which is slow for large images",
     )
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis features`."""
     parser.description = (
-        "List the features that `megavis probe` and `megavis figure` have computed and"
-        " kept in RUN/evaluation/features: of which weights, in which precision, how many images."
-        " Nothing there is needed: what is asked for again is computed again."
+        "List the features that `megavis probe` and `megavis figure` have cached in"
+        " RUN/evaluation/features, with their weights, precision and number of images."
+        " The cache is safe to delete: features are recomputed when needed."
     )
     parser.epilog = "example: megavis features runs/igpt_demo --clear"
     add_run(parser)
-    parser.add_argument("--clear", action="store_true", help="delete them all")
+    parser.add_argument("--clear", action="store_true", help="delete all cached features")
     parser.set_defaults(run="features:run")
 
 
 def add_likelihood(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis likelihood`."""
     parser.description = (
-        "Print how likely a run finds images that it was not trained on, where its loss"
+        "Print the likelihood of held-out images under a run, if its loss"
         " is a likelihood: iGPT's next colour, GIVT's next latent. A dimension is what the model"
-        " predicts, never a byte of the photograph; the output says what it is. `megavis figure"
-        " likelihood` draws probe accuracy over validation loss."
+        " predicts, never a byte of the image; the output names it. `megavis figure"
+        " likelihood` plots probe accuracy over validation loss."
     )
     parser.epilog = "example: megavis likelihood runs/igpt_demo"
     add_image_arguments(parser, num_images=None)
@@ -143,7 +145,7 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis ensemble`."""
     parser.description = (
         "Average the class probabilities of several fine-tuned runs, each at the step"
-        " that it chose, and print the accuracy of each and of all together. The runs may be of"
+        " that it chose, and print the accuracy of each run and of the ensemble. The runs may be of"
         " different papers; their held-out shards must hold the same images."
     )
     parser.epilog = "example: megavis ensemble runs/one_finetuned runs/another_finetuned"
@@ -151,10 +153,10 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images",
         metavar="FOLDER",
-        help="shard folder; default: the images that judged each run (finetune.test, or the half of"
-        " data.validation that chose nothing)",
+        help="shard folder; default: the test images of each run (finetune.test, or the half of"
+        " data.validation that was not used for selection)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     add_device(parser)
     parser.set_defaults(run="ensemble:run", check=_check_ensemble)
 

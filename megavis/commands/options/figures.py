@@ -28,8 +28,7 @@ _OF_A_PROBE = (
 def add_figure(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis figure`."""
     parser.description = (
-        "Draw what a run's features or predictions are worth: a PNG and the numbers in"
-        " it as CSV, in RUN/evaluation."
+        "Plot a run's features or predictions: a PNG, and its numbers as CSV, in RUN/evaluation."
     )
     parser.epilog = "example: megavis figure depth runs/igpt_demo"
     figures = parser.add_subparsers(dest="figure", required=True, metavar="FIGURE")
@@ -58,7 +57,7 @@ def _add_depth(figures: Any) -> None:
         "depth",
         help="accuracy of the linear probe by layer (iGPT, Figure 2)",
         description="Probe every layer of a run, of untrained networks like it, and raw pixels, and"
-        " draw accuracy over depth.",
+        " plot accuracy over depth.",
         epilog="example: megavis figure depth runs/igpt_demo --train-images 2000",
     )
     add_run(parser)
@@ -66,7 +65,7 @@ def _add_depth(figures: Any) -> None:
         "--probe",
         type=Path,
         metavar="FILE",
-        help="draw what `megavis probe` has written there, instead of probing",
+        help="plot this result of `megavis probe`, instead of probing",
     )
     add_data_arguments(parser)
     add_layout_argument(parser)
@@ -76,7 +75,7 @@ def _add_depth(figures: Any) -> None:
 
 def _check_depth(args: argparse.Namespace) -> None:
     if args.probe is not None:
-        refuse_options(args, _OF_A_PROBE, "to --probe FILE, which is drawn as it was written")
+        refuse_options(args, _OF_A_PROBE, "to --probe FILE, which is plotted as written")
 
 
 def _add_likelihood(figures: Any) -> None:
@@ -84,9 +83,9 @@ def _add_likelihood(figures: Any) -> None:
         "likelihood",
         help="accuracy over validation loss of all checkpoints (iGPT, Figure 3)",
         description="Compute the validation loss and the best layer's linear probe of every"
-        " checkpoint in a run folder, and draw one over the other, a line a run. What is written"
-        " lies in the first run's folder. Set checkpoint.keep_at or keep_every in training, so that"
-        " there are checkpoints to draw.",
+        " checkpoint in a run folder, and plot one over the other, one line per run. Files go to"
+        " the first run's folder. Set checkpoint.keep_at or keep_every in training to have"
+        " checkpoints to plot.",
         epilog="example: megavis figure likelihood runs/igpt_s runs/igpt_m",
     )
     add_runs(parser)
@@ -99,9 +98,9 @@ def _add_completions(figures: Any) -> None:
         "completions",
         help="completed lower halves, and their PSNR (DARL, Figure 7)",
         description="Complete held-out images from their upper halves, and compare with repeating"
-        " the last row that was given: PSNR of the lower halves, of single completions and of their"
-        " mean, which is the best guess by squared error. The picture shows the first eight:"
-        " original, what was given, completions.",
+        " the last given row: PSNR of the lower halves, of single completions and of their"
+        " mean, which is the best guess under squared error. The image shows the first eight:"
+        " original, given part, completions.",
         epilog="example: megavis figure completions runs/darl_demo --sampling-steps 20",
     )
     add_image_arguments(completions, num_images=64)
@@ -109,12 +108,14 @@ def _add_completions(figures: Any) -> None:
         "--sampling-steps", type=positive, help="from noise to a patch; default: the config's"
     )
     completions.add_argument(
-        "--temperature", type=float, help="of the noise; default: the config's"
+        "--temperature", type=float, help="noise temperature; default: the config's"
     )
-    completions.add_argument("--seed", type=int, default=0, help="decides every draw")
-    completions.add_argument("--completions", type=positive, default=3, help="shown of each image")
+    completions.add_argument("--seed", type=int, default=0, help="random seed")
     completions.add_argument(
-        "--draws", type=positive, default=8, help="of each image, for their mean"
+        "--completions", type=positive, default=3, help="completions shown per image"
+    )
+    completions.add_argument(
+        "--draws", type=positive, default=8, help="completions per image for the mean"
     )
     completions.set_defaults(run="figure:draw_completions")
 
@@ -129,9 +130,11 @@ def _add_neighbors(figures: Any) -> None:
     )
     add_image_arguments(neighbors, num_images=1000)
     neighbors.add_argument(
-        "--train-images", type=positive, default=5000, help="to compare with, at most"
+        "--train-images", type=positive, default=5000, help="maximum number to compare with"
     )
-    neighbors.add_argument("--neighbors", type=positive, default=20, help="nearest ones that vote")
+    neighbors.add_argument(
+        "--neighbors", type=positive, default=20, help="number of neighbours that vote"
+    )
     add_feature_arguments(neighbors)
     neighbors.set_defaults(run="figure:draw_neighbors")
 
@@ -139,19 +142,19 @@ def _add_neighbors(figures: Any) -> None:
 GENERAL_FIGURES = (
     FigureSpec(
         "attention",
-        help="where each head looks, and how widely",
-        description="Average the attention of every head over held-out images by the offset of what"
-        " is looked at, and print its entropy.",
+        help="attention of each head by offset, and its entropy",
+        description="Average the attention of every head over held-out images by the offset between"
+        " query and key, and print its entropy.",
         num_images=256,
         draw="megavis.evaluation.attention_maps:draw",
     ),
     FigureSpec(
         "correlation",
-        help="how alike the last layer's tokens are, by place",
-        description="Correlate the last layer's tokens of every two places, within an image and"
+        help="correlation of the last layer's tokens, by position",
+        description="Correlate the last layer's tokens at every two positions, within an image and"
         " between two.",
         num_images=512,
         draw="megavis.evaluation.correlation:draw",
     ),
 )
-"""Declared as papers declare theirs, and drawn of runs of any paper."""
+"""Declared like the figures of papers, but for runs of any paper."""

@@ -1,4 +1,4 @@
-"""Options of the commands that make or compare images: sample, evaluate."""
+"""Options of the commands that generate or compare images: sample, evaluate."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megavis.config.errors import UserError
 def add_sample(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis sample`."""
     parser.description = (
-        "Draw images from a run, or with --prefix complete held-out photographs: a row"
-        " each, original | what was given | completions. A run that predicts from images draws what"
-        " belongs to held-out ones: image | target | drawn targets. Runs alone, or under torchrun,"
-        " where the processes share the images."
+        "Generate images from a run, or complete held-out images with --prefix: one row"
+        " per image, original | given part | completions. A run that predicts from images generates"
+        " targets for held-out ones: image | target | generated targets. Under torchrun,"
+        " processes share the images."
     )
     parser.epilog = (
         "example: megavis sample runs/igpt-demo --prefix half --top-p 0.95\n"
@@ -48,19 +48,19 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--completions",
         type=int,
-        help="of each photograph, or targets drawn from it; default: 3, or 1 where groups differ",
+        help="per image: completions, or generated targets; default: 3, or 1 if groups differ",
     )
-    parser.add_argument("--images", help="shard folder of the photographs; default: the run's own")
-    parser.add_argument("--seed", type=int, default=0, help="decides every draw; default: 0")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at once; default: 64")
+    parser.add_argument("--images", help="shard folder of the images; default: the run's own")
+    parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per batch; default: 64")
     add_step(parser)
     parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
     parser.add_argument(
         "--npz",
         type=Path,
         metavar="FILE",
-        help="write --num-images images, classes in turns, as evaluation takes them; a command that"
-        " was cut off resumes",
+        help="write --num-images images, cycling through the classes, for evaluation; when"
+        " interrupted, the command resumes",
     )
     add_device(parser)
     add_layout_argument(parser)
@@ -77,20 +77,23 @@ def _check_sample(args: argparse.Namespace) -> None:
 
 
 def _add_classes(parser: argparse.ArgumentParser) -> None:
-    """Add which classes are drawn, and what else is shown of them."""
+    """Add options for the classes to generate."""
     classes = parser.add_argument_group("runs with classes")
-    classes.add_argument("--classes", type=_numbers, metavar="C,C,...", help="a row of each")
-    classes.add_argument("--per-class", type=int, default=8, help="images of each; default: 8")
+    classes.add_argument("--classes", type=_numbers, metavar="C,C,...", help="one row per class")
+    classes.add_argument("--per-class", type=int, default=8, help="images per class; default: 8")
     classes.add_argument(
-        "--then-classes", type=_numbers, metavar="C,C,...", help="other classes of the lower halves"
+        "--then-classes",
+        type=_numbers,
+        metavar="C,C,...",
+        help="other classes for the lower halves",
     )
     parser.add_argument(
-        "--show-rounds", action="store_true", help="a draw from the prior and every round, a row"
+        "--show-rounds", action="store_true", help="show a draw from the prior and every round"
     )
     parser.add_argument(
         "--moments",
         action="store_true",
-        help="compare the moments of --num-images latents with held-out ones, in RUN/evaluation",
+        help="compare moments of --num-images generated and held-out latents, in RUN/evaluation",
     )
 
 
@@ -98,7 +101,9 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of classes such as 0,3,7") from None
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a list of classes such as 0,3,7"
+        ) from None
 
 
 def prefix_share(text: str) -> float:
@@ -116,8 +121,7 @@ def prefix_share(text: str) -> float:
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis evaluate`."""
     parser.description = (
-        "Measure images that a run has drawn or reconstructed, or each checkpoint of a"
-        " run as it appears."
+        "Evaluate generated or reconstructed images, or each checkpoint of a run as it appears."
     )
     parser.epilog = (
         "example: megavis evaluate samples samples.npz --reference statistics.npz"
@@ -131,13 +135,13 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_samples(verbs: Any) -> None:
-    """Add both to the verbs of `megavis evaluate`."""
+    """Add `samples` and `statistics` to `megavis evaluate`."""
     samples = verbs.add_parser(
         "samples",
         help="FID, inception score, precision and recall of generated images",
         description="Compare generated images with real ones: Fréchet distance, inception score"
         " (10 splits, in the order of the images), precision and recall (3 neighbours), and sFID."
-        " The numbers lie next to the samples as JSON; of a run, in RUN/evaluation/samples.json.",
+        " Results go to JSON next to the samples; for a run, to RUN/evaluation/samples.json.",
         epilog="example: megavis evaluate samples samples.npz --reference"
         " VIRTUAL_imagenet256_labeled.npz --inception"
         " weights-inception-2015-12-05-6726825d.pth",
@@ -147,25 +151,25 @@ def add_samples(verbs: Any) -> None:
         metavar="SAMPLES",
         type=Path,
         help="an .npz of uint8 [N, H, W, 3] in arr_0, a folder of PNG or JPEG files, or a run"
-        " folder, whose newest .npz in RUN/samples is taken",
+        " folder, whose newest .npz in RUN/samples is used",
     )
     samples.add_argument(
         "--reference",
         required=True,
         type=Path,
         metavar="FILE",
-        help="statistics, of `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
+        help="statistics from `megavis evaluate statistics`, ADM or pytorch-fid, or real images: an"
         " .npz, a folder, or jpeg or palette shards",
     )
-    samples.add_argument("--out", type=Path, metavar="FILE", help="JSON file of the numbers")
+    samples.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
     add_network_arguments(samples)
     add_image_file_arguments(samples)
     samples.set_defaults(run="evaluate_samples:evaluate_samples")
     statistics = verbs.add_parser(
         "statistics",
-        help="statistics of real images, to compare with later",
-        description="Write mean and covariance of the features of real images, and the features of"
-        " some, to a file that `megavis evaluate samples --reference` takes.",
+        help="feature statistics of real images, for later comparisons",
+        description="Write feature mean and covariance of real images, and a sample of the"
+        " features, to a file for `megavis evaluate samples --reference`.",
         epilog="example: megavis evaluate statistics shards/train --out reference.npz --inception"
         " weights-inception-2015-12-05-6726825d.pth",
     )
@@ -177,7 +181,7 @@ def add_samples(verbs: Any) -> None:
         "--features",
         type=non_negative,
         default=10_000,
-        help="of so many images, for precision and recall",
+        help="feature vectors to store, for precision and recall",
     )
     add_network_arguments(statistics)
     add_image_file_arguments(statistics)
@@ -185,13 +189,13 @@ def add_samples(verbs: Any) -> None:
 
 
 def add_classes(verbs: Any) -> None:
-    """Add it to the verbs of `megavis evaluate`."""
+    """Add `classes` to `megavis evaluate`."""
     parser = verbs.add_parser(
         "classes",
-        help="how often a classifier of real images names the class that was asked for",
-        description="Fit a small convolutional classifier on labelled images and let it name"
-        " samples, whose classes take turns as `megavis sample --npz` draws them; real images that"
-        " it has not seen; and these as a tokenizer reconstructs them. Writes"
+        help="how often a classifier of real images recognises the requested class",
+        description="Fit a small convolutional classifier on labelled images and classify"
+        " samples, which cycle through the classes as written by `megavis sample --npz`; real"
+        " images that it was not fitted on; and a tokenizer's reconstructions of these. Writes"
         " RUN/evaluation/classes.json.",
         epilog="example: megavis evaluate classes runs/givt --train shards/train --images"
         " shards/validation --tokenizer runs/vae",
@@ -201,7 +205,7 @@ def add_classes(verbs: Any) -> None:
         metavar="SAMPLES",
         type=Path,
         help="an .npz of uint8 [N, H, W, 3] in arr_0, or a run folder, whose newest .npz in"
-        " RUN/samples is taken",
+        " RUN/samples is used",
     )
     parser.add_argument(
         "--train", required=True, type=Path, metavar="FOLDER", help="jpeg shards to fit on"
@@ -212,20 +216,22 @@ def add_classes(verbs: Any) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="RUN", help="reconstruct the real images with it"
     )
-    parser.add_argument("--epochs", type=positive, default=5, help="of fitting; default: 5")
-    parser.add_argument("--seed", type=non_negative, default=0, help="of the classifier")
+    parser.add_argument("--epochs", type=positive, default=5, help="training epochs; default: 5")
+    parser.add_argument(
+        "--seed", type=non_negative, default=0, help="random seed of the classifier"
+    )
     add_device(parser)
     parser.set_defaults(run="evaluate_samples:evaluate_classes")
 
 
 def add_reconstruction(verbs: Any) -> None:
-    """Add it to the verbs of `megavis evaluate`."""
+    """Add `reconstruction` to `megavis evaluate`."""
     parser = verbs.add_parser(
         "reconstruction",
-        help="PSNR, SSIM, LPIPS and FID of what comes out of a tokenizer",
-        description="Send held-out images through a tokenizer and compare what comes out: PSNR in"
-        " dB and SSIM (Gaussian window of 11×11 pixels), the means over the images; LPIPS and FID"
-        " with the user's weights. Writes RUN/evaluation/reconstruction.json.",
+        help="PSNR, SSIM, LPIPS and FID of a tokenizer's reconstructions",
+        description="Reconstruct held-out images with a tokenizer and compare: PSNR in"
+        " dB and SSIM (Gaussian window of 11×11 pixels), averaged over the images; LPIPS and FID"
+        " with weights that you supply. Writes RUN/evaluation/reconstruction.json.",
         epilog="example: megavis evaluate reconstruction runs/vae --num-images 50000",
     )
     add_image_arguments(parser, num_images=5000)
@@ -239,15 +245,15 @@ MEASURES = ("loss", "probe", "neighbors", "samples", DISTANCE)
 
 
 def add_watch(verbs: Any) -> None:
-    """Add it to the verbs of `megavis evaluate`."""
+    """Add `watch` to `megavis evaluate`."""
     parser = verbs.add_parser(
         "watch",
-        help="measure each checkpoint of a run as it appears",
-        description="Alongside a running job: measure each checkpoint as it appears, those that"
-        " are there first. Numbers go to RUN/evaluation/watch.jsonl, a line a checkpoint, and to"
-        " TensorBoard under 'evaluation'; samples to RUN/samples. Ends when the run has come to its"
-        " last step, or on Ctrl-C and SIGTERM; started again it continues with new ones. The"
-        " config section `evaluation` lets a training start it by itself.",
+        help="evaluate each checkpoint of a run as it appears",
+        description="Evaluate each checkpoint of a running job as it appears, existing ones"
+        " first. Results go to RUN/evaluation/watch.jsonl, one line per checkpoint, and to"
+        " TensorBoard under 'evaluation'; samples to RUN/samples. Ends when the run has reached its"
+        " last step, or on Ctrl-C or SIGTERM; when restarted it continues with new checkpoints. The"
+        " config section `evaluation` makes training start it.",
         epilog="example: megavis evaluate watch runs/igpt_demo --what loss,probe,samples",
     )
     add_run(parser)
@@ -256,13 +262,13 @@ def add_watch(verbs: Any) -> None:
         type=read_measures,
         default=("loss", "probe"),
         metavar="NAMES",
-        help=f"of {', '.join(MEASURES)}, with commas between them",
+        help=f"comma-separated list of {', '.join(MEASURES)}",
     )
     parser.add_argument(
-        "--every", type=positive, default=1, help="only steps that N divides, and the last one"
+        "--every", type=positive, default=1, help="only multiples of N, and the last step"
     )
-    parser.add_argument("--interval", type=float, default=5.0, help="seconds between two looks")
-    # How a training ends what it has started, also when it is killed: the pipe closes.
+    parser.add_argument("--interval", type=float, default=5.0, help="seconds between polls")
+    # Training ends the watch that it started by closing the pipe, even if killed.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     add_data_arguments(parser)
     add_distance_arguments(parser)
@@ -276,16 +282,16 @@ def _check_watch(args: argparse.Namespace) -> None:
         options = ("--reference", "--num-samples", "--inception", "--network")
         refuse_options(args, options, f"to --what without {DISTANCE}")
     if args.until_input_ends:
-        os.nice(10)  # Training comes first, and may not have written its config yet.
+        os.nice(10)  # Training has priority, and may not have written its config yet.
     else:
         require_run_folder(args.run_folder)
 
 
 def read_measures(text: str) -> tuple[str, ...]:
-    """Read names with commas between them.
+    """Parse comma-separated names.
 
     Raises:
-        argparse.ArgumentTypeError: one is none of them.
+        argparse.ArgumentTypeError: a name is unknown.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -295,18 +301,18 @@ def read_measures(text: str) -> tuple[str, ...]:
 
 
 def add_distance_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what drawn images are compared with, and how many are."""
+    """Add options for comparing generated images with a reference."""
     parser.add_argument(
         "--reference",
         type=Path,
         metavar="FILE",
-        help=f"for {DISTANCE}: statistics of real images, of `megavis evaluate statistics`, ADM or"
+        help=f"for {DISTANCE}: image statistics, from `megavis evaluate statistics`, ADM or"
         " pytorch-fid",
     )
     parser.add_argument(
         "--num-samples",
         type=positive,
         default=1000,
-        help=f"for {DISTANCE}: images that are drawn of each checkpoint",
+        help=f"for {DISTANCE}: images to generate per checkpoint",
     )
     add_network_arguments(parser)

@@ -1,4 +1,4 @@
-"""Options of the commands that look after runs and machines: report, checkpoint, import, ..."""
+"""Options of the commands that manage runs and machines: report, checkpoint, import, ..."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megavis.config.errors import UserError
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis report`."""
     parser.description = (
-        "Sum up runs from their folders: validation loss before and after, linear"
-        " probe, pictures, and how to watch them in TensorBoard. The whole is written as one HTML"
-        " page that needs nothing but itself: curves, events, pictures, all of RUN/evaluation, the"
+        "Summarise runs from their folders: validation loss before and after, linear"
+        " probe, images, and the TensorBoard command. Also write one self-contained HTML"
+        " page with curves, events, images, all of RUN/evaluation, the"
         " paper's published numbers, config, versions and commands. Several runs are"
         " compared on one page."
     )
@@ -55,7 +55,7 @@ def add_config_verbs(parser: argparse.ArgumentParser) -> None:
     show = verbs.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
     show.epilog = "example: megavis config show yaml_configs/igpt/demo.yaml training.steps=10"
     show.add_argument("config", metavar="CONFIG|RUN", help="YAML file or run folder")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="keys to override")
     show.set_defaults(run="config:show")
     text = "write the keys whose values differ; exit code 1 where there are any"
     diff = verbs.add_parser("diff", help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -81,29 +81,32 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis checkpoint`."""
     parser.description = (
-        "Look after the checkpoints of a run. They belong to no layout: any layout"
-        " reads them as they are."
+        "Manage the checkpoints of a run. They are not tied to a layout: any layout can read them."
     )
     parser.epilog = "example: megavis checkpoint verify runs/igpt_demo"
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    listing = _add_verb(verbs, "list", "steps, layouts that saved them, sizes", "checkpoint:list_")
+    listing = _add_verb(
+        verbs, "list", "list steps, layouts that saved them, and sizes", "checkpoint:list_"
+    )
     add_json(listing)
     verify = _add_verb(
         verbs, "verify", "read every byte; name damaged files and tensors", "checkpoint:verify"
     )
-    verify.add_argument("--step", type=non_negative, help="this one alone; default: all")
+    verify.add_argument("--step", type=non_negative, help="only this step; default: all")
     prune = _add_verb(
-        verbs, "prune", "delete old ones; the latest always stays", "checkpoint:prune"
+        verbs, "prune", "delete old checkpoints; the latest is always kept", "checkpoint:prune"
     )
-    prune.add_argument("--keep-last", type=positive, required=True, help="newest ones to keep")
+    prune.add_argument(
+        "--keep-last", type=positive, required=True, help="number of newest checkpoints to keep"
+    )
     prune.add_argument(
         "--keep-every",
         type=non_negative,
         default=0,
-        help="keep those of every N-th step too; 0: none",
+        help="also keep every N-th step; 0: none",
     )
     convert = _add_verb(
-        verbs, "convert", "write one in the slices of another layout, offline", "export:convert"
+        verbs, "convert", "re-slice a checkpoint for another layout, offline", "export:convert"
     )
     convert.add_argument("target", type=Path, help="run folder to write into")
     add_step(convert)
@@ -137,7 +140,7 @@ _FORMS = {
     "vqgan": ("--image-size",),
     "timm": ("--heads",),
 }
-"""Each form, and the options that it has."""
+"""The options of each form."""
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
@@ -146,19 +149,19 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         "huggingface: read a folder of the Hub by its config.json: ImageGPT, ViTMAE, ViT, a ViT of"
         " timm, or what `megavis export` wrote."
         " imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
-        " transformers saves them; kmeans_centers.npy or preprocessor_config.json for the palette),"
+        " transformers; kmeans_centers.npy or preprocessor_config.json for the palette),"
         " write a run folder, and compare the logits of both on random input. givt, givt-vae: read"
         " an .npz file of GIVT's released Transformers or VAEs. vqgan: read a checkpoint of"
         " taming-transformers."
         " timm: read a Vision Transformer with a class token (model.safetensors, and config.json)"
-        " as timm's save_for_hf saves it, and compare both; the run can be fine-tuned."
+        " as saved by timm's save_for_hf, and compare both; the run can be fine-tuned."
     )
     parser.epilog = (
         "example: megavis import huggingface vit-mae-base runs/vit_mae_base\n"
         "         megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae"
     )
-    parser.add_argument("form", choices=tuple(_FORMS), help="what it holds")
+    parser.add_argument("form", choices=tuple(_FORMS), help="form of the weights")
     parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
     parser.add_argument(
@@ -171,12 +174,12 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         "--beta",
         type=non_negative_number,
         metavar="B",
-        help="givt-vae: what it was trained with; default: 5e-5",
+        help="givt-vae: the β it was trained with; default: 5e-5",
     )
     givt.add_argument("--adapter", type=Path, help=".npz file of a separate adapter")
-    givt.add_argument("--tokenizer", type=Path, help="run folder of its VAE")
+    givt.add_argument("--tokenizer", type=Path, help="run folder of the VAE")
     givt.add_argument(
-        "--image-size", type=positive, default=256, help="givt-vae, vqgan: of its images"
+        "--image-size", type=positive, default=256, help="givt-vae, vqgan: image size"
     )
     timm = parser.add_argument_group("timm")
     timm.add_argument("--heads", type=positive, help="attention heads; default: width / 64")
@@ -220,7 +223,7 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis schema`."""
     parser.description = (
         "Write the JSON schema of config files. An editor with a YAML language server"
-        " completes and checks keys by it."
+        " uses it to complete and check keys."
     )
     parser.epilog = "example: megavis schema --out yaml_configs/schema.json"
     parser.add_argument("--out", metavar="FILE", help="default: standard output")
@@ -230,8 +233,8 @@ def add_schema(parser: argparse.ArgumentParser) -> None:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis doctor`."""
     parser.description = (
-        "Look for all that megavis can use. Exit code 0 where training can work, 1"
-        " where something that it needs is missing."
+        "Check for everything that megavis can use. Exit code 0 if training can work, 1"
+        " if a requirement is missing."
     )
     parser.epilog = "example: megavis doctor --json"
     add_json(parser)

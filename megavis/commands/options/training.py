@@ -20,7 +20,7 @@ from megavis.training.search.axis import SweepAxis
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis train`."""
     parser.description = (
-        "Train a run, alone or under deepspeed, torchrun or srun. A run that exists"
+        "Train a run, alone or under deepspeed, torchrun or srun. An existing run"
         " resumes from its newest checkpoint, in any layout."
     )
     parser.epilog = "example: megavis train yaml_configs/igpt/demo.yaml training.steps=100"
@@ -29,11 +29,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="look at config, layout, data, disk and checkpoint as a job of --processes would, and"
-        " train nothing; exit code 2 where it could not start",
+        help="check config, layout, data, disk and checkpoint for a job of --processes, without"
+        " training; exit code 2 if it could not start",
     )
     parser.add_argument(
-        "--processes", type=positive, help="of the job that --dry-run looks at; default: 1"
+        "--processes", type=positive, help="size of the job that --dry-run checks; default: 1"
     )
     parser.set_defaults(run="train:run", check=_check_train)
 
@@ -41,7 +41,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 def _check_train(args: argparse.Namespace) -> None:
     if args.processes is not None and not args.dry_run:
         raise UserError(
-            "--processes belongs to --dry-run; a job's launcher says how many there are"
+            "--processes applies only to --dry-run; a job's size comes from its launcher"
         )
     read_config(args)
 
@@ -49,9 +49,9 @@ def _check_train(args: argparse.Namespace) -> None:
 def add_finetune(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis finetune`."""
     parser.description = (
-        "Train all weights of the run that finetune.from_run names on the classes of"
-        " the images. The step with the best accuracy on the selection images is kept, and named"
-        " by its accuracy on other ones, with a confusion matrix, in RUN/evaluation. Runs alone,"
+        "Fine-tune all weights of the run finetune.from_run on the classes of"
+        " the images. The step with the best accuracy on the selection images is kept and evaluated"
+        " on other images; accuracy and confusion matrix go to RUN/evaluation. Runs alone,"
         " or under torchrun, deepspeed or srun, in any layout."
     )
     parser.epilog = (
@@ -75,11 +75,11 @@ def _check_finetune(args: argparse.Namespace) -> None:
 def add_search_lr(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis search-lr`."""
     parser.description = (
-        "Train the config with one learning rate after the other, from large to small,"
-        " and stop once the final validation loss starts to rise (iGPT, section 3.4), or in"
-        " fine-tuning the best validation accuracy to fall. A run whose"
-        " loss goes up and stays up is given up early. Each rate has a run folder of its own,"
-        " NAME-lr-RATE; an interrupted search resumes. Table and picture lie in"
+        "Train the config with one learning rate after another, from large to small,"
+        " and stop once the final validation loss starts to rise (iGPT, section 3.4) or, in"
+        " fine-tuning, the best validation accuracy starts to fall. A run whose"
+        " loss rises and stays high is stopped early. Each rate has its own run folder,"
+        " NAME-lr-RATE; an interrupted search resumes. Table and plot go to"
         " NAME-search. Alone, or under deepspeed, torchrun or srun."
     )
     parser.epilog = "example: megavis search-lr yaml_configs/igpt/demo.yaml --rates 1e-2,3e-3,1e-3"
@@ -88,13 +88,13 @@ def add_search_lr(parser: argparse.ArgumentParser) -> None:
         "--rates",
         type=_rates,
         metavar="R,R,…",
-        help="default: 0.01,0.003,0.001,0.0003,0.0001, as the paper",
+        help="default: 0.01,0.003,0.001,0.0003,0.0001, as in the paper",
     )
     parser.add_argument(
         "--patience",
         type=positive,
         default=10,
-        help="a run is given up when so many logged losses in a row are up",
+        help="stop a run after this many consecutive high logged losses",
     )
     add_device(parser)
     parser.set_defaults(run="search:search_rate")
@@ -112,10 +112,10 @@ def _rates(text: str) -> list[float]:
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis sweep`."""
     parser.description = (
-        "Train the config with every pair of values of two keys, each pair in a run"
-        " folder of its own, and draw one heat-map. Finished runs are kept, others resume."
+        "Train the config with every pair of values of two keys, each in its"
+        " own run folder, and plot one heat map. Finished runs are kept, others resume."
         " Alone, or under deepspeed, torchrun or srun, which share each run; or as a SLURM array,"
-        " one run a task (launch/sweep.sh), and at the end once more with --draw."
+        " one run per task (launch/sweep.sh), and finally once more with --draw."
     )
     parser.epilog = (
         "example: megavis sweep yaml_configs/darl/demo.yaml --grid"
@@ -128,26 +128,30 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_axis,
         metavar="KEY=V,V,…|KEY=LOW..HIGH:COUNT",
-        help="a key and its values, or a logarithmic grid; say it twice",
+        help="a key and its values, or a logarithmic grid; give it twice",
     )
     parser.add_argument(
-        "--index", type=non_negative, help="train the N-th run alone, counted from 0; default: all"
+        "--index", type=non_negative, help="train only the N-th run, counted from 0; default: all"
     )
-    parser.add_argument("--count", action="store_true", help="say how many runs there are")
-    parser.add_argument("--draw", action="store_true", help="train nothing, draw what is there")
+    parser.add_argument("--count", action="store_true", help="print the number of runs")
+    parser.add_argument(
+        "--draw", action="store_true", help="plot existing results without training"
+    )
     parser.add_argument(
         "--measure",
         choices=("probe", "loss", "accuracy"),
         default="probe",
-        help="accuracy of the best layer's linear probe (default), validation accuracy of a"
-        " fine-tuning, or validation loss, which compares nothing where the grid changes the task,"
+        help="accuracy of the best layer's linear probe (default), validation accuracy of"
+        " fine-tuning, or validation loss, which is not comparable if the grid changes the task,"
         " as a noise schedule does",
     )
-    parser.add_argument("--train-images", type=positive, default=2000, help="of a probe")
+    parser.add_argument(
+        "--train-images", type=positive, default=2000, help="training images of a probe"
+    )
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="compute a probe's features; default: they are read from and kept in each run's"
+        help="always compute a probe's features; default: cache them in each run's"
         " evaluation/features",
     )
     add_device(parser)
@@ -155,7 +159,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_sweep(args: argparse.Namespace) -> None:
-    # The config is read with the values of each point: alone it may lack a key.
+    # The config is read with the values of each point: without them it may lack a key.
     if args.measure != "probe":
         refuse_options(args, ("--train-images", "--no-cache"), f"to --measure {args.measure}")
 
@@ -171,13 +175,13 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis bench`."""
     parser.description = (
         "Take training steps on random data, alone or under deepspeed, torchrun or srun, and print"
-        " throughput, utilization against the vendor's peak and against a matrix product of this"
+        " throughput, utilization relative to the vendor's peak and to a matrix product of this"
         " run, peak memory, the slowest process, and the share of each part of a step."
     )
     parser.epilog = "example: megavis bench yaml_configs/igpt/s_32.yaml data.train=none --steps 20"
     add_config(parser)
     add_device(parser)
-    parser.add_argument("--steps", type=positive, default=10, help="steps that are timed")
+    parser.add_argument("--steps", type=positive, default=10, help="steps to time")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="also write a trace for chrome://tracing"
     )
@@ -188,9 +192,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def add_parity(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis parity`."""
     parser.description = (
-        "Run every legal layout of N local processes against one process with the same"
-        " data and seed, dropout off, and print how far loss and gradient norm differ. Exit code 1"
-        " when any layout fails."
+        "Compare every legal layout of N local processes with one process on the same"
+        " data and seed, without dropout, and print the differences of loss and gradient norm. Exit"
+        " code 1 if any layout fails."
     )
     parser.epilog = (
         "example: megavis parity yaml_configs/igpt/demo.yaml --layouts all --processes 4"
@@ -208,7 +212,7 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="default: cuda where each process has a GPU, else cpu",
+        help="default: cuda if each process has a GPU, else cpu",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     parser.set_defaults(run="parity:run")
@@ -218,8 +222,8 @@ def add_params(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis params`."""
     parser.description = (
         "Count the parameters of a config by part and by matrix. No weights are"
-        " allocated, so any size is counted in seconds. With --processes also what weights,"
-        " gradients and optimizer states take on each process in the config's layout."
+        " allocated, so any size is counted in seconds. With --processes also memory of weights,"
+        " gradients and optimizer states on each process in the config's layout."
     )
     parser.epilog = "example: megavis params yaml_configs/igpt/xl_64.yaml --processes 32"
     add_config(parser)
@@ -239,19 +243,19 @@ def _check_params(args: argparse.Namespace) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis plan`."""
     parser.description = (
-        "Say whether a config fits on so many GPUs, what it takes and how long, rank"
+        "Estimate whether a config fits on N GPUs, its memory and time, rank"
         " all legal layouts and recommend one. Nothing is allocated and no GPU is needed. Exit"
-        " code 2 where no layout fits."
+        " code 2 if no layout fits."
     )
     parser.epilog = "example: megavis plan yaml_configs/igpt/xl_64.yaml --gpus 64 --gpu a100"
     add_config(parser)
-    parser.add_argument("--gpus", type=positive, required=True, help="GPUs in all")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs of a node")
+    parser.add_argument("--gpus", type=positive, required=True, help="total number of GPUs")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, help="GPUs per node")
     parser.add_argument("--gpu", default="h100", help="a100, h100, h200 or a YAML file")
     parser.add_argument("--gpu-memory", metavar="80GB", help="default: the GPU's own")
     parser.add_argument(
         "--interconnect",
-        help="between nodes: 100ge, hdr, ndr, or GB/s for each GPU; default: the GPU's usual one",
+        help="between nodes: 100ge, hdr, ndr, or GB/s per GPU; default: usual for the GPU",
     )
     add_json(parser)
     parser.add_argument(

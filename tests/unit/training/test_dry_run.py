@@ -67,4 +67,4 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
 
 def test_processes_belong_to_the_dry_run(tiny_config, capsys):
     assert main(["train", str(tiny_config), "--processes", "4"]) == 2
-    assert "belongs to --dry-run" in capsys.readouterr().err
+    assert "applies only to --dry-run" in capsys.readouterr().err
