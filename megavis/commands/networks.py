@@ -72,7 +72,7 @@ def feature_job(args: argparse.Namespace, *, alone: bool = False) -> Iterator[No
         alone: reject a launcher.
 
     Raises:
-        UserError: there are several processes instead of one, or they do not divide by
+        UserError: there are several processes instead of one, or they are not divisible by
             --tensor-parallel.
     """
     launch, tensor_size = read_launch(os.environ), 1 if alone else args.tensor_parallel

@@ -59,7 +59,7 @@ class AutoencoderConfig(ObjectiveConfig):
             text = f"{self.filters} is no multiple of objective.norm_groups {self.norm_groups}"
             yield "objective.filters", text
         if config.data.image_size % self.downsampling:
-            text = f"{config.data.image_size} does not divide by {self.downsampling}, the"
+            text = f"{config.data.image_size} is not divisible by {self.downsampling}, the"
             yield "data.image_size", f"{text} pixels on the side of a latent"
         if self.perceptual_weight and self.perceptual_weights is None:
             text = "names a file of VGG-16 weights and must be given; or set perceptual_weight: 0"

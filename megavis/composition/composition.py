@@ -245,7 +245,7 @@ class Composition(Words):
     # Generation, for papers that generate.
 
     def generation(self) -> Composition:
-        """Return itself; raises UserError where models of the config draw no images."""
+        """Return itself; raises UserError where models of the config generate no images."""
         if self.config.objective.no_images is not None:
             raise UserError(self.config.objective.no_images)
         return self

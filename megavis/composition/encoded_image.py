@@ -120,7 +120,7 @@ class EncodedImage(Condition):
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
         """Refuse: every image is drawn from another."""
-        raise UserError("runs that predict from images draw no images from nothing")
+        raise UserError("runs that predict from images generate no images from nothing")
 
     def shown(self, examples: Batch) -> list[Tensor]:
         """Return images and targets."""

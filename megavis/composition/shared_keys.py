@@ -25,11 +25,11 @@ class DecoderConfig(Section):
         """Check that heads divide the width, and divide by the tensor group."""
         width, heads = self.hidden_size, self.num_attention_heads
         if width % heads or width % 4:
-            text = f"{width} does not divide by 4 and by num_attention_heads {heads}"
+            text = f"{width} is not divisible by 4 and by num_attention_heads {heads}"
             yield f"{key}.hidden_size", text
         tensor = config.parallel.tensor_model_parallel_size
         if heads % tensor:
-            text = f"{heads} heads do not divide by tensor_model_parallel_size {tensor}"
+            text = f"{heads} heads are not divisible by tensor_model_parallel_size {tensor}"
             yield f"{key}.num_attention_heads", text
 
 
@@ -119,7 +119,7 @@ def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[Config
     """Check that the tensor group can share the logits."""
     tensor = config.parallel.tensor_model_parallel_size
     if vocabulary_size % tensor:
-        text = f"{vocabulary_size} does not divide by tensor_model_parallel_size {tensor}"
+        text = f"{vocabulary_size} is not divisible by tensor_model_parallel_size {tensor}"
         yield "objective.vocabulary_size", text
 
 
@@ -136,7 +136,7 @@ def check_tokens(
     """
     tensor = config.parallel.tensor_model_parallel_size
     if config.parallel.sequence_parallel and any(count % tensor for count in counts):
-        text = f"{what} do not divide by tensor_model_parallel_size {tensor}; {remedy}"
+        text = f"{what} are not divisible by tensor_model_parallel_size {tensor}; {remedy}"
         yield "parallel.sequence_parallel", text
 
 

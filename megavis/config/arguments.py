@@ -1,4 +1,4 @@
-"""Command lines: how `megavis` and `python -m data_tools` read them and lay out their help."""
+"""Command-line parsing and help of `megavis` and `python -m data_tools`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HELP_COLUMN = 28
 
 
 def positive(text: str) -> int:
-    """Read a whole number of 1 or more; raises argparse.ArgumentTypeError."""
+    """Parse an integer of 1 or more; raises argparse.ArgumentTypeError."""
     return _whole_number(text, least=1)
 
 
 def non_negative(text: str) -> int:
-    """Read a whole number of 0 or more; raises argparse.ArgumentTypeError."""
+    """Parse an integer of 0 or more; raises argparse.ArgumentTypeError."""
     return _whole_number(text, least=0)
 
 
@@ -32,8 +32,8 @@ def _whole_number(text: str, *, least: int) -> int:
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps texts, keeps the lines of examples, and shows the default of every option.
 
-    A default is added where the help does not speak of one. Flags have none, nor have options
-    whose absence leaves something out.
+    A default is added if the help does not mention one. Flags have none, nor have options
+    whose absence omits something.
     """
 
     _METAVARS: dict[Any, str] = {
@@ -46,13 +46,13 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, **options)
-        # All texts begin in one column; argparse itself forgets how far commands are indented.
+        # Align all texts in one column; argparse ignores the indentation of commands.
         self._action_max_length = _HELP_COLUMN - 2
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if not text.startswith("example"):
             return super()._fill_text(text, width, indent)
-        # To be copied: a line that is broken would not run.
+        # Examples are copied: a wrapped line would not run.
         return "".join(f"{indent}{line}\n" for line in text.splitlines())
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -68,24 +68,24 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser with `HelpFormatter`, as those of its commands; a mistake is a `UserError`.
+    """A parser with `HelpFormatter`, also for its commands; mistakes raise `UserError`.
 
     Args:
-        fill: adds description and options when the parser is first used, so that only the module
-            of the command that a user names is imported.
-        **options: as `argparse.ArgumentParser` takes them.
+        fill: adds description and options when the parser is first used, so only the module
+            of the selected command is imported.
+        **options: as for `argparse.ArgumentParser`.
     """
 
     def __init__(
         self, *, fill: Callable[[ArgumentParser], None] | None = None, **options: Any
     ) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
-        # By which a command finds out which of its options were given.
+        # Lets a command find out which of its options were given.
         self.set_defaults(default_of=self.get_default)
         self._fill = fill
 
     def fill(self) -> None:
-        """Add what `fill` adds, once."""
+        """Call `fill` once."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
@@ -96,12 +96,12 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError: argparse would print the usage, many lines, and leave by itself."""
-        raise UserError(f"{message}; `{self.prog} --help` shows what there is")
+        """Raise UserError, where argparse would print the whole usage and exit."""
+        raise UserError(f"{message}; `{self.prog} --help` shows the options")
 
 
 def non_negative_number(text: str) -> float:
-    """Read a finite number of 0 or more; raises argparse.ArgumentTypeError."""
+    """Parse a finite number of 0 or more; raises argparse.ArgumentTypeError."""
     try:
         number = float(text)
     except ValueError:
@@ -112,15 +112,15 @@ def non_negative_number(text: str) -> float:
 
 
 def add_perceptual_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the user's files of a perceptual distance."""
+    """Add options for the weight files of a perceptual distance."""
     parser.add_argument(
         "--perceptual-weights",
         metavar="FILE",
-        help="VGG-16 or AlexNet weights; the distance in its features is measured too",
+        help="VGG-16 or AlexNet weights; also measure the distance in its features",
     )
     parser.add_argument(
         "--lpips-weights",
         metavar="FILE",
-        help="linear weights of the same network, as the package lpips has them; with"
+        help="linear weights of the same network, from the package lpips; with"
         " --perceptual-weights, LPIPS is measured",
     )

@@ -1,6 +1,6 @@
-"""What must hold between keys of different sections, and between the config and the cluster.
+"""Checks between keys of different sections, and between the config and the cluster.
 
-A check yields `(key, sentence)`: which key is wrong and what would be right. The loader turns that
+A check yields `(key, sentence)`: the wrong key and what would be right. The loader turns that
 into a message with file and line.
 """
 
@@ -23,7 +23,7 @@ from megavis.config.schema import (
 
 
 def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield what is wrong whatever the number of processes."""
+    """Yield errors that do not depend on the number of processes."""
     yield from _check_sizes(config)
     yield from _check_positions(config)
     yield from _check_data(config.data)
@@ -36,22 +36,20 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.evaluation is not None:
         yield from _check_evaluation(config.evaluation, config.data)
     if config.schedule.halve_every and config.schedule.decay != "constant":
-        yield "schedule.halve_every", "goes with schedule.decay constant, not cosine"
+        yield "schedule.halve_every", "applies to schedule.decay constant, not cosine"
     if config.schedule.min_rate > config.optimizer.learning_rate:
-        yield "schedule.min_rate", "is above optimizer.learning_rate, from which the rate falls"
+        yield "schedule.min_rate", "is above optimizer.learning_rate, where the decay starts"
     if config.schedule.min_rate and config.schedule.decay != "cosine":
-        yield "schedule.min_rate", "goes with schedule.decay cosine, not constant"
+        yield "schedule.min_rate", "applies to schedule.decay cosine, not constant"
     if config.schedule.warmup_rate is not None and not config.schedule.warmup_steps:
         yield (
             "schedule.warmup_rate",
-            "is the rate of schedule.warmup_steps, of which there are none",
+            "applies to schedule.warmup_steps, which is 0",
         )
     is_linear = config.finetune is not None and config.finetune.linear_evaluation
     algorithm = config.optimizer.algorithm
     if algorithm != "adam" and not is_linear:
-        text = (
-            f"{algorithm} is there for finetune.linear_evaluation, whose matrix no process splits"
-        )
+        text = f"{algorithm} is for finetune.linear_evaluation, whose matrix is not partitioned"
         yield "optimizer.algorithm", f"{text}; use adam here"
     if config.optimizer.ema_decay and config.parallel.offload_optimizer == "nvme":
         text = "its average cannot be kept on a disk; set parallel.offload_optimizer to cpu"
@@ -65,7 +63,7 @@ def check_config(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
-    """Yield what is wrong with this config on `world_size` processes."""
+    """Yield errors of this config on `world_size` processes."""
     parallel, training = config.parallel, config.training
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if world_size % model_parallel:
@@ -80,7 +78,7 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
     if training.batch_size % data_parallel:
         yield (
             "training.batch_size",
-            f"{training.batch_size} does not divide by the data-parallel size {data_parallel};"
+            f"{training.batch_size} is not divisible by the data-parallel size {data_parallel};"
             f" {_nearest_multiple(training.batch_size, data_parallel)} would",
         )
         return
@@ -97,11 +95,11 @@ def check_world(config: RunConfig, world_size: int) -> Iterator[ConfigIssue]:
 
 def _check_evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[ConfigIssue]:
     if data.validation is None:
-        yield "data.validation", "is missing, and `evaluation` measures on it"
+        yield "data.validation", "is missing; `evaluation` needs it"
     if "frechet" not in evaluation.what:
         return
     if evaluation.reference is None:
-        text = "is missing, and `frechet` compares with it: a file of `megavis evaluate statistics`"
+        text = "is missing; `frechet` needs it: a file of `megavis evaluate statistics`"
         yield "evaluation.reference", text
     if (evaluation.inception is None) == (evaluation.network is None):
         text = "has `frechet`, which needs one network: evaluation.inception or evaluation.network"
@@ -112,23 +110,24 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
     if config.objective.has_blocks and not model.num_layers:
-        text = "must say num_layers (1 or more), hidden_size and num_attention_heads"
+        text = "must set num_layers (1 or more), hidden_size and num_attention_heads"
         yield "model", f"{text}: {config.objective.name} has Transformer blocks"
     if model.hidden_size % model.num_attention_heads:
         yield (
             "model.num_attention_heads",
-            f"hidden_size {model.hidden_size} does not divide by {model.num_attention_heads} heads",
+            f"hidden_size {model.hidden_size} is not divisible by"
+            f" {model.num_attention_heads} heads",
         )
     if model.num_attention_heads % tensor:
         yield (
             "model.num_attention_heads",
-            f"{model.num_attention_heads} heads do not divide by tensor_model_parallel_size"
+            f"{model.num_attention_heads} heads are not divisible by tensor_model_parallel_size"
             f" {tensor}; use {_divisors(model.num_attention_heads)}",
         )
     if model.mlp_size % tensor:
         yield (
             "model.ffn_hidden_size",
-            f"{model.mlp_size} does not divide by tensor_model_parallel_size {tensor}",
+            f"{model.mlp_size} is not divisible by tensor_model_parallel_size {tensor}",
         )
     if parallel.pipeline_model_parallel_size > max(1, model.num_layers):
         yield (
@@ -146,7 +145,7 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Rotary positions turn pairs of channels, the same number for each axis."""
+    """Check sizes: rotary positions rotate pairs of channels, equally many for each axis."""
     model = config.model
     if model.positions == "relative_2d" and not config.objective.has_relative_positions:
         yield "model.positions", f"{config.objective.name} has no relative_2d positions"
@@ -154,19 +153,19 @@ def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
     if model.head_size % unit:
         yield (
             "model.positions",
-            f"{model.positions} needs heads whose width {unit} divides, not {model.head_size};"
+            f"{model.positions} needs a head width divisible by {unit}, not {model.head_size};"
             " change num_attention_heads",
         )
     if model.positions == "sincos" and model.hidden_size % 4:
         yield (
             "model.positions",
-            f"sincos needs a hidden_size that 4 divides, not {model.hidden_size}",
+            f"sincos needs a hidden_size divisible by 4, not {model.hidden_size}",
         )
 
 
 def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
     if not data.train:
-        yield "data.train", "names no folder: give one, or a list of `path` and `weight`"
+        yield "data.train", "names no folder: give one, or a list with `path` and `weight`"
     if data.scale[0] > data.scale[1]:
         yield "data.scale", f"{list(data.scale)} must begin with the smaller share"
     if data.aspect[0] > data.aspect[1]:
@@ -174,24 +173,24 @@ def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
     if data.short_sides[0] > data.short_sides[1]:
         yield "data.short_sides", f"{list(data.short_sides)} must begin with the smaller length"
     if data.crop == "scaled" and data.crop_size > data.short_sides[0]:
-        text = f"{data.crop_size} is too large to cut it out of data.short_sides"
+        text = f"{data.crop_size} is too large for data.short_sides"
         yield "data.crop_size", f"{text} = {list(data.short_sides)}"
     if data.short_side is not None and data.short_side < data.image_size:
         yield (
             "data.short_side",
-            f"{data.short_side} is too small to cut data.image_size = {data.image_size} out of it",
+            f"{data.short_side} is too small for data.image_size = {data.image_size}",
         )
 
 
 def _check_samples(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Samples are squares or frames, and the latter not of every paper."""
+    """Check that samples are squares, or frames if the paper supports them."""
     data = config.data
     if data.frames is None and not data.image_size:
-        yield "data.image_size", "must give the side of the images in pixels, 1 or more"
+        yield "data.image_size", "must be the side of the images in pixels, 1 or more"
     if data.frames is not None and not config.objective.takes_frames:
-        yield "data.frames", f"{config.objective.name} takes images: give data.image_size instead"
+        yield "data.frames", f"{config.objective.name} reads images: set data.image_size instead"
     elif data.frames is not None and data.image_size:
-        yield "data.image_size", "is of images, and data.frames of frames: give one of them"
+        yield "data.image_size", "is for images, and data.frames for frames: set only one"
 
 
 def _check_deepspeed(parallel: ParallelConfig, precision: str) -> Iterator[ConfigIssue]:
@@ -237,18 +236,18 @@ def _check_offload(parallel: ParallelConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_rollbacks(config: RunConfig) -> Iterator[ConfigIssue]:
-    """A checkpoint that is old enough must still be there when the bad steps are known."""
+    """Check that an old enough checkpoint is kept until bad steps are detected."""
     training, keep = config.training, config.checkpoint
     if not training.max_rollbacks:
         return
     if not training.max_bad_steps:
-        yield "training.max_rollbacks", "goes back after training.max_bad_steps, which is 0"
+        yield "training.max_rollbacks", "applies after training.max_bad_steps, which is 0"
     reach = training.rollback_margin + training.max_bad_steps
     if (keep.keep_last - 1) * keep.every < reach:
         yield (
             "training.max_rollbacks",
-            f"goes back by {reach} steps (rollback_margin + max_bad_steps) or more; keep"
-            f" checkpoints for so long: (checkpoint.keep_last - 1) × checkpoint.every is"
+            f"rolls back by {reach} steps (rollback_margin + max_bad_steps) or more; keep"
+            f" checkpoints for as long: (checkpoint.keep_last - 1) × checkpoint.every is"
             f" {(keep.keep_last - 1) * keep.every}",
         )
 

@@ -1,4 +1,4 @@
-"""Words that a config may say and that layers take."""
+"""Choices shared by config keys and layers."""
 
 from __future__ import annotations
 

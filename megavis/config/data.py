@@ -1,4 +1,4 @@
-"""What a YAML file may say about images: where they come from, and what is cut out of them."""
+"""Schema of the `data` section: sources of images, crops and augmentation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megavis.config.section import (
 
 
 class MixedSource(Section):
-    """One of several shard folders that training mixes."""
+    """One of several shard folders to mix in training."""
 
     path: str
     """Folder of shards."""
     weight: Above0
-    """Share of the training images that come from it; weights need not sum to 1."""
+    """Share of the training images from this folder; weights need not sum to 1."""
 
 
 def _form(train: object) -> str:
     return UNION_LABELS[isinstance(train, list | tuple)]
 
 
-# The labels of the two forms are not keys: `SchemaNames` takes them out of what pydantic reports.
+# The labels of the two forms are not keys: `SchemaNames` removes them from pydantic's errors.
 UNION_LABELS = ("one folder", "several folders")
 TrainData = Annotated[
     Annotated[str, Tag(UNION_LABELS[0])]
@@ -40,59 +40,60 @@ TrainData = Annotated[
 
 
 class DataConfig(Section):
-    """Where the images come from."""
+    """Sources of images, crops and augmentation."""
 
     train: TrainData
-    """Folder of training shards (made by `python -m data_tools`) or its URL, or a list of folders,
-    each with `path` and `weight`, that are mixed."""
+    """Folder of training shards (made by `python -m data_tools`) or its URL, or a list of folders
+    to mix, each with `path` and `weight`."""
     validation: str | None = None
-    """Folder of held-out shards; without it no validation loss is computed."""
+    """Folder of held-out shards; without it there is no validation loss."""
     cache: str | None = None
-    """Local folder in which data sets are kept that are read from a URL."""
+    """Local folder that caches data sets read from a URL."""
     image_size: NonNegative = 0
-    """Side of the square images in pixels; without a crop it must be that of the shards. Frames
+    """Side of the square images in pixels; without a crop it must equal that of the shards. Frames
     have none."""
     frames: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = None
-    """Frames of a sample and numbers of a frame, where shards hold no images but frames."""
+    """Frames per sample and numbers per frame, if shards hold frames instead of images."""
     palette: str | None = None
-    """Palette with which JPEG shards are read as colours: a file of `data_tools palette fit`. With
-    it, the augmentation of images is that of JPEG shards."""
+    """Palette for reading JPEG shards as colours: a file written by `data_tools palette fit`.
+    Images
+    are augmented as in JPEG shards."""
     crop: Literal["random_resized", "scaled", "window", "shifted", "center", "none"] = "none"
-    """What is cut out of images when they are read. Of JPEG shards alone: `random_resized` a random
-    part, resized; `scaled` a random square of `crop_size`, once the shorter side has a random
-    length of `short_sides`, resized (iGPT, section 3.1); `center` the middle, resized. Of palette
-    shards too: `window` a random square out of larger stored images, and `shifted` moves training
-    images by up to 4 pixels. `none`: nothing. Validation reads the middle."""
+    """Crop applied when images are read. For JPEG shards only: `random_resized`, a random region,
+    resized; `scaled`, a random square of `crop_size` after resizing the shorter side to a random
+    length in `short_sides`, resized (iGPT, section 3.1); `center`, the centre, resized. For palette
+    shards too: `window`, a random square of larger stored images, and `shifted`, which shifts
+    training images by up to 4 pixels. `none`: no crop. Validation uses the centre."""
     border: Literal["reflect", "zeros"] = "reflect"
-    """With `shifted`: what comes into sight at the border, the image's reflection or zeros (black;
-    of palette shards the first colour)."""
+    """With `shifted`: fill at the border, the image's reflection or zeros (black; for palette
+    shards the first colour)."""
     short_sides: Annotated[tuple[Positive, Positive], Field(strict=False)] = (256, 384)
-    """With `scaled`: smallest and largest length of the shorter side."""
+    """With `scaled`: minimum and maximum length of the shorter side."""
     crop_size: Positive = 224
-    """With `scaled`: side of the square in pixels before it is resized to `image_size`; in
-    validation the shorter side, too."""
+    """With `scaled`: side of the square in pixels before resizing to `image_size`; in validation
+    also the length of the shorter side."""
     scale: Annotated[tuple[Share, Share], Field(strict=False)] = (0.2, 1.0)
-    """Smallest and largest share of an image's area that a `random_resized` crop takes."""
+    """Minimum and maximum share of an image's area for a `random_resized` crop."""
     aspect: Annotated[tuple[Above0, Above0], Field(strict=False)] = (3 / 4, 4 / 3)
-    """Smallest and largest width / height of such a crop."""
+    """Minimum and maximum width / height of such a crop."""
     short_side: Positive | None = None
-    """What the shorter side is resized to before the middle is cut; `image_size` when absent."""
+    """Length of the shorter side before the centre crop; default: `image_size`."""
     flip: bool = False
-    """Mirror every second training image, at random; ids cannot, and latents must hold the
-    mirrored ones too."""
+    """Mirror half of the training images at random; not supported for ids, and latents must include
+    mirror images."""
     rand_augment: (
         Annotated[tuple[Annotated[float, Field(ge=0, le=10)], AtLeast0], Field(strict=False)] | None
     ) = None
-    """RandAugment of training images, of JPEG shards alone: magnitude of 10, and its deviation from
-    one operation to the next; none when absent."""
+    """RandAugment of training images, for JPEG shards only: magnitude out of 10, and its standard
+    deviation between operations; default: none."""
     random_erasing: Fraction = 0.0
-    """Probability that a rectangle of a training image becomes noise, of JPEG shards alone, after
-    all else."""
+    """Probability of replacing a rectangle of a training image by noise, for JPEG shards only,
+    after all other augmentation."""
     repeats: Positive = 1
-    """Repeated Augmentation: so many samples with draws of their own come from one image, 32
-    samples apart; an epoch of so many samples sees that share of the images."""
+    """Repeated Augmentation: number of samples with separate draws from one image, 32 samples
+    apart; an epoch then covers the corresponding share of the images."""
     threads: Positive = 4
-    """Threads of each process that read and decode ahead; they change the speed alone."""
+    """Threads per process that read and decode ahead; affects only speed."""
 
     @property
     def train_sources(self) -> tuple[MixedSource, ...]:

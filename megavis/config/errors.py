@@ -1,8 +1,8 @@
-"""The exceptions that the command line turns into one message and an exit code of its own."""
+"""Exceptions that the command line reports in one message with a specific exit code."""
 
 
 class UserError(ValueError):
-    """A user's mistake: the command line prints it as one message and exits with code 2."""
+    """A user's mistake: the command line prints one message and exits with code 2."""
 
 
 CORRUPTION_EXIT_CODE = 71
@@ -10,11 +10,11 @@ CORRUPTION_EXIT_CODE = 71
 
 
 class CorruptionError(RuntimeError):
-    """Processes that must agree do not: exit code 71."""
+    """Replicas disagree: exit code 71."""
 
 
 class UnfinishedError(RuntimeError):
-    """A run that was asked to stop, is saved, and is to be started again: exit code 75.
+    """The run stopped on a signal after checkpointing and should be restarted: exit code 75.
 
     `sysexits.h` calls the code EX_TEMPFAIL: "the user is invited to retry".
     """

@@ -1,4 +1,4 @@
-"""Figures as they are declared, without torch; what draws them is imported when they are drawn.
+"""Declarations of figures, without torch; plotting code is imported when needed.
 
 A paper declares its own in `megavis/papers/NAME/figures.py`, as a tuple `FIGURES`.
 """
@@ -23,15 +23,15 @@ class FigureSpec:
 
     Attributes:
         name: as users type it.
-        help: what it shows, in a line.
-        description: what is computed and drawn.
+        help: one line on what it shows.
+        description: what is computed and plotted.
         num_images: default of `--num-images`.
-        draw: what draws it, as "module:function"; takes `FigureInput` and the options, and returns
+        draw: plotting function as "module:function"; takes `FigureInput` and the options, returns
             a `Drawing` (`megavis.evaluation.figures`).
-        applies: function of the same module that takes the run's objective and says whether it has
+        applies: function of the same module that takes the run's objective; returns whether it has
             such a figure.
-        example: words after `megavis figure NAME`.
-        add_options: adds options of its own.
+        example: arguments after `megavis figure NAME`.
+        add_options: adds its own options.
     """
 
     name: str
@@ -45,6 +45,6 @@ class FigureSpec:
 
 
 def paper_figures() -> Iterator[FigureSpec]:
-    """Yield the figures that the papers declare."""
+    """Yield the figures declared by papers."""
     for module in filter(None, (room_module(room, "figures") for room in rooms())):
         yield from importlib.import_module(module).FIGURES

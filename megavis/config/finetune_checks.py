@@ -1,4 +1,4 @@
-"""What must hold between the keys of a fine-tuning run and the others."""
+"""Checks between the keys of a fine-tuning run and others."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 
 NO_NULL_LABEL = (
-    "is 0: the model has no null label and cannot do without the class of an image, which features"
-    " must not see; train with a value above 0"
+    "is 0: the model has no null label and requires the class of an image, which features"
+    " must not include; train with a value above 0"
 )
-"""What is wrong with the key `missing_null_label` where classes are read off such a model."""
+"""Error for the key `missing_null_label` when such a model is fine-tuned."""
 
 
 def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Check for an input "no class" where classes are predicted by a class-conditional model."""
+    """Check that a class-conditional model that predicts classes has a null label."""
     key = config.objective.missing_null_label
     measures = config.evaluation.what if config.evaluation else ()
     reads_classes = config.finetune is not None or {"probe", "neighbors"} & set(measures)
@@ -23,7 +23,7 @@ def check_null_label(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
-    """The step is chosen by an accuracy, and no token may see what it predicts."""
+    """Check that a step can be chosen by accuracy, and that no token sees its own target."""
     settings = config.finetune
     if settings is None:
         return
@@ -32,26 +32,29 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.data.validation is None:
         yield "data.validation", "must name labelled shards: the best step is chosen on them"
     if config.training.validate_every == 0:
-        yield "training.validate_every", "must be 1 or more: the accuracy is looked at so often"
+        yield (
+            "training.validate_every",
+            "must be 1 or more: steps between measurements of the accuracy",
+        )
     if settings.visibility == "full" and settings.generative_weight:
         yield (
             "finetune.visibility",
-            "full shows tokens what they are to predict; set finetune.generative_weight to 0, or"
+            "full shows tokens their own targets; set finetune.generative_weight to 0, or"
             " this to kept",
         )
     if settings.from_step is not None and settings.from_run is None:
-        yield "finetune.from_step", "says which checkpoint of finetune.from_run, which is absent"
+        yield "finetune.from_step", "selects a checkpoint of finetune.from_run, which is absent"
     yield from _check_layer(config, settings)
     if settings.linear_evaluation:
         yield from _check_linear_evaluation(config, settings)
     else:
         for key in ("concatenate", "standardize"):
             if getattr(settings, key) != type(settings).model_fields[key].default:
-                yield f"finetune.{key}", "belongs to finetune.linear_evaluation; leave it out"
+                yield f"finetune.{key}", "applies only to finetune.linear_evaluation; remove it"
 
 
 def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
-    """Layers that are read exist, and what is above them is not needed."""
+    """Check that the layers to read exist, and that those above are not needed."""
     last = config.model.num_layers
     layer, around = last if settings.layer is None else settings.layer, settings.concatenate // 2
     if layer > last:
@@ -60,15 +63,13 @@ def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[Config
     if settings.concatenate % 2 == 0:
         yield (
             "finetune.concatenate",
-            f"{settings.concatenate} layers have no middle: say an odd one",
+            f"{settings.concatenate} layers have no middle: use an odd number",
         )
     elif not around <= layer <= last - around:
         text = f"{settings.concatenate} layers around layer {layer} are not within 0 to {last}"
         yield "finetune.concatenate", f"{text}; change finetune.layer"
     if layer < last and settings.generative_weight:
-        text = (
-            "leaves out blocks that the paper's own loss needs; set finetune.generative_weight to 0"
-        )
+        text = "drops blocks that the paper's own loss needs; set finetune.generative_weight to 0"
         yield "finetune.layer", text
     stages = config.parallel.pipeline_model_parallel_size
     if stages > max(1, layer):
@@ -77,47 +78,50 @@ def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[Config
 
 
 def _check_linear_evaluation(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
-    """Nothing but the classifier has gradients, and nothing is left to chance below it."""
+    """Check that only the classifier has gradients, and that nothing below it is random."""
     wrong = {
         "generative_weight": settings.generative_weight != 0,
         "layer_decay": settings.layer_decay != 1,
     }
     for key in (key for key, is_wrong in wrong.items() if is_wrong):
-        yield f"finetune.{key}", "belongs to layers that learn; linear_evaluation freezes them"
+        yield f"finetune.{key}", "applies to trained layers; linear_evaluation freezes them"
     if config.drop_path:
-        text = f"must be 0, not {config.drop_path}: linear_evaluation freezes what it leaves out"
+        text = f"must be 0, not {config.drop_path}: linear_evaluation freezes the layers"
         yield "finetune.drop_path", text
     if config.model.has_dropout:
-        yield "model", "drops what finetune.linear_evaluation is to read; set its dropouts to 0"
+        yield (
+            "model",
+            "has dropout, which finetune.linear_evaluation does not allow; set its dropouts to 0",
+        )
     if config.parallel.pipeline_model_parallel_size > 1:
         yield (
             "parallel.pipeline_model_parallel_size",
             "must be 1 for finetune.linear_evaluation: a frozen stage has no gradient to send",
         )
     if config.parallel.activation_checkpointing != "none":
-        text = "recomputes what needs no gradient under finetune.linear_evaluation; set it to none"
+        text = "has no effect under finetune.linear_evaluation without gradients; set it to none"
         yield "parallel.activation_checkpointing", text
 
 
 def check_finetuning_batch(
     config: RunConfig, micro: int, data_parallel: int
 ) -> Iterator[ConfigIssue]:
-    """Yield what is wrong with the images that a process has at once.
+    """Yield problems with the micro-batch of a process.
 
     Args:
         config: the run.
-        micro: images at once.
+        micro: images per micro-batch.
         data_parallel: copies of the model.
     """
     settings = config.finetune
     if settings is None:
         return
     if max(settings.mixup, settings.cutmix) > 0 and micro % 2:
-        text = f"a process has {micro} images at once, and mixup and cutmix mix two: make it even"
+        text = f"the micro-batch has {micro} images, and mixup and cutmix mix two: make it even"
         yield "training.micro_batch_size", text
     if settings.linear_evaluation and micro * data_parallel != config.training.batch_size:
         yield (
             "training.micro_batch_size",
-            "leave it out under finetune.linear_evaluation: features are standardised over the"
+            "remove it under finetune.linear_evaluation: features are standardised over the"
             " whole batch, which all processes must hold at once",
         )

@@ -1,4 +1,4 @@
-"""The JSON schema by which editors complete and check config files."""
+"""JSON schema with which editors complete and check config files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megavis.config.yaml_tree import BASED_ON
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file, for editors."""
     schema = RunConfig.model_json_schema()
-    # Each paper's own section takes the place of what all of them share.
+    # Replace the shared objective section by each paper's own.
     del schema["$defs"][ObjectiveConfig.__name__]
     papers = []
     for name, paper in sorted(PAPER_CONFIGS.items()):
@@ -30,7 +30,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _add_shorthand(schema: dict[str, Any]) -> None:
-    """Add the shorthand keys, which make those that they expand to optional."""
+    """Add the shorthand keys, and make the keys that they expand to optional."""
     for name, field in Shorthand.model_fields.items():
         section = schema["$defs"][schema["properties"][name]["$ref"].rpartition("/")[2]]
         keys = type(field.default).model_json_schema()["properties"]
@@ -43,14 +43,14 @@ def _add_shorthand(schema: dict[str, Any]) -> None:
 
 
 def _allow_a_base(schema: dict[str, Any]) -> None:
-    """Require keys without a default only in files that are based on no other."""
+    """Require keys without a default only in files without a base."""
     whole: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
     for name, section in schema["properties"].items():
         definition = schema["$defs"].get(section.get("$ref", "").rpartition("/")[2], {})
         if required := definition.pop("required", None):
             whole["properties"][name] = {"required": required}
     schema["properties"][BASED_ON] = {
-        "description": "A file, seen from this one's folder, whose keys hold where this has none.",
+        "description": "A file, relative to this one, that provides the keys missing here.",
         "title": "Based On",
         "type": "string",
     }

@@ -1,7 +1,7 @@
 """From a YAML file and `key=value` words to a checked `RunConfig`.
 
-Every complaint names the file, the line and the key, and says what would be right. All complaints
-of one reading come as one `UserError`.
+Every error names the file, the line and the key, and says what would be right. All errors of
+one reading are raised as one `UserError`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megavis.config.yaml_tree import ConfigSource, apply_override, dump_tree, re
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A checked config and where its keys came from."""
+    """A checked config and the locations of its keys."""
 
     config: RunConfig
     source: ConfigSource
 
     def require_world(self, world_size: int) -> None:
-        """Raise `UserError` where the config does not fit `world_size` processes."""
+        """Raise `UserError` if the config does not fit `world_size` processes."""
         complaints = list(check_world(self.config, world_size))
         if complaints:
             raise self.source.error(complaints)
@@ -47,11 +47,11 @@ def load_config(
     Args:
         path: the YAML file.
         overrides: words such as `training.steps=100`; the value is read as YAML.
-        count_images: looks into shards, for lengths in epochs; without it the config must say
+        count_images: counts images in shards, for durations in epochs; without it the config needs
             `data.num_images`.
 
     Raises:
-        UserError: with file, line, key and what would be right for every mistake.
+        UserError: every mistake with file, line, key and what would be right.
     """
     source = ConfigSource(str(path))
     tree = read_tree(Path(path), source)
@@ -84,9 +84,9 @@ def _validate(
     except ValidationError as error:
         complaints += names.explain(error.errors())
     if complaints:
-        # The keys that they expand to would be reported missing.
+        # Otherwise the keys that they expand to would be reported as missing.
         raise source.error(complaints)
-    # The objective comes first, with its paper's class, so that its errors keep their keys.
+    # Validate the objective first, with its paper's class, so its errors keep their keys.
     try:
         tree["objective"] = names.objective.model_validate(tree["objective"])
     except ValidationError as error:

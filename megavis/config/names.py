@@ -1,4 +1,4 @@
-"""Which keys there are, and the sentence for a key or a value that is not one of them."""
+"""Known keys, and error messages for unknown keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavis.config.shorthand import shorthand_keys
 
 
 class SchemaNames:
-    """Knows which keys each section has, to name the nearest one for a typo."""
+    """The keys of each section, for suggesting the nearest one on a typo."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.tree, section = tree, tree.get("objective")
@@ -28,7 +28,7 @@ class SchemaNames:
     def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[ConfigIssue]:
         """Turn pydantic's errors into keys and sentences.
 
-        A required key that is misspelt is unknown and missing at once; only the first is said.
+        A misspelt required key is both unknown and missing; only the first is reported.
         """
         placed = [([*prefix, *self._keys_of(error["loc"], prefix)], error) for error in errors]
         unknown = [place for place, error in placed if error["type"] == "extra_forbidden"]
@@ -64,7 +64,7 @@ class SchemaNames:
         return f"unknown key; did you mean '{in_place}'?"
 
     def _nearest(self, location: list[str]) -> str | None:
-        """Return the whole key that was meant: of the same name elsewhere, or alike here."""
+        """Return the intended key: of the same name elsewhere, or similar here."""
         *sections, last = location
         for section in RunConfig.model_fields:
             if last in self._keys([section]):
@@ -73,7 +73,7 @@ class SchemaNames:
         return ".".join([*sections, *near]) if near else None
 
     def _keys_of(self, location: Iterable[Any], prefix: Sequence[str]) -> list[str]:
-        """Return the keys of a place, without what pydantic says of unions."""
+        """Return the keys of a location, without pydantic's union labels."""
         model: type[BaseModel] | None = self.objective if prefix else RunConfig
         keys, is_kind = [], False
         for part in location:
@@ -94,7 +94,7 @@ class SchemaNames:
         tree: Any = self.tree
         for section in sections:
             tree = tree.get(section) if isinstance(tree, Mapping) else None
-            if section.isdigit():  # a place in a list, whose entries the model describes
+            if section.isdigit():  # an index into a list, whose entries the model describes
                 continue
             kind = tree.get("kind") if isinstance(tree, Mapping) else None
             inner = self.objective if section == "objective" else _model_of(model, section, kind)
@@ -105,7 +105,7 @@ class SchemaNames:
 
 
 def did_you_mean(given: Any, legal: Iterable[str]) -> str:
-    """Return a question about the legal word that was meant; empty where none is alike."""
+    """Suggest the nearest legal word; empty if none is similar."""
     if not isinstance(given, str):
         return ""
     near = difflib.get_close_matches(given.lower(), list(legal), n=1, cutoff=0.5)
@@ -113,7 +113,7 @@ def did_you_mean(given: Any, legal: Iterable[str]) -> str:
 
 
 def _wrong_kind(error: Mapping[str, Any]) -> str:
-    """Return what a section's kind must be."""
+    """Return the error for a section's kind."""
     given = error["input"].get("kind") if isinstance(error["input"], Mapping) else error["input"]
     kinds = re.findall("'([^']*)'", error["ctx"].get("expected_tags", ""))
     said = f"must be one of {', '.join(kinds)}" if kinds else "is missing and has no default"
@@ -121,13 +121,13 @@ def _wrong_kind(error: Mapping[str, Any]) -> str:
 
 
 def _legal_words(error: Mapping[str, Any]) -> list[str]:
-    """Return the words that a key may have; none where it may have others."""
+    """Return the legal words of a key; empty if it accepts others."""
     is_one_of = error["type"] == "literal_error"
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if is_one_of else []
 
 
 def _model_of(model: type[BaseModel], section: str, kind: object = None) -> type[BaseModel] | None:
-    """Return the section under a key: of several, that of this kind."""
+    """Return the section under a key; of several, the one of this kind."""
     annotation = model.model_fields[section].annotation if section in model.model_fields else None
     found = _models_in(annotation)
     return next((each for each in found if _kind_of(each) == kind), found[0] if found else None)

@@ -1,9 +1,9 @@
 """Find papers by the names of their folders in `megavis/papers`.
 
 A paper is a folder with its keys, `config.py`, and its model, `paper.py`. The first imports no
-torch, so that a mistake in a config is reported at once; the second is imported when the model is
-built. So a paper is added by its files alone, and a run imports no other paper. A folder may hold
-variants of its paper: in `givt/`, `maskgit_config.py` and `maskgit.py` are `givt_maskgit`.
+torch, so mistakes in a config are reported immediately; the second is imported when the model is
+built. Adding a paper only adds files, and a run imports no other paper. A folder may hold variants
+of its paper: in `givt/`, `maskgit_config.py` and `maskgit.py` are `givt_maskgit`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def rooms() -> Iterator[str]:
 
 
 def room_module(room: str, name: str) -> str | None:
-    """Return the full name of a module in a paper's folder; None where there is none."""
+    """Return the full name of a module in a paper's folder; None if there is none."""
     full = f"{_ROOMS}.{room}.{name}"
     return full if find_spec(full) else None
 
 
 class Papers(Mapping[str, _Found]):
-    """What `find` returns for the name of each paper, looked up when it is asked for."""
+    """Lazy mapping from the name of each paper to the result of `find`."""
 
     def __init__(self, find: Callable[[str], _Found]) -> None:
         self._find = find
 
     def __getitem__(self, name: str) -> _Found:
-        """Return what is found; raises KeyError where there is no such paper."""
+        """Return the result of `find`; raises KeyError if there is no such paper."""
         return self._find(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -58,8 +58,8 @@ class Papers(Mapping[str, _Found]):
 
 
 def paper_config(name: str) -> type[ObjectiveConfig]:
-    """Return the config class whose `name` this is; raises KeyError where there is none."""
-    # Not at the top: declarations of figures are read without the schema.
+    """Return the config class with this `name`; raises KeyError if there is none."""
+    # Imported here: declarations of figures are read without the schema.
     from megavis.config.schema import ObjectiveConfig
 
     keys, _ = _modules(name)
@@ -72,7 +72,7 @@ def paper_config(name: str) -> type[ObjectiveConfig]:
 
 
 def paper_class(name: str) -> Any:
-    """Return the class that takes such configs; raises KeyError where there is no such paper."""
+    """Return the model class for such configs; raises KeyError if there is no such paper."""
     keys, (_, model) = paper_config(name), _modules(name)
     for value in vars(importlib.import_module(model)).values():
         if isinstance(value, type) and getattr(value, "config_type", None) is keys:
@@ -85,7 +85,7 @@ PAPER_CONFIGS: Mapping[str, type[ObjectiveConfig]] = Papers(paper_config)
 
 
 def _modules(name: str) -> tuple[str, str]:
-    """Return the modules of a paper's keys and model; raises KeyError where there are none."""
+    """Return the modules of a paper's keys and model; raises KeyError if there are none."""
     parts = name.split("_")
     for end in range(len(parts), 0, -1):
         room, variant = "_".join(parts[:end]), "_".join(parts[end:])

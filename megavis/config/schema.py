@@ -1,8 +1,8 @@
-"""What a YAML file may say, section by section.
+"""Schema of a YAML file, section by section.
 
 Every key has a type, a range and a meaning; an unknown key is an error. The classes hold data and
-the checks of one section; what must hold between sections is in `checks.py`. The objective's
-section belongs to its paper: `objectives` hands its classes to the loader.
+the checks within one section; checks between sections are in `checks.py`. The objective's section
+belongs to its paper: `objectives` hands its classes to the loader.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from megavis.config.section import (
 
 
 class ObjectiveConfig(Section):
-    """What every paper's section has; each paper's own class adds its keys."""
+    """Keys common to all papers; each paper's own class adds its keys."""
 
     has_blocks: ClassVar[bool] = True
-    """False where there is no Transformer, and so no `model` section."""
+    """Whether there is a Transformer, and so a `model` section."""
 
     takes_frames: ClassVar[bool] = False
-    """True where samples may be frames of a spectrogram instead of images."""
+    """Whether samples may be frames of a spectrogram instead of images."""
     has_relative_positions: ClassVar[bool] = False
-    """True where attention may have a bias for each offset (`model.positions: relative_2d`)."""
+    """Whether attention may have a bias for each offset (`model.positions: relative_2d`)."""
 
     name: str
     """The paper's short name, for example `igpt`."""
 
     @property
     def missing_null_label(self) -> str | None:
-        """Key whose value 0 leaves no input for "no class"; None: there is one, or no need."""
+        """Key whose value 0 leaves no input for "no class"; None if there is one, or no need."""
         return None
 
     @property
     def no_images(self) -> str | None:
-        """Sentence on why models of these keys draw no images; None: they do."""
-        return f"runs of {self.name} draw no images"
+        """Sentence on why models with these keys generate no images; None if they do."""
+        return f"runs of {self.name} generate no images"
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
-        """Yield what is wrong between the paper's keys and the others; nothing by default."""
+        """Yield conflicts between the paper's keys and others; none by default."""
         yield from ()
 
 
 class ModelConfig(Section):
-    """The Transformer, in Megatron's names."""
+    """The Transformer, with Megatron's names."""
 
     num_layers: NonNegative
-    """Transformer blocks; 0 for what has none, such as a VAE."""
+    """Transformer blocks; 0 if there are none, as in a VAE."""
     hidden_size: Positive
     """Width of the residual stream."""
     num_attention_heads: Positive
     """Attention heads; must divide `hidden_size`."""
     ffn_hidden_size: Positive | None = None
-    """Width of the MLP; 4 × hidden_size when absent."""
+    """Width of the MLP; default: 4 × hidden_size."""
     normalization: Literal["rms_norm", "layer_norm"] = "rms_norm"
     """`rms_norm`: a gain and no mean subtraction. `layer_norm`: the usual one, with a bias."""
     norm_bias: Literal["all", "last"] = "all"
-    """Which layer norms have a bias: all, or only the one before the head."""
+    """Layer norms with a bias: all, or only the one before the head."""
     norm_epsilon: Above0 = 1e-5
     """Added to the variance inside every norm."""
     activation: Literal["quick_gelu", "gelu", "gelu_tanh"] = "quick_gelu"
@@ -78,39 +78,39 @@ class ModelConfig(Section):
     add_bias: bool = False
     """Biases on the linear layers of the blocks."""
     attention_bias: bool | None = None
-    """Biases on those of attention; as `add_bias` says when absent."""
+    """Biases on the linear layers of attention; default: `add_bias`."""
     hidden_dropout: Fraction = 0.0
-    """Dropout on what each half of a block adds to the residual stream."""
+    """Dropout on the output of attention and MLP, before it is added to the residual stream."""
     attention_output_dropout: Fraction | None = None
-    """Dropout on what attention adds to it; `hidden_dropout` when absent."""
+    """The same for attention alone; default: `hidden_dropout`."""
     attention_dropout: Fraction = 0.0
     """Dropout on attention probabilities."""
     mlp_dropout: Fraction = 0.0
     """Dropout inside the MLP, after its activation."""
     drop_path: Fraction = 0.0
-    """Stochastic depth: probability that an image skips a part (attention, MLP) of the last block
+    """Stochastic depth: probability that an image skips a branch (attention, MLP) of the last block
     in training; it grows linearly from 0 in the first. An encoder's blocks skip nothing."""
     positions: PositionKind | None = None
-    """Position encoding; the paper's default when absent. `relative_2d`: attention
-    has a bias for each offset, zero at the start."""
+    """Position encoding; default: the paper's. `relative_2d`: attention has a bias for each
+    offset, initially zero."""
     position_scale: Above0 = 1.0
     """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
     interpolates them."""
 
     @property
     def has_biased_attention(self) -> bool:
-        """True where attention's linear layers have biases."""
+        """Whether attention's linear layers have biases."""
         return self.add_bias if self.attention_bias is None else self.attention_bias
 
     @property
     def residual_dropout(self) -> float:
-        """Dropout on what attention adds to the residual stream."""
+        """Dropout on attention's output to the residual stream."""
         given = self.attention_output_dropout
         return self.hidden_dropout if given is None else given
 
     @property
     def has_dropout(self) -> bool:
-        """True where anything is drawn from torch's generators; `drop_path` is not."""
+        """Whether anything is drawn from torch's generators; `drop_path` is not."""
         return any(
             (
                 self.hidden_dropout,
@@ -121,7 +121,7 @@ class ModelConfig(Section):
         )
 
     def without_dropout(self) -> ModelConfig:
-        """Return the same model without what `has_dropout` looks for."""
+        """Return the same model without dropout."""
         names = ("hidden_dropout", "attention_output_dropout", "attention_dropout", "mlp_dropout")
         return self.model_copy(update=dict.fromkeys(names, 0.0))
 
@@ -140,7 +140,7 @@ NO_BLOCKS = ModelConfig(num_layers=0, hidden_size=1, num_attention_heads=1)
 
 
 class ParallelConfig(Section):
-    """How the work is laid out over processes; the data-parallel size is what remains."""
+    """Layout over processes; the data-parallel size is what remains."""
 
     tensor_model_parallel_size: Positive = 1
     """Processes that share each layer's matrices."""
@@ -149,23 +149,23 @@ class ParallelConfig(Section):
     pipeline_model_parallel_size: Positive = 1
     """Processes that hold consecutive blocks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO: 1 splits optimizer states, 2 gradients too, 3 weights too."""
+    """DeepSpeed ZeRO: 1 partitions optimizer states, 2 also gradients, 3 also weights."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where the optimizer states live."""
+    """Location of the optimizer states."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    """Where ZeRO-3's weights live between uses."""
+    """Location of ZeRO-3's weights between uses."""
     nvme_path: str | None = None
-    """Folder on a fast local disk, for the nvme choices."""
+    """Folder on a fast local disk, for nvme."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes core attention, `full` whole blocks."""
 
 
 class OptimizerConfig(Section):
-    """Adam, as torch or NVIDIA Apex has it; for linear evaluation SGD or LARS."""
+    """Adam, from torch or NVIDIA Apex; for linear evaluation SGD or LARS."""
 
     algorithm: Literal["adam", "sgd", "lars"] = "adam"
-    """`sgd`: momentum alone, for linear evaluation (iGPT, section 3.4). `lars` scales each matrix's
-    step by its norm, for the large batches of MAE's."""
+    """`sgd`: plain momentum, for linear evaluation (iGPT, section 3.4). `lars` scales each matrix's
+    step by its norm, for large batches (MAE)."""
 
     learning_rate: Above0
     """Peak learning rate."""
@@ -177,143 +177,143 @@ class OptimizerConfig(Section):
     """Decoupled weight decay on the kernels of linear maps and convolutions; biases, norms,
     embeddings, positions and learned tokens have none."""
     gradient_clipping: AtLeast0 = 0.0
-    """Largest global gradient norm; 0 leaves gradients alone."""
+    """Maximum global gradient norm; 0 disables clipping."""
     ema_decay: Fraction = 0.0
-    """Decay a step of a moving average of the weights, which validation, pictures and all who open
-    the run take in place of the weights; 0: none."""
+    """Decay per step of a moving average of the weights, which replaces the weights in validation,
+    image grids and wherever the run is opened; 0: none."""
     implementation: Literal["torch", "apex"] = "torch"
-    """`apex` takes NVIDIA Apex's fused Adam, which must be installed."""
+    """`apex` uses NVIDIA Apex's fused Adam, which must be installed."""
 
 
 class ScheduleConfig(Section):
     """Learning rate over steps."""
 
     decay: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up; `cosine` ends at `min_rate` after the last step."""
+    """Shape after warm-up; `cosine` ends at `min_rate` after the last step."""
     min_rate: AtLeast0 = 0.0
-    """Learning rate at which `cosine` ends."""
+    """Final learning rate of `cosine`."""
     warmup_steps: NonNegative = 0
-    """Steps of linear rise from 0."""
+    """Steps of linear increase from 0."""
     warmup_rate: Above0 | None = None
-    """Learning rate of all warm-up steps, in place of the rise."""
+    """Constant learning rate of the warm-up steps, in place of the increase."""
     halve_every: NonNegative = 0
-    """With `constant`: steps after the warm-up at which the rate is halved, again and again; 0:
-    never."""
+    """With `constant`: halve the rate every so many steps after warm-up; 0: never."""
 
 
 class TrainingConfig(Section):
-    """How long, how many at once, how precisely."""
+    """Duration, batch size, precision, and handling of failures."""
 
     steps: Positive
     """Optimizer steps."""
     batch_size: Positive
-    """Images a step, over all processes."""
+    """Images per step, over all processes."""
     micro_batch_size: Positive | None = None
-    """Images a process handles at once; batch_size / data-parallel size when absent."""
+    """Images per micro-batch and process; default: batch_size / data-parallel size."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     """Compute precision; the sums of gradients, master weights and the loss stay in float32."""
     reduce_precision: Literal["float32", "compute"] = "float32"
-    """In what gradients are averaged over processes; `compute`: in `precision`, half the bytes."""
+    """Precision in which gradients are averaged over processes; `compute`: in `precision`, which
+    halves the bytes."""
     tf32: bool = False
-    """Round the factors of float32 products and convolutions to TensorFloat-32 on GPUs: several
-    times as fast, 10 bits of 23. Frozen tokenizers never do."""
+    """Round the inputs of float32 matrix products and convolutions to TensorFloat-32 on GPUs:
+    several times as fast, with 10 of 23 bits. Frozen tokenizers never do."""
     deterministic: bool = False
-    """On GPUs only kernels that repeat their bits, so that a resumed run continues bit for bit;
-    slower. A CPU repeats them anyway."""
+    """On GPUs use only deterministic kernels, so a resumed run continues bit for bit; slower. A CPU
+    is always deterministic."""
     log_every: Positive = 10
-    """Steps between two lines of metrics."""
+    """Steps between lines of metrics."""
     validate_every: NonNegative = 0
-    """Steps between two validation losses; 0: never."""
+    """Steps between validations; 0: never."""
     validation_images: Positive = 256
-    """Held-out images of one validation loss."""
+    """Held-out images per validation."""
     sample_every: NonNegative = 0
-    """Steps between two image grids; 0: never."""
+    """Steps between image grids; 0: never."""
     sample_images: Positive = 8
-    """Images of such a grid."""
+    """Images per grid."""
     hang_timeout: AtLeast0 = 180.0
-    """Seconds that a step of several processes may take before the job is ended as hung; what comes
-    between two steps may take ten times as long. 0: any time."""
+    """Seconds that a step of several processes may take before the job is ended as hung; work
+    between two steps may take ten times as long. 0: no limit."""
     spike_threshold: AtLeast0 = 0.0
-    """A step is bad when its loss lies more than so many deviations (1.4826 times the median
-    distance from the median) above the median of the good steps before it; 0: no finite loss is."""
+    """A step is bad if its loss lies more than this many deviations (1.4826 times the median
+    distance from the median) above the median of the good steps before it; 0: never."""
     spike_window: Annotated[int, Field(ge=2)] = 100
-    """Good steps that it is compared with; before there are so many, no finite loss is bad."""
+    """Good steps to compare with; until there are this many, finite losses are never bad."""
     max_bad_steps: NonNegative = 10
-    """Bad steps in a row, spikes or gradients that are not finite, after which training goes back,
-    or ends. 0: any number. With fp16 spikes alone: its loss scale is found by skipping steps."""
+    """Consecutive bad steps (spikes or non-finite gradients) after which training rolls back or
+    ends. 0: any number. With fp16 only spikes count: its loss scale is found by skipping steps."""
     max_rollbacks: NonNegative = 0
-    """Times that training goes back to one and the same checkpoint, and leaves out the data up to
-    the last bad step; 0: it ends instead."""
+    """Maximum number of rollbacks to the same checkpoint, each skipping the data up to the last
+    bad step; 0: training ends instead."""
     rollback_margin: NonNegative = 100
-    """Steps by which that checkpoint is older than the first bad step, and batches beyond the last
-    one that are left out too."""
+    """Steps by which that checkpoint must be older than the first bad step, and batches after the
+    last one to skip too."""
     check_replicas_every: NonNegative = 0
-    """Steps between two looks, and one before every checkpoint, whether processes that hold the
-    same weights have the same bits, and the same images give the same loss; 0: never."""
+    """Steps between checks, also made before every checkpoint, that replicas hold the same bits
+    and compute the same loss from the same images; 0: never."""
     max_restarts: NonNegative = 3
-    """Automatic restarts (of SLURM, of torchrun) without a new checkpoint between them."""
+    """Maximum number of automatic restarts (by SLURM or torchrun) without a new checkpoint."""
 
 
 class FinetuneConfig(Section):
-    """A training on labelled images: the paper's own loss, a cross-entropy of classes, or both."""
+    """Training on labelled images: the paper's own loss, a cross-entropy of classes, or both."""
 
     from_run: str | None = None
-    """Run folder whose weights it starts from; from scratch when absent."""
+    """Run folder with the initial weights; default: train from scratch."""
     from_step: Positive | None = None
-    """Which checkpoint of that run; the newest when absent."""
+    """Checkpoint of that run; default: the newest."""
     num_classes: Annotated[int, Field(gt=1)]
-    """Classes of the labels; must be that of the shards."""
+    """Number of classes; must be that of the shards."""
     generative_weight: AtLeast0 = 0.0
-    """Weight of the paper's own loss; that of the classes is 1. At 0 images are seen as for
+    """Weight of the paper's own loss, relative to 1 for the classes. At 0 images are read as for
     features."""
     visibility: Literal["kept", "full"] = "kept"
-    """Which token sees which: as in pre-training, or all see all."""
+    """Attention masks: as in pre-training, or none."""
     read_out: Literal["mean", "first", "last"] = "mean"
-    """Where class logits are read off the last norm's output: the mean over tokens, the first
+    """Where class logits are read from the last norm's output: the mean over tokens, the first
     token (a class token), or the last one."""
     layer: NonNegative | None = None
-    """Layer l whose features classes are read off, from 0, in front of the first block, to
-    `model.num_layers`; that when absent. Blocks above it are left out (iGPT, sections 2.4, 4.5)."""
+    """Layer l whose features are read, from 0, before the first block, to `model.num_layers`, the
+    default. Blocks above it are dropped (iGPT, sections 2.4, 4.5)."""
     concatenate: Positive = 1
-    """With `linear_evaluation`: so many adjacent layers, an odd number around `layer`, whose
-    features stand side by side (iGPT, section 4.4)."""
+    """With `linear_evaluation`: odd number of adjacent layers around `layer` whose features are
+    concatenated (iGPT, section 4.4)."""
     classifier_std: AtLeast0 | None = None
-    """Deviation of the classifier's matrix at the start; when absent 0 (iGPT, appendix A.1), and
-    0.01 under `linear_evaluation`, as MAE's and MoCo's code have it."""
+    """Standard deviation of the classifier's initial weights; default: 0 (iGPT, appendix A.1), and
+    0.01 with `linear_evaluation`, as in the code of MAE and MoCo."""
     label_smoothing: Fraction = 0.0
-    """Share of a label that is spread evenly over all classes."""
+    """Share of a label spread evenly over all classes."""
     mixup: AtLeast0 = 0.0
-    """α of Beta(α, α), from which the share of the other image comes when two are added; 0: never.
-    With `cutmix` too, each happens to half of the pairs."""
+    """α of Beta(α, α), the share of the other image when two are added; 0: never. With `cutmix`
+    too, each applies to half of the pairs."""
     cutmix: AtLeast0 = 0.0
-    """Likewise for a rectangle of the other image put into the first."""
+    """The same for a rectangle of the other image pasted into the first."""
     drop_path: Fraction | None = None
-    """Takes the place of `model.drop_path` in this run; that when absent."""
+    """Replaces `model.drop_path` in this run; default: that value."""
     linear_evaluation: bool = False
-    """Train the classifier alone, on features of the frozen network, in place of fine-tuning."""
+    """Train only the classifier, on features of the frozen network, instead of fine-tuning."""
     standardize: bool = True
     """With `linear_evaluation`: standardise features over the batch (MAE, appendix A.2); false:
-    take them as they are (iGPT, section 2.4)."""
+    use them unscaled (iGPT, section 2.4)."""
     layer_decay: Share = 1.0
-    """Each layer learns at so many times the rate of the one above it."""
+    """Learning rate of each layer relative to that of the layer above it."""
     patience: NonNegative = 0
-    """Validations without a new best accuracy after which training stops; 0: at the last step."""
+    """Stop after this many validations without a new best accuracy; 0: never."""
     test: str | None = None
-    """Folder of test shards, which the best checkpoint meets once; when absent, a half of the
-    validation images is kept for that."""
+    """Folder of test shards on which the best checkpoint is evaluated once; default: half of the
+    validation images is held out for this."""
 
 
 class CheckpointConfig(Section):
-    """When to save, what to keep."""
+    """When to save and what to keep."""
 
     every: NonNegative = 1000
-    """Steps between two checkpoints; the last step is always saved. 0: only the last."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep_last: Positive = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: NonNegative = 0
-    """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
+    """Checkpoints whose step is a multiple of this are never pruned; 0: none."""
     keep_at: Annotated[tuple[Positive, ...], Field(strict=False)] = ()
-    """Steps whose checkpoints are saved, whatever `every` says, and kept for good."""
+    """Steps that are saved regardless of `every`, and never pruned."""
 
 
 class RunConfig(Section):
@@ -322,13 +322,13 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run folder."""
     output: str = "runs"
-    """Folder that holds the run folders."""
+    """Parent of the run folders."""
     seed: NonNegative = 0
-    """Decides initial weights, sample order and every random draw."""
+    """Seed of initial weights, sample order and every random draw."""
     objective: SerializeAsAny[ObjectiveConfig]
-    """The paper's own keys; `name` says which paper."""
+    """The paper's own keys; `name` selects the paper."""
     model: ModelConfig = NO_BLOCKS
-    """The Transformer; absent for what has none, such as a VAE."""
+    """The Transformer; absent if there is none, as in a VAE."""
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
@@ -342,7 +342,7 @@ class RunConfig(Section):
 
     @property
     def drop_path(self) -> float:
-        """Rate of stochastic depth: that of fine-tuning where it has its own, else the model's."""
+        """Rate of stochastic depth: that of fine-tuning if set, else the model's."""
         own = self.finetune.drop_path if self.finetune else None
         return self.model.drop_path if own is None else own
 

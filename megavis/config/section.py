@@ -1,4 +1,4 @@
-"""What every section of a YAML file is made of."""
+"""Base class for the sections of a YAML file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 ConfigIssue = tuple[str, str]
-"""Which key is wrong, and a sentence that says what would be right."""
+"""The wrong key, and a sentence that says what would be right."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -28,4 +28,4 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
     sampling_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys that say how images are drawn, and change neither a weight nor a loss."""
+    """Keys that affect only sampling, neither weights nor losses."""

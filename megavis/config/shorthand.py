@@ -1,7 +1,7 @@
-"""Shorthand keys: a model's size by its name, lengths in epochs.
+"""Shorthand keys: model sizes by name, durations in epochs.
 
-They are written out when a config is read, so that a checked config, and the one that a run folder
-keeps, has none of them.
+They are expanded when a config is read, so neither a checked config nor the one in a run folder
+contains them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megavis.config.section import Above0, ConfigIssue, Positive, Section
 
 CountImages = Callable[[str], int | None]
-"""Returns how many images a folder of shards holds; None where there are no shards yet."""
+"""Return the number of images in a folder of shards; None if there are no shards yet."""
 
 
 def _size(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "igpt_l": _size(48, 1536, 16),
     "igpt_xl": _size(60, 3072, 24),
 }
-"""Keys of `model` by name: Vision Transformers with the norms and biases that are usual for them,
+"""Keys of `model` by name: Vision Transformers with their usual norms and biases,
 and the sizes of "Generative Pretraining from Pixels", section 3.3."""
 
 PresetName = Literal[
@@ -45,37 +45,37 @@ PresetName = Literal[
 
 
 class ModelShorthand(Section):
-    """In `model`."""
+    """Shorthand keys of `model`."""
 
     preset: PresetName | None = None
-    """Sizes by name, and for `vit_*` norms, activation and biases; other keys of the section take
-    the place of the preset's."""
+    """Model size by name; for `vit_*` also norms, activation and biases. Other keys of the section
+    override the preset."""
 
 
 class DataShorthand(Section):
-    """In `data`."""
+    """Shorthand keys of `data`."""
 
     num_images: Positive | None = None
-    """Training images of an epoch where there are no shards to count them in, as when a run is
-    planned, and where several folders are mixed."""
+    """Training images per epoch, if there are no shards to count them in, as when a run is
+    planned, or if several folders are mixed."""
 
 
 class TrainingShorthand(Section):
-    """In `training`."""
+    """Shorthand keys of `training`."""
 
     epochs: Above0 | None = None
-    """In place of `steps`: passes over the training images, rounded up to whole steps."""
+    """Passes over the training images, in place of `steps`; rounded up to whole steps."""
 
 
 class ScheduleShorthand(Section):
-    """In `schedule`."""
+    """Shorthand keys of `schedule`."""
 
     warmup_epochs: Above0 | None = None
     """In place of `warmup_steps`."""
 
 
 class CheckpointShorthand(Section):
-    """In `checkpoint`."""
+    """Shorthand keys of `checkpoint`."""
 
     every_epochs: Above0 | None = None
     """In place of `every`."""
@@ -84,7 +84,7 @@ class CheckpointShorthand(Section):
 
 
 class Shorthand(Section):
-    """All of them, section by section."""
+    """All shorthand keys by section."""
 
     model: ModelShorthand = ModelShorthand()
     data: DataShorthand = DataShorthand()
@@ -100,7 +100,7 @@ _IN_STEPS = {
     "keep_every_epochs": "keep_every",
 }
 RIVALS = {**_IN_STEPS, **{steps: epochs for epochs, steps in _IN_STEPS.items()}}
-"""The key that says the same in the other unit: the one that is written last holds."""
+"""The same key in the other unit; the last one given takes precedence."""
 
 
 def shorthand_keys(section: str) -> list[str]:
@@ -110,11 +110,11 @@ def shorthand_keys(section: str) -> list[str]:
 
 
 def write_out_preset(model: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
-    """Return a `model` section with the keys of its preset in the preset's place.
+    """Expand the preset of a `model` section.
 
     Args:
-        model: the section. A preset of an unknown name stays, to be complained of.
-        wins: the preset replaces keys that the section has; else these stay.
+        model: the section. A preset of an unknown name stays, to be reported.
+        wins: whether the preset overrides keys of the section.
     """
     preset = PRESETS.get(str(model.get("preset")))
     if preset is None:
@@ -124,7 +124,7 @@ def write_out_preset(model: dict[str, Any], *, wins: bool = False) -> dict[str, 
 
 
 def take_shorthand(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Take the shorthand keys out of a config's sections."""
+    """Remove and return the shorthand keys of a config's sections."""
     taken: dict[str, dict[str, Any]] = {}
     for name in Shorthand.model_fields:
         section = tree.get(name)
@@ -136,12 +136,12 @@ def take_shorthand(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def write_out_epochs(
     tree: dict[str, Any], shorthand: Shorthand, count_images: CountImages | None
 ) -> Iterator[ConfigIssue]:
-    """Write steps in place of epochs, and yield what is wrong.
+    """Replace epochs by steps, and yield errors.
 
     Args:
-        tree: the config's sections, without shorthand; steps are written into it.
-        shorthand: what was taken out of it.
-        count_images: looks into the shards; nobody does when absent.
+        tree: the config's sections, without shorthand; receives the steps.
+        shorthand: the shorthand keys.
+        count_images: counts the images in shards; None to not count.
     """
     lengths = dict(_lengths(shorthand))
     folder = tree.get("data", {}).get("train") if isinstance(tree.get("data"), dict) else None
@@ -149,7 +149,7 @@ def write_out_epochs(
     images = shorthand.data.num_images if counted is None else counted
     if lengths and images is None:
         key = ".".join(next(iter(lengths)))
-        yield key, f"{_unknown_number(folder)}: give data.num_images"
+        yield key, f"{_unknown_number(folder)}: set data.num_images"
         return
     batch_size = _batch_size(tree)
     for (section, key), epochs in lengths.items():
@@ -174,12 +174,12 @@ def _lengths(shorthand: Shorthand) -> Iterator[tuple[tuple[str, str], float]]:
 
 def _unknown_number(folder: object) -> str:
     if isinstance(folder, str):
-        return f"how many images an epoch has is not known, since {folder} holds no shards yet"
-    return "how many images an epoch has is not known, since several folders are mixed"
+        return f"the number of images per epoch is unknown, since {folder} holds no shards yet"
+    return "the number of images per epoch is unknown, since several folders are mixed"
 
 
 def _batch_size(tree: Mapping[str, Any]) -> int:
-    """Return the batch size, or 1 where it is none, which another complaint says."""
+    """Return the batch size, or 1 if it is invalid, which is reported elsewhere."""
     training = tree.get("training")
     size = training.get("batch_size") if isinstance(training, dict) else None
     return size if isinstance(size, int) and size > 0 else 1

@@ -1,6 +1,6 @@
-"""A YAML file as a tree of keys, with the place where each was written.
+"""A YAML file as a tree of keys, with the location of each.
 
-A file may be `based_on` another, whose keys hold where it has none of its own.
+A file may be `based_on` another, which provides the keys that it lacks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megavis.config.section import ConfigIssue
 from megavis.config.shorthand import RIVALS, write_out_preset
 
 BASED_ON = "based_on"
-"""Top-level key that names another file, whose keys hold where this one has none."""
+"""Top-level key that names another file, which provides the keys that this one lacks."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with 1e-3 read as a number as YAML 1.2 has it."""
+    """PyYAML's safe loader, reading 1e-3 as a number as in YAML 1.2."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which must quote the words that `_Loader` reads as numbers."""
+    """PyYAML's safe dumper, quoting the words that `_Loader` reads as numbers."""
 
 
 for _side in (_Loader, _Dumper):
@@ -39,7 +39,7 @@ for _side in (_Loader, _Dumper):
     )
 
 
-# Lists hold numbers: one row each, however many there are.
+# Lists hold numbers: write each on one line.
 _Dumper.add_representer(
     list, lambda dumper, row: dumper.represent_sequence("tag:yaml.org,2002:seq", row, True)
 )
@@ -47,7 +47,7 @@ _Dumper.add_representer(
 
 @dataclass
 class ConfigSource:
-    """Where each key was written, for messages."""
+    """Location of each key, for error messages."""
 
     path: str
     lines: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -65,21 +65,21 @@ class ConfigSource:
         return self.path
 
     def error(self, complaints: Iterable[ConfigIssue]) -> UserError:
-        """Return one error with a line for each complaint."""
+        """Return one error with a line per complaint."""
         return UserError("\n".join(f"{self.place(k)}: {k}: {text}" for k, text in complaints))
 
 
 def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a file, and beneath its keys those of the file that it is based on."""
+    """Read a file, with the keys of its base beneath its own."""
     tree = _read_file(path, source)
     if isinstance(tree.get("model"), dict):
-        # Here, so that a preset replaces the sizes of a file beneath.
+        # Expand here, so a preset replaces the sizes of the base file.
         tree["model"] = write_out_preset(tree["model"])
     if BASED_ON not in tree:
         return tree
     base = tree.pop(BASED_ON)
     if not isinstance(base, str):
-        raise source.error([(BASED_ON, f"names a config file, not {reprlib.repr(base)}")])
+        raise source.error([(BASED_ON, f"must name a config file, not {reprlib.repr(base)}")])
     beneath, above = path.parent / base, (*above, path.resolve())
     if beneath.resolve() in above:
         raise source.error([(BASED_ON, f"{base} is based on this file in turn")])
@@ -92,7 +92,7 @@ def read_tree(path: Path, source: ConfigSource, above: tuple[Path, ...] = ()) ->
 
 
 def _merge(beneath: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return both, section by section; where both have a value, that of `above`."""
+    """Merge section by section; `above` takes precedence."""
     merged = {key: value for key, value in beneath.items() if RIVALS.get(key) not in above}
     for key, value in above.items():
         old = merged.get(key)
@@ -117,14 +117,16 @@ def _read_file(path: Path, source: ConfigSource) -> dict[str, Any]:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path}{line}: not valid YAML: {problem}") from None
     except RecursionError:
-        raise UserError(f"{path}: not valid YAML: keys lie too deep, or in themselves") from None
+        raise UserError(
+            f"{path}: not valid YAML: keys are nested too deeply, or contain themselves"
+        ) from None
     if tree is None:
-        raise UserError(f"{path}: a config is a mapping of keys, for example 'name: demo'")
+        raise UserError(f"{path}: a config must be a mapping of keys, for example 'name: demo'")
     return tree
 
 
 def _parse(text: str, source: ConfigSource) -> dict[str, Any] | None:
-    """Return the tree, or None where the text is not a mapping; note the line of each key."""
+    """Return the tree, or None if the text is not a mapping; record the line of each key."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -135,7 +137,7 @@ def _parse(text: str, source: ConfigSource) -> dict[str, Any] | None:
     except UserError:
         raise
     except ValueError as error:
-        # PyYAML takes 2024-13-45 for a date and lets the calendar's own exception through.
+        # PyYAML parses 2024-13-45 as a date and lets the calendar's exception through.
         raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
@@ -160,7 +162,7 @@ def apply_override(tree: dict[str, Any], word: str, source: ConfigSource) -> Non
     """Set the key of a `key=value` word.
 
     Raises:
-        UserError: the word is none, its value is no YAML, or its section holds a value.
+        UserError: the word has another form, its value is not YAML, or its section holds a value.
     """
     key, equals, text = word.partition("=")
     if not equals or not key:

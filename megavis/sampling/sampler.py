@@ -95,7 +95,7 @@ class Sampler:
             spell: how an option is written where the user gave it.
 
         Raises:
-            UserError: runs of this paper draw no images, or an option does not apply.
+            UserError: runs of this paper generate no images, or an option does not apply.
         """
         self.runner, self.folder, self.seed = runner, folder, seed
         self.paper = objective.generation()
@@ -234,7 +234,7 @@ class Sampler:
         """
         if self.paper.schedule.needs_given:
             name = self.paper.config.objective.name
-            raise UserError(f"runs of {name} draw no images from nothing")
+            raise UserError(f"runs of {name} generate no images from nothing")
         images = images.to(self.device)
         conditions = self.paper.condition.balanced(images)
         tokens = self.tokens(images, conditions=conditions)

@@ -201,11 +201,11 @@ def test_it_wants_images_to_measure_on(tiny_config, tmp_path, capsys):
     path = tmp_path / "blind.yaml"
     path.write_text(f"{tiny_config.read_text()}evaluation: {{}}\n")
     assert main(["train", str(path), "data.validation="]) == 2
-    assert "`evaluation` measures on it" in capsys.readouterr().err
+    assert "`evaluation` needs it" in capsys.readouterr().err
     path.write_text(f"{tiny_config.read_text()}evaluation: {{what: [frechet]}}\n")
     assert main(["train", str(path)]) == 2
     stderr = capsys.readouterr().err
-    assert "evaluation.reference: is missing, and `frechet` compares with it" in stderr
+    assert "evaluation.reference: is missing; `frechet` needs it" in stderr
     assert "which needs one network: evaluation.inception or evaluation.network" in stderr
 
 

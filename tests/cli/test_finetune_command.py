@@ -110,7 +110,7 @@ def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):
         (["finetune.test=/nowhere"], "finetune.test: /nowhere"),
         (
             ["finetune.visibility=full", "finetune.generative_weight=1"],
-            "full shows tokens what they are to predict",
+            "full shows tokens their own targets",
         ),
     ],
 )

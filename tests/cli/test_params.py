@@ -189,4 +189,4 @@ def test_memory_a_process_is_the_arithmetic_of_the_layout(capsys):
     moved = memory("parallel.offload_optimizer=cpu", "parallel.offload_parameters=cpu", average)
     assert (moved["weights"], moved["optimizer"], moved["average"]) == (0, 0, 0)
     assert main(["params", path, "--processes", "48"]) == 2
-    assert "does not divide by the data-parallel size 48" in capsys.readouterr().err
+    assert "is not divisible by the data-parallel size 48" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def _cut(
         parts = 1 if entry.dimension is None else tensor_size
         length = entry.shape[entry.dimension or 0] if entry.shape else 1
         if length % parts:
-            raise UserError(f"{key}: {length} rows do not divide by tensor size {parts}")
+            raise UserError(f"{key}: {length} rows are not divisible by tensor size {parts}")
         slices = tuple(
             TensorSlice(
                 file=f"rank-{owner * tensor_size + part:05d}.safetensors",

@@ -132,7 +132,7 @@ class ComposeConfig(ObjectiveConfig):
                 text = f"{tokens.patch_size} does not divide data.image_size {size}"
                 yield f"objective.{key}.patch_size", text
             if isinstance(tokens, PaletteTokens | IdTokens) and tokens.vocabulary_size % tensor:
-                text = f"{tokens.vocabulary_size} does not divide by tensor_model_parallel_size"
+                text = f"{tokens.vocabulary_size} is not divisible by tensor_model_parallel_size"
                 yield f"objective.{key}.vocabulary_size", f"{text} {tensor}"
             grids.append(tokens.grid(config.data))
         if len(set(grids)) > 1 and "frames" not in (self.reads.kind, self.predicted.kind):

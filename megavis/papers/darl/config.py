@@ -88,7 +88,7 @@ class DARLConfig(ObjectiveConfig):
         yield from self._check_loss()
         yield from self._check_ids(config)
         if config.model.positions is None and config.model.head_size % 4:
-            text = "rope_2d, the default here, needs heads whose width 4 divides, not"
+            text = "rope_2d, the default here, needs a head width divisible by 4, not"
             yield "model.positions", f"{text} {config.model.head_size}"
         yield from self._check_split(config)
 

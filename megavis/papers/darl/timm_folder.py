@@ -101,7 +101,7 @@ def read_timm_folder(folder: Path, *, num_heads: int | None = None) -> TimmViT:
     width = tensors["norm.weight"].shape[0]
     heads = num_heads or max(1, width // _USUAL_HEAD)
     if width % heads:
-        raise UserError(f"a width of {width} does not divide by {heads} heads; say --heads")
+        raise UserError(f"a width of {width} is not divisible by {heads} heads; say --heads")
     mean, deviation = pretrained.get("mean", CHANNEL_MEAN), pretrained.get("std", CHANNEL_DEVIATION)
     return TimmViT(tensors, heads, mean, deviation)
 

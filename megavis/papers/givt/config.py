@@ -94,7 +94,7 @@ class LatentTokensConfig(ObjectiveConfig):
         """Check that sizes divide, and that the head can give the covariance."""
         side, rest = divmod(config.data.image_size, self.downsampling)
         if rest or not side:
-            text = f"{config.data.image_size} does not divide by objective.downsampling"
+            text = f"{config.data.image_size} is not divisible by objective.downsampling"
             yield "data.image_size", f"{text} {self.downsampling}"
         if side % self.stacked_latents:
             text = f"{self.stacked_latents} does not divide the {side} latents of a row"

@@ -76,7 +76,7 @@ class GVPConfig(ObjectiveConfig):
         if config.model.positions is None and config.model.hidden_size % 4:
             yield (
                 "model.hidden_size",
-                f"{config.model.hidden_size} does not divide by 4, as sin-cos positions need",
+                f"{config.model.hidden_size} is not divisible by 4, as sin-cos positions need",
             )
         yield from self._check_ids(config)
         yield from self._check_condition()

@@ -72,7 +72,7 @@ def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
             raise UserError(f"{path}: {key} is {settings.get(key)!r}, not a number of 1 or more")
     width, vocabulary = settings["n_embd"], settings["vocab_size"]
     if width % settings["n_head"]:
-        raise UserError(f"{path}: n_embd {width} does not divide by n_head {settings['n_head']}")
+        raise UserError(f"{path}: n_embd {width} is not divisible by n_head {settings['n_head']}")
     shapes = {
         "transformer.wte.weight": (vocabulary, width),
         "transformer.wpe.weight": (settings["n_positions"], width),

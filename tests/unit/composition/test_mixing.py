@@ -103,7 +103,7 @@ def test_what_cannot_be_mixed_is_refused(build, tmp_path, shard_folders):
     config, size = objective.config, objective.config.training.batch_size
     complaints = dict(check_world(config, size))
     assert "make it even" in complaints["training.micro_batch_size"]
-    with pytest.raises(UserError, match=r"finetune.layer_decay: belongs to layers that learn"):
+    with pytest.raises(UserError, match=r"finetune.layer_decay: applies to trained layers"):
         build(
             tmp_path / "c.yaml",
             *WORDS,

@@ -137,9 +137,12 @@ def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, im
         (("finetune.layer=1", "finetune.generative_weight=1"), "leaves out blocks"),
         ((*LINEAR, "finetune.concatenate=2", "finetune.layer=1"), "have no middle"),
         ((*LINEAR, "finetune.concatenate=3"), "not within 0 to 3"),
-        (("finetune.concatenate=3", "finetune.layer=1"), "belongs to finetune.linear_evaluation"),
-        (("finetune.standardize=false",), "belongs to finetune.linear_evaluation"),
-        (("optimizer.algorithm=sgd",), "sgd is there for finetune.linear_evaluation"),
+        (
+            ("finetune.concatenate=3", "finetune.layer=1"),
+            "applies only to finetune.linear_evaluation",
+        ),
+        (("finetune.standardize=false",), "applies only to finetune.linear_evaluation"),
+        (("optimizer.algorithm=sgd",), "sgd is for finetune.linear_evaluation"),
         (
             ("finetune.layer=1", "parallel.pipeline_model_parallel_size=2"),
             "1 blocks below finetune.layer cannot fill 2",

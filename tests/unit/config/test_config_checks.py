@@ -13,7 +13,7 @@ from megavis.config.errors import UserError
     [
         (
             ["model.num_attention_heads=7"],
-            "command line: model.num_attention_heads: hidden_size 64 does not divide by 7 heads",
+            "command line: model.num_attention_heads: hidden_size 64 is not divisible by 7 heads",
         ),
         (
             [
@@ -21,12 +21,12 @@ from megavis.config.errors import UserError
                 "model.ffn_hidden_size=96",
                 "objective.vocabulary_size=513",
             ],
-            "config.yaml:7: model.num_attention_heads: 8 heads do not divide by"
+            "config.yaml:7: model.num_attention_heads: 8 heads are not divisible by"
             " tensor_model_parallel_size 3; use 1, 2, 4, 8",
         ),
         (
             ["parallel.tensor_model_parallel_size=8", "model.ffn_hidden_size=100"],
-            "command line: model.ffn_hidden_size: 100 does not divide by"
+            "command line: model.ffn_hidden_size: 100 is not divisible by"
             " tensor_model_parallel_size 8",
         ),
         (
@@ -152,7 +152,7 @@ def test_every_world_size_is_judged_as_arithmetic_says(read, small):
         (
             [],
             3,
-            "config.yaml:15: training.batch_size: 16 does not divide by the data-parallel size 3;"
+            "config.yaml:15: training.batch_size: 16 is not divisible by the data-parallel size 3;"
             " 15 would",
         ),
         (
@@ -164,7 +164,7 @@ def test_every_world_size_is_judged_as_arithmetic_says(read, small):
         (
             ["training.batch_size=2"],
             8,
-            "command line: training.batch_size: 2 does not divide by the data-parallel size 8;"
+            "command line: training.batch_size: 2 is not divisible by the data-parallel size 8;"
             " 8 would",
         ),
     ],
@@ -186,12 +186,12 @@ def test_a_paper_may_check_its_own_keys(tmp_path, small, monkeypatch):
 
         def check(self, config):
             if self.colours % config.parallel.tensor_model_parallel_size:
-                yield "objective.colours", "do not divide by the tensor size"
+                yield "objective.colours", "are not divisible by the tensor size"
 
     monkeypatch.setattr(names, "PAPER_CONFIGS", {"paper": Paper})
     path = tmp_path / "paper.yaml"
     path.write_text(small.replace("name: igpt", "name: paper\n  colours: 5"))
     word = "parallel.tensor_model_parallel_size=2"
-    with pytest.raises(UserError, match=r"paper\.yaml:4: objective\.colours: do not divide"):
+    with pytest.raises(UserError, match=r"paper\.yaml:4: objective\.colours: are not divisible"):
         load_config(path, [word])
     load_config(path)

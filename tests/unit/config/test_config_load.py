@@ -168,8 +168,8 @@ def test_a_wrong_key_or_value_names_file_line_key_and_remedy(complain, small, ol
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "config.yaml: a config is a mapping of keys, for example 'name: demo'"),
-        ("- a\n- b\n", "config.yaml: a config is a mapping of keys"),
+        ("", "config.yaml: a config must be a mapping of keys, for example 'name: demo'"),
+        ("- a\n- b\n", "config.yaml: a config must be a mapping of keys"),
         ("name: [1\nmodel: 2\n", "config.yaml:2: not valid YAML: "),
         ("name: a: b\n", "config.yaml:1: not valid YAML: mapping values are not allowed here"),
         ("name: a\n\tmodel: 1\n", "config.yaml:2: not valid YAML: "),
@@ -177,8 +177,14 @@ def test_a_wrong_key_or_value_names_file_line_key_and_remedy(complain, small, ol
         ("name: !!python/object:os.system x\n", "config.yaml:1: not valid YAML: "),
         ("name: 2024-13-45\n", "config.yaml: not valid YAML: month must be in 1..12"),
         ("name: \x00\n", "config.yaml: not valid YAML: unacceptable character"),
-        ("name: &a {b: *a}\n", "config.yaml: not valid YAML: keys lie too deep, or in themselves"),
-        ("name: " + "{a: " * 2000 + "1" + "}" * 2000, "config.yaml: not valid YAML: keys lie too"),
+        (
+            "name: &a {b: *a}\n",
+            "config.yaml: not valid YAML: keys are nested too deeply, or contain themselves",
+        ),
+        (
+            "name: " + "{a: " * 2000 + "1" + "}" * 2000,
+            "config.yaml: not valid YAML: keys are nested too",
+        ),
         ("? [a, b]\n: 1\n", "config.yaml:1: not valid YAML: found unhashable key"),
     ],
 )
@@ -327,7 +333,7 @@ def test_complaints_name_the_file_in_which_the_key_stands(complain, small, tmp_p
     ("base", "message"),
     [
         ("absent.yaml", "config.yaml:1: based_on: absent.yaml: no such config file"),
-        ("[a]", "config.yaml:1: based_on: names a config file, not ['a']"),
+        ("[a]", "config.yaml:1: based_on: must name a config file, not ['a']"),
         ("config.yaml", "config.yaml:1: based_on: config.yaml is based on this file in turn"),
     ],
 )

@@ -223,14 +223,14 @@ def test_features_read_every_patch(build):
         (["objective.order=random"], "objective.two_streams: must be true"),
         (["objective.decoder=transformer"], "objective.decoder: transformer pairs"),
         ([*DIFFUSION, "objective.normalize_targets=true"], "belongs to loss mse"),
-        (["model.num_attention_heads=8"], "needs heads whose width 4 divides, not 2"),
+        (["model.num_attention_heads=8"], "needs a head width divisible by 4, not 2"),
         (
             [
                 "parallel.tensor_model_parallel_size=2",
                 "parallel.sequence_parallel=true",
                 "data.image_size=12",
             ],
-            "9 patches do not divide by tensor_model_parallel_size 2",
+            "9 patches are not divisible by tensor_model_parallel_size 2",
         ),
         (
             [
@@ -240,7 +240,7 @@ def test_features_read_every_patch(build):
                 "data.validation=shards/validation",
                 "training.validate_every=1",
             ],
-            "start token and 16 patches do not divide by tensor_model_parallel_size 2",
+            "start token and 16 patches are not divisible by tensor_model_parallel_size 2",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folde
         (["objective.loss=mse"], "objective.vocabulary_size: belongs to loss ids: leave it out"),
         (["objective.decoder=mlp"], "objective.decoder: mlp gives pixels"),
         (["objective.normalize_targets=true"], "belongs to loss mse; set it to false for ids"),
-        (["parallel.tensor_model_parallel_size=8"], "12 does not divide by"),
+        (["parallel.tensor_model_parallel_size=8"], "12 is not divisible by"),
     ],
 )
 def test_keys_that_do_not_go_together(build_paper, run_folder, words, message):

@@ -216,7 +216,7 @@ def test_a_label_out_of_range_is_named(make, words, label, message):
     ("words", "message"),
     [
         (("objective.covariance=full",), "use 1"),
-        (("objective.downsampling=5",), "does not divide by objective.downsampling"),
+        (("objective.downsampling=5",), "is not divisible by objective.downsampling"),
         (("objective.stacked_latents=3",), "3 does not divide the 4 latents"),
         (("objective.adapter_blocks=1", "objective.latent_channels=3"), "numbers are odd"),
         (("objective.adapter_blocks=1", "objective.adapter_bottleneck=6"), "must divide by 2"),

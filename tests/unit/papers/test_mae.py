@@ -212,11 +212,11 @@ def test_operations_are_what_torch_counts(make):
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
         (["objective.mask_ratio=0.01"], "0.01 of 16 patches hides none"),
         (["model.positions=rope_2d"], "rope_2d does not reach the decoder"),
-        (["objective.decoder.hidden_size=18"], "18 does not divide by 4"),
+        (["objective.decoder.hidden_size=18"], "18 is not divisible by 4"),
         (["objective.decoder.num_attention_heads=3"], "num_attention_heads 3"),
         (
             ["parallel.tensor_model_parallel_size=4"],
-            "2 heads do not divide by tensor_model_parallel_size 4",
+            "2 heads are not divisible by tensor_model_parallel_size 4",
         ),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],

@@ -179,8 +179,8 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
             ["objective.given_ratio=0.5", "model.positions=sincos"],
             "0.5 leaves no context that does not know its place",
         ),
-        (["data.image_size=0"], "must give the side of the images in pixels"),
-        (["data.frames=[20,6]"], "is of images, and data.frames of frames: give one of them"),
+        (["data.image_size=0"], "must be the side of the images in pixels"),
+        (["data.frames=[20,6]"], "is for images, and data.frames for frames: set only one"),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
             "17 tokens do not divide",

@@ -163,7 +163,7 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 def test_heads_must_divide(tmp_path):
     folder = write_folder(tmp_path / "vit", random_tensors())
-    with pytest.raises(UserError, match="32 does not divide by 5 heads"):
+    with pytest.raises(UserError, match="32 is not divisible by 5 heads"):
         read_timm_folder(folder, num_heads=5)
 
 

@@ -110,7 +110,7 @@ def test_predictions_want_images(make):
     sampler = make(*ENCODER)
     with pytest.raises(UserError, match="give those that its encoder reads"):
         sampler.tokens(IMAGES)
-    with pytest.raises(UserError, match="draw no images from nothing"):
+    with pytest.raises(UserError, match="generate no images from nothing"):
         sampler.from_nothing(IMAGES)
 
 

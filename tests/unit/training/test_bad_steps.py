@@ -99,5 +99,5 @@ def test_checkpoints_must_be_kept_for_as_long_as_it_goes_back(trained, tmp_path)
     tree["training"]["max_rollbacks"] = 1
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match="goes back by 110 steps .* is 4"):
+    with pytest.raises(UserError, match="rolls back by 110 steps .* is 4"):
         load_config(path, [])

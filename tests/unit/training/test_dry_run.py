@@ -38,7 +38,7 @@ def test_what_stands_against_a_start_is_one_line_each(lines, tiny_config, tmp_pa
     code, found = lines(tiny_config, "--processes", "5")
     assert code == 2
     assert found[-1].startswith("NO  layout: ")
-    assert "does not divide by the data-parallel size 5" in found[-1]
+    assert "is not divisible by the data-parallel size 5" in found[-1]
     code, found = lines(tiny_config, f"data.train={tmp_path}/nothing")
     assert code == 2
     assert found[-1].startswith("NO  data: command line: data.train: ")

@@ -119,7 +119,7 @@ def test_what_does_not_fit_the_run(config, capsys, word, expected):
         (["data.train=[{path: /nowhere, weight: 1}]"], "data.train.0.path: /nowhere"),
         (
             ["objective.vocabulary_size=33", "parallel.tensor_model_parallel_size=2"],
-            "33 does not divide by tensor_model_parallel_size 2",
+            "33 is not divisible by tensor_model_parallel_size 2",
         ),
         (["training.batch_sise=4"], "did you mean 'batch_size'?"),
         (["objective.mode=bert", "training.sample_every=2"], "cannot be sampled pixel by pixel"),
