@@ -115,7 +115,7 @@ def test_the_shards_say_how_long_an_epoch_is(load: Load) -> None:
         ("training.epoch=3", r"training.epoch: unknown key; did you mean 'epochs'"),
         (
             "data.train=[{path: a, weight: 1}]",
-            r"training.epochs: .*several folders are mixed: give data.num_images",
+            r"training.epochs: .*several folders are mixed: set data.num_images",
         ),
     ],
 )
