@@ -36,11 +36,11 @@ from megavis.training.job import open_job
 from megavis.training.random_data import random_batch
 
 WARM_UP = 3
-"""Steps that are not measured: they compile, choose kernels and fill caches."""
+"""Warm-up steps, not measured: they compile, choose kernels and fill caches."""
 _NUM_PROFILED = 2
 _NUM_BATCHES = 4
 _SHORTEST = 0.2
-"""Seconds of products that are timed."""
+"""Seconds of timed matrix products."""
 _REST = "the rest: norms, activations, losses, Python"
 
 PARTS: Mapping[str, str] = {
@@ -50,30 +50,30 @@ PARTS: Mapping[str, str] = {
     "optimizer": r"adam|lamb|lars|muon|multi_tensor|foreach",
     "copies": r"memcpy|memset|copy_|::cat|clone|contiguous",
 }
-"""What the operators or kernels of a part are called; the first that matches counts."""
+"""Name patterns of the operators or kernels of each part; the first match counts."""
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a config's training steps take; rates are of the whole job.
+    """Measurements of a config's training steps; rates are of the whole job.
 
     Attributes:
-        device: its name.
-        num_processes: of the job.
-        layout: its short name.
-        precision: of the computation.
-        batch_size: images of a step.
-        micro_batch_size: images that a process computes at once.
-        step_seconds: mean of the steps, which follow each other without waiting.
-        slowest_seconds: the same of the slowest process.
+        device: device name.
+        num_processes: processes of the job.
+        layout: short name of the layout.
+        precision: compute precision.
+        batch_size: images per step.
+        micro_batch_size: images per micro-batch and process.
+        step_seconds: mean over steps that follow each other without waiting.
+        slowest_seconds: the same for the slowest process.
         slowest_rank: that process.
-        host_seconds: until a step is enqueued; close to `step_seconds`, the device waits.
-        images_per_second: a second.
+        host_seconds: time to enqueue a step; if close to `step_seconds`, the device waits.
+        images_per_second: throughput.
         tokens_per_second: likewise.
-        tflops_per_device: operations a second, in 10¹².
-        product_tflops: those of a matrix product of this size.
-        peak_tflops: the vendor's figure; None where it is not known.
-        memory_gb: most that was allocated on the device; on a CPU, the process's most.
+        tflops_per_device: operations per second, in 10¹².
+        product_tflops: the same for a matrix product of this size.
+        peak_tflops: the vendor's number; None if unknown.
+        memory_gb: peak memory allocated on the device; on a CPU, the peak of the process.
         parts: share of the device's time by part; they add up to 1.
     """
 
@@ -96,7 +96,7 @@ class BenchResult:
     parts: Mapping[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for machines."""
+        """Return the result as JSON."""
         return asdict(self)
 
 
@@ -108,13 +108,13 @@ def bench(
     device: str | None = None,
     trace: Path | None = None,
 ) -> BenchResult | None:
-    """Measure the steps of a config; every process of the job calls this.
+    """Measure the steps of a config; called on every process of the job.
 
     Args:
         loaded: the config.
         launch: this process's place in the job.
-        num_steps: steps that are measured.
-        device: `cpu` or `cuda`; what the machine has when None.
+        num_steps: steps to measure.
+        device: `cpu` or `cuda`; default: the best available.
         trace: file for the main process's trace, in Chrome's format.
 
     Returns:
@@ -163,7 +163,7 @@ def bench(
 
 
 class _Clock:
-    """Times work on a device; outside of CUDA there is nothing to wait for."""
+    """Times work on a device; only CUDA needs synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -174,7 +174,7 @@ class _Clock:
             torch.cuda.synchronize()
 
     def start(self) -> None:
-        """Forget the memory that was allocated so far."""
+        """Reset the memory peak."""
         self.wait()
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -196,7 +196,7 @@ class _Clock:
         return taken
 
     def peak_memory(self) -> float:
-        """Return bytes."""
+        """Return the peak in bytes."""
         if self._is_cuda:
             return float(torch.cuda.max_memory_allocated())
         return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -210,7 +210,7 @@ def processor_name() -> str:
 
 
 def _stepper(engine: Engine, device: torch.device) -> Callable[[], object]:
-    """Return a function that takes the next step, on batches that take turns."""
+    """Return a function that takes the next step, cycling through batches."""
     count = engine.micro_batch_size
     batches = [random_batch(engine.objective, count, seed=seed) for seed in range(_NUM_BATCHES)]
     if device.type == "cuda":
@@ -228,7 +228,7 @@ def _repeat(step: Callable[[], object], count: int) -> None:
 def _parts(
     step: Callable[[], object], device: torch.device, trace: Path | None
 ) -> Mapping[str, float]:
-    """Profile steps; return the share of the device's time that each part takes."""
+    """Profile steps; return each part's share of the device's time."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -260,7 +260,7 @@ def _part_of(name: str) -> str:
 def _product_rate(
     clock: _Clock, device: torch.device, dtype: torch.dtype, rows: int, width: int
 ) -> float:
-    """Return the operations a second of the MLP's first product for a micro-batch."""
+    """Return the operations per second of the MLP's first product for a micro-batch."""
     left = torch.randn(rows, width, device=device, dtype=dtype)
     right = torch.randn(width, 4 * width, device=device, dtype=dtype)
     result = left @ right

@@ -1,4 +1,4 @@
-"""megavis's config in DeepSpeed's words: the only file that knows DeepSpeed's JSON names."""
+"""Translate the config for DeepSpeed: the only file that uses DeepSpeed's JSON names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def deepspeed_config(
     Args:
         config: the run.
         data_parallel_size: copies of the model.
-        carries_gradient: a tensor other than the hidden states has a gradient that travels back.
+        carries_gradient: whether a tensor other than the hidden states has a gradient to send back.
     """
-    # DeepSpeed cuts what travels between stages over the tensor group, taking for granted that
+    # DeepSpeed partitions tensors sent between stages over the tensor group, assuming that
     # all its processes hold the same (under sequence parallelism they hold different tokens), and
-    # then sends back the gradient of the first tensor alone.
+    # then sends back only the gradient of the first tensor.
     cuts_stages = not config.parallel.sequence_parallel and not carries_gradient
     training = config.training
     micro = micro_batch_size(config, data_parallel_size)
@@ -31,7 +31,7 @@ def deepspeed_config(
         "train_batch_size": training.batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": training.batch_size // (micro * data_parallel_size),
-        # ZeRO-0 clips in our own optimizer hook, which also gives the norm.
+        # ZeRO-0 clips in our own optimizer hook, which also computes the norm.
         "gradient_clipping": (
             config.optimizer.gradient_clipping if config.parallel.zero_stage else 0.0
         ),
@@ -51,7 +51,7 @@ def deepspeed_config(
 
 
 def micro_batch_size(config: RunConfig, data_parallel_size: int) -> int:
-    """Return the images that a process handles at once."""
+    """Return the images per micro-batch and process."""
     return config.training.micro_batch_size or config.training.batch_size // data_parallel_size
 
 

@@ -1,7 +1,7 @@
 """Check on one process, without weights, that a job of any size can start.
 
-One process takes the place of one of N: the groups are those of the job, but nothing is sent, and
-layers lie on the meta device. Data, disk and checkpoints are looked at as they are.
+One process takes the place of one of N: groups have the job's sizes, but nothing is sent, and
+layers are on the meta device. Data, disk and checkpoints are checked as they are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class DryRunCheck:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        topic: what.
-        is_right: nothing prevents a start.
-        text: what was found; where something is wrong, what would be right.
+        topic: what was checked.
+        is_right: whether it allows a start.
+        text: what was found; on failure, what would be right.
     """
 
     topic: str
@@ -48,7 +48,7 @@ class DryRunCheck:
 
 
 def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
-    """Yield what a job of so many processes would find, in the order of its start."""
+    """Yield the checks of a job of N processes, in the order of its start."""
     config = loaded.config
     yield DryRunCheck("config", True, f"{loaded.source.path} is legal")
     try:
@@ -61,9 +61,9 @@ def dry_run(loaded: LoadedConfig, num_processes: int) -> Iterator[DryRunCheck]:
         "layout",
         True,
         f"{layout_name(config.parallel)} on {num_processes} processes: {layout.data} of data, each"
-        f" {layout.accumulation_steps} × {layout.micro_batch_size} images a step",
+        f" {layout.accumulation_steps} × {layout.micro_batch_size} images per step",
     )
-    # The last process has the last stage and the last part of every matrix.
+    # The last process has the last stage and the last partition of every matrix.
     context = open_virtual_context(
         num_processes - 1,
         num_processes,
@@ -106,14 +106,14 @@ def _data(run: Trainer, layout: Layout) -> DryRunCheck:
 def _tokenizer(run: Trainer) -> DryRunCheck:
     manifest = run.train_data.manifest
     if manifest.identity is None:
-        return DryRunCheck("tokenizer", True, "images as they are: none is needed")
+        return DryRunCheck("tokenizer", True, "plain images: none is needed")
     text = f"{manifest.tokenizer_kind} {manifest.identity[:12]}"
     also = "the same in validation" if run.validation_data is not None else "no validation shards"
     return DryRunCheck("tokenizer", True, f"{text}, {also}")
 
 
 def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
-    """Build every layer in this place's part, on the meta device; return whole shapes by name."""
+    """Build this rank's part of every layer on the meta device; return whole shapes by name."""
     shapes: Shapes = {}
     for plan in objective.layer_plans():
         with torch.device("meta"):
@@ -127,7 +127,7 @@ def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
 
 
 def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
-    """Compare what checkpoints will take, one that is being written included, with what is free."""
+    """Compare the size of checkpoints, including one being written, with free disk space."""
     keep, steps = config.checkpoint, config.training.steps
     # Weights and Adam's two moments, and the moving average of the weights.
     kinds = 3 + bool(config.optimizer.ema_decay)
@@ -149,7 +149,7 @@ def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
 
 
 def _resume(run: Trainer, shapes: Shapes) -> DryRunCheck:
-    """Report where the run would resume, and whether the checkpoint there is of this model."""
+    """Report where the run would resume, and whether that checkpoint fits the model."""
     try:
         run.refuse_another_run()
         checkpoint = latest_checkpoint(run.folder)

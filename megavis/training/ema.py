@@ -1,8 +1,8 @@
 """Exponential moving average of the weights, kept with the optimizer's master weights.
 
-θ̄ ← decay · θ̄ + (1 - decay) · θ after every step; it begins with the weights after the first one.
-The average is one more state of the optimizer, so it is split over processes as the master weights
-are, at any ZeRO stage, and offloaded with them.
+θ̄ ← decay · θ̄ + (1 - decay) · θ after every step, starting from the weights after the first one.
+The average is another optimizer state, so it is partitioned like the master weights at any ZeRO
+stage, and offloaded with them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Under ZeRO the optimizer steps one flat part after another, and is called for each; under
-        # ZeRO-0 it is called for a step that is not finite too, and takes none.
+        # Under ZeRO the optimizer steps one flat partition after another, with a call for each;
+        # under ZeRO-0 it is also called for a non-finite step, and skips it.
         share: Any = 1.0 - self.decay
         if hasattr(optimizer, "found_inf"):
             share = share * (1.0 - optimizer.found_inf)
@@ -42,7 +42,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the average as the weights inside the block; every process calls this.
+        """Use the average as the weights within the block; called on every process.
 
         Before the first step there is no average, and the weights stay.
         """

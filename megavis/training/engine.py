@@ -1,7 +1,7 @@
 """One training engine over DeepSpeed's two: the ordinary one and the pipeline one.
 
-Both run the same list of layers. What differs, and only here: who holds which layers, and how a
-step is driven.
+Both run the same list of layers. Only this file handles the differences: which process holds
+which layers, and how a step is run.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Engine:
         self.states = ParameterStates(
             self.deepspeed, config.parallel.zero_stage, averages=decay > 0
         )
-        # After DeepSpeed's own first use of the optimizer, which is no step of training.
+        # After DeepSpeed's own first use of the optimizer, which is not a training step.
         self._average = WeightAverage(decay, self.layers, self.states) if decay else None
 
     def evaluated(self) -> contextlib.AbstractContextManager[None]:
-        """Let the layers compute with the weights' average inside the block, if there is one.
+        """Use the weights' moving average, if there is one, within the block.
 
-        Every process calls this.
+        Called on every process.
         """
         return self._average.in_place() if self._average else contextlib.nullcontext()
 
@@ -134,10 +134,10 @@ class Engine:
         return total / self.accumulation_steps
 
     def _seed_dropout(self, step: int) -> None:
-        """Seed torch by step, so that a resumed run needs no generator state.
+        """Seed torch by step, so a resumed run needs no generator state.
 
-        Processes of a tensor group drop the same units where they hold the same tokens; where
-        they hold others, layers draw apart (`rank_local_rng`).
+        Processes of a tensor group use the same mask if they hold the same tokens; if
+        they hold different ones, layers draw independently (`rank_local_rng`).
         """
         if not self.config.model.has_dropout:
             return
@@ -171,9 +171,9 @@ class Engine:
         return float(self.deepspeed.get_global_grad_norm())
 
     def last_step_was_skipped(self) -> Tensor:
-        """Return 1 where the last step's gradients were not finite and it changed nothing, else 0.
+        """Return 1 if the last step was skipped for non-finite gradients, else 0.
 
-        A scalar on the device, made without waiting for it.
+        A scalar on the device, computed without synchronization.
         """
         if self._norm_of_zero_0 is not None:
             return (~self._norm_of_zero_0.value.isfinite()).float()
@@ -208,7 +208,7 @@ class Engine:
 
 
 def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
-    """Build all layers; under ZeRO-3 each is split over the processes as soon as it is built.
+    """Build all layers; under ZeRO-3 each is partitioned as soon as it is built.
 
     So no process ever holds more of the model than its share and one layer.
     """
@@ -219,9 +219,9 @@ def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
 
 
 class _Split:
-    """Splits layers over the data-parallel processes for ZeRO-3.
+    """Partitions layers over the data-parallel processes for ZeRO-3.
 
-    Layers come whole, drawn in float32 on the CPU as in every other layout. Inside of DeepSpeed's
+    Layers are built whole, drawn in float32 on the CPU as in every other layout. Inside DeepSpeed's
     `zero.Init` they would be drawn on the device, in the compute precision: other weights.
     """
 
@@ -237,18 +237,18 @@ class _Split:
             parameter.data = parameter.data.to(self._dtype)
         split = deepspeed.zero.Init(
             module=layer,
-            # The group says where weights are split, the view how batch sizes multiply.
+            # The group defines the partitioning of weights, the mpu how batch sizes multiply.
             data_parallel_group=self._context.data.group,
             mpu=ModelParallelUnit(self._context),
             config_dict_or_path=self._settings,
             param_swapper=self._swapper,
         )
-        # One for all layers: it holds buffers on the way to the disk.
+        # One for all layers: it holds buffers for offloading to disk.
         self._swapper = split.param_swapper
 
 
 class _Pipeline(PipelineModule):
-    """DeepSpeed's pipeline, cut at given layers."""
+    """DeepSpeed's pipeline, divided at given layers."""
 
     def forward(self, inputs: PackedState) -> PackedState:
         """Run this process's layers."""
@@ -257,18 +257,18 @@ class _Pipeline(PipelineModule):
 
     @property
     def is_last(self) -> bool:
-        """True where this process holds the head."""
+        """Whether this process holds the head."""
         return bool(self._local_stop == self.parts[-1])
 
     def _partition_layers(self, method: list[int]) -> None:
-        """Hold this process's stage; DeepSpeed's own methods know no work of a layer."""
+        """Set this process's stage; DeepSpeed's own methods ignore the workload of layers."""
         self.parts = method
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=method[stage], stop=method[stage + 1])
 
 
 class _PlannedLayer(LayerSpec):
-    """A plan in the form that DeepSpeed's pipeline builds lazily."""
+    """A layer plan in the form that DeepSpeed's pipeline builds lazily."""
 
     def __init__(self, plan: LayerPlan) -> None:
         super().__init__(nn.Module)

@@ -41,16 +41,16 @@ _PARTS = ("selection", "test")
 
 @dataclass
 class Finetuning:
-    """The side of a training run that knows of classes.
+    """The classification side of a training run.
 
     Attributes:
         objective: the paper with classes.
         folder: of the run.
         class_names: of the shards.
         num_train: images in the training shards.
-        selection: images that choose the step.
-        test: images that measure it.
-        stopping: what the run has seen so far.
+        selection: images for selecting the step.
+        test: images for evaluating it.
+        stopping: early stopping, with accuracies so far.
     """
 
     objective: Classification
@@ -72,7 +72,7 @@ class Finetuning:
         """Check source and labels, and split selection from test images.
 
         Raises:
-            UserError: with the key and its line, when something does not fit.
+            UserError: something does not fit; names the key and its line.
         """
         settings = objective.settings
         if settings.from_run is not None:
@@ -93,12 +93,12 @@ class Finetuning:
         return cls(objective, folder, train.class_names, len(train), *parts, stopping)
 
     def resume(self, step: int, context: ParallelContext) -> None:
-        """Remember what the run had seen when it had taken so many steps."""
+        """Restore the state after `step` steps."""
         patience = self.objective.settings.patience
         self.stopping = EarlyStopping.resume(patience, self.folder, step, context)
 
     def start(self, engine: Engine) -> None:
-        """Give the model the other run's weights, if there is one."""
+        """Load the source run's weights, if there is one."""
         if self.objective.settings.from_run is not None:
             start_from_weights(
                 source_checkpoint(self.objective.settings),
@@ -108,9 +108,9 @@ class Finetuning:
             )
 
     def finish(self, engine: Engine) -> None:
-        """Let the best checkpoint name all classes; write and print, unless that was done.
+        """Evaluate the best checkpoint; write and print the results, unless done before.
 
-        The engine's weights are the checkpoint's afterwards: training cannot continue.
+        The engine then holds that checkpoint's weights, so training cannot continue.
         """
         step = self.stopping.best_step
         paths = {part: self.folder / "evaluation" / f"finetune_{part}.json" for part in _PARTS}
@@ -148,7 +148,7 @@ class Finetuning:
         sys.stdout.flush()
 
     def _hyper_parameters(self) -> dict[str, Any]:
-        """Return what an accuracy depends on besides the run's weights at the start."""
+        """Return the hyperparameters that an accuracy depends on, besides the initial weights."""
         config = self.objective.config
         return {
             "seed": config.seed,
@@ -163,7 +163,7 @@ class Finetuning:
 def _refuse_overlap(
     loaded: LoadedConfig, validation: ShardDataset, test: ShardDataset | None
 ) -> None:
-    """Refuse images that judge if this run or its source was trained on them, or if they choose."""
+    """Reject test images that this run or its source was trained on, or that select the step."""
     key, judging = ("data.validation", validation) if test is None else ("finetune.test", test)
     try:
         refuse_overlap(judging, training_shards(loaded.config))
@@ -174,7 +174,7 @@ def _refuse_overlap(
 
 
 _MAY_DIFFER = re.compile("positions|position_scale|drop_path|.*dropout")
-"""Keys of the model that change no weight's meaning."""
+"""Model keys that do not change the meaning of weights."""
 
 
 def source_checkpoint(settings: FinetuneConfig) -> Path:
@@ -188,7 +188,7 @@ def source_checkpoint(settings: FinetuneConfig) -> Path:
 
 
 def check_source(loaded: LoadedConfig, objective: Classification, train: Samples) -> None:
-    """Refuse to start from a run of another architecture or of other tokens.
+    """Reject a source run with another architecture or other tokens.
 
     Args:
         loaded: a config whose `finetune` section names a run.
@@ -196,7 +196,7 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
         train: the training shards.
 
     Raises:
-        UserError: with the key and its line.
+        UserError: names the key and its line.
     """
     settings = objective.settings
     try:
@@ -215,7 +215,7 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
 
 
 def _differences(source: RunConfig, config: RunConfig, objective: Classification) -> Iterator[str]:
-    """Yield what makes the other run's weights mean something else here."""
+    """Yield differences that change the meaning of the source run's weights."""
     for section in ("objective", "model"):
         yield from _other_keys(getattr(source, section), getattr(config, section), section)
     yield from _other_size(source, config, objective.paper.position_kind)
@@ -242,12 +242,12 @@ def _other_keys(source: Section, config: Section, name: str) -> Iterator[str]:
 
 
 def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Iterator[str]:
-    """Check that coordinates are interpolated where images have another size than in pre-training.
+    """Check that coordinates are interpolated if the image size differs from pre-training.
 
-    Learned positions are resized as they are read.
+    Learned positions are resized on loading.
     """
     sizes = source.data.image_size, config.data.image_size
-    # Frames of a spectrogram have no side, and their number may not change.
+    # Spectrogram frames have no side, and their number may not change.
     if position_kind not in ("sincos", "rope_1d", "rope_2d") or not all(sizes):
         return
     scale = source.model.position_scale * sizes[0] / sizes[1]
@@ -261,13 +261,13 @@ def _other_size(source: RunConfig, config: RunConfig, position_kind: str) -> Ite
 def label_issues(
     key: str, dataset: Samples, settings: FinetuneConfig, class_names: tuple[str, ...]
 ) -> Iterator[ConfigIssue]:
-    """Yield what is wrong with the labels of a data set.
+    """Yield errors in the labels of a data set.
 
     Args:
-        key: which of the config's data sets.
+        key: the config key of the data set.
         dataset: its shards.
         settings: the `finetune` section.
-        class_names: those of the training shards.
+        class_names: class names of the training shards.
     """
     where, missing = dataset.directory, int((dataset.labels < 0).sum())
     if missing:
@@ -278,6 +278,6 @@ def label_issues(
     elif dataset.class_names != class_names:
         yield (
             key,
-            f"{where} numbers its classes in another way than data.train: write its shards with"
+            f"{where} numbers its classes differently from data.train: write its shards with"
             " --classes-from",
         )

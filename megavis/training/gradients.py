@@ -1,4 +1,4 @@
-"""For ZeRO-0, what DeepSpeed does in other stages: gradient norms, and skipped non-finite steps."""
+"""For ZeRO-0: gradient norms and skipping of non-finite steps, as in DeepSpeed's other stages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megavis.parallel.tensors import is_first_copy
 
 
 class GradientNorm:
-    """Measures, and clips to, the global norm just before each optimizer step.
+    """Computes and clips the global gradient norm just before each optimizer step.
 
-    A parameter that is split over the tensor group counts with all its parts; one that every
-    process of the group holds counts once. Where the norm is not finite, the optimizer is handed
-    `found_inf` and leaves weights and moments as they are: torch's fused ones and LARS without
-    anybody waiting for the device, Apex's as `optimizer.skipping` has it.
+    A parameter partitioned over the tensor group counts with all its parts; one that every process
+    of the group holds counts once. If the norm is not finite, the optimizer gets `found_inf` and
+    leaves weights and moments unchanged: torch's fused ones and LARS without synchronization,
+    Apex's through `optimizer.skipping`.
 
     Attributes:
         value: the norm of the last step, before clipping, on the device.
@@ -39,7 +39,7 @@ class GradientNorm:
             total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
         dist.all_reduce(total, group=self._group)
         self.value = total.sqrt()
-        # Optimizers look for this attribute, which their type does not declare.
+        # Optimizers read this attribute, which their type does not declare.
         optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
         if self._clip:
             scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)

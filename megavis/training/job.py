@@ -1,4 +1,4 @@
-"""What a run starts with: the job in a config's layout, the lock of its folder, and its shards."""
+"""Start of a run: the job in the config's layout, the lock of the run folder, and the shards."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megavis.training.faults.watchdog import collective_timeout
 
 
 def _require_precision(loaded: LoadedConfig) -> None:
-    """Refuse a precision that the device cannot compute in, before anything is started."""
+    """Reject a precision that the device does not support, before anything is started."""
     if loaded.config.training.precision != "fp16":
         return
-    # DeepSpeed refuses it too, but later and without naming the key.
+    # DeepSpeed rejects it too, but later and without naming the key.
     if not get_accelerator().is_fp16_supported():
-        text = "fp16 needs a GPU, or a CPU that computes in it; the nearest choice here is bf16"
+        text = "fp16 needs a GPU, or a CPU that supports it; the nearest choice here is bf16"
         raise loaded.source.error([("training.precision", text)])
 
 
@@ -38,12 +38,12 @@ def _require_precision(loaded: LoadedConfig) -> None:
 def open_job(
     loaded: LoadedConfig, launch: Launch, *, device: str | None = None
 ) -> Iterator[ParallelContext]:
-    """Join the job that the launcher started, in the config's layout, and leave it in the end.
+    """Join the launcher's job in the config's layout, and leave it at the end.
 
     Args:
         loaded: the checked config.
         launch: this process's place in the job.
-        device: `cpu` or `cuda`; what the machine has when None.
+        device: `cpu` or `cuda`; default: the best available.
 
     Raises:
         UserError: the config does not fit the number of processes or the device.
@@ -69,15 +69,15 @@ def open_job(
 
 @contextlib.contextmanager
 def hold_run(run_folder: Path, context: ParallelContext) -> Iterator[None]:
-    """Be the only job that trains in a run folder; every process of the job calls this.
+    """Hold the lock of a run folder; called on every process of the job.
 
     Raises:
-        UserError: on every process, where another job holds it.
+        UserError: on every process, if another job holds it.
     """
     refusal = ""
     with contextlib.ExitStack() as stack:
         if context.is_main:
-            # A scheduler's restart may come before the last process of the job has ended.
+            # A scheduler may restart before the last process of the previous job has ended.
             patience = SILENCE_SECONDS if is_automatic(os.environ) else 0.0
             try:
                 stack.enter_context(RunLock(run_folder, patience=patience))
@@ -96,13 +96,13 @@ def open_data(
 
     Args:
         loaded: the config.
-        key: which of its keys names the folder.
+        key: the config key that names the folder.
         path: the folder.
-        transform: what is cut out of images.
-        objective: says which shards it needs.
+        transform: crop and augmentation.
+        objective: defines which shards it needs.
 
     Raises:
-        UserError: with the key and its line.
+        UserError: names the key and its line.
     """
     palette = _open_palette(loaded)
     try:
@@ -114,7 +114,7 @@ def open_data(
     missing = int((dataset.labels < 0).sum()) if objective.backbone.needs_labels else 0
     if missing and not complaints:
         text = f"{path} holds {missing} samples without a label, of {len(dataset)} in all"
-        complaints.append((key, f"{text}, and this model has no row for them"))
+        complaints.append((key, f"{text}, and this model has no embedding for them"))
     if complaints:
         raise loaded.source.error(complaints)
     return dataset
@@ -129,7 +129,7 @@ def _open_palette(loaded: LoadedConfig) -> Palette | None:
 
 
 def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Trainable) -> Samples:
-    """Open the shard folder of `data.train`, or mix several; arguments as `open_data` has them."""
+    """Open the shard folder of `data.train`, or mix several; arguments as for `open_data`."""
     data = loaded.config.data
     if isinstance(data.train, str):
         return open_data(loaded, "data.train", data.train, transform, objective)
@@ -146,7 +146,7 @@ def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Tr
 def open_held_out(
     loaded: LoadedConfig, key: str, path: str, objective: Trainable, train: Samples
 ) -> ShardDataset:
-    """Open images that are not trained on; raises also where their tokenizer is another."""
+    """Open held-out images; also raises if their tokenizer differs."""
     dataset = open_data(loaded, key, path, evaluation_transform(loaded.config.data), objective)
     if dataset.manifest.identity != train.manifest.identity:
         kind = train.manifest.tokenizer_kind

@@ -1,4 +1,4 @@
-"""The training loop: one screen, the same for every paper and every layout."""
+"""The training loop, the same for every paper and every layout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def train(
 
     Args:
         engine: the model in training.
-        batches: endless micro-batches, beginning with those of the step after `first_step`.
+        batches: endless micro-batches, starting with those of the step after `first_step`.
         first_step: steps already taken.
         last_step: where to stop.
         callbacks: called in this order on every process, and before the very first step.
         metrics: where the main process writes; None on the others.
-        save: called last, so that a checkpoint never knows a step whose metrics are missing.
+        save: called last, so a checkpoint never contains a step whose metrics are missing.
         watchdog: ends the job where a step takes too long. The first one, which warms everything
             up, and what comes after a step may take ten times as long.
     """

@@ -17,15 +17,15 @@ from megavis.data.format.files import write_atomically
 
 
 class MetricsWriter:
-    """Appends one JSON object a logged step, and the same numbers as TensorBoard scalars."""
+    """Appends one JSON object per logged step, and the same numbers as TensorBoard scalars."""
 
     def __init__(self, run_folder: Path, *, first_step: int) -> None:
         """Open a run's metrics for writing.
 
         Args:
             run_folder: the run.
-            first_step: steps after it will be written again; what a killed run wrote about them
-                is dropped, so that the file reads like that of an unbroken run.
+            first_step: steps after it will be written again; lines of a killed run about them
+                are dropped, so the file equals that of an uninterrupted run.
         """
         # Imported here, so that reading metrics does not wait for torch.
         from torch.utils.tensorboard import SummaryWriter
@@ -38,9 +38,9 @@ class MetricsWriter:
         self._board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of one step, or say what keeps them from the disk.
+        """Write the numbers of one step, or warn if the disk fails.
 
-        What is not on the disk is kept and written with the next line.
+        Unwritten lines are kept and written with the next one.
         """
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         with self._telling():
@@ -50,7 +50,7 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, step)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Put numbers into the last line, if it is that of a step, or else into one of its own."""
+        """Add numbers to the last line if it is of this step, or else write a new line."""
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         last = json.loads(lines[-1]) if lines else {}
         if last.get("step") != step:
@@ -82,7 +82,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Continue training where the disk is full, but warn once for each reason."""
+        """Continue training on a full disk, but warn once for each reason."""
         try:
             yield
         except OSError as error:
@@ -93,7 +93,7 @@ class MetricsWriter:
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Cut `metrics.jsonl` after a step, and a last line that a kill left torn."""
+    """Truncate `metrics.jsonl` after a step, and drop a torn last line."""
     if not path.exists():
         return
     kept = []
@@ -107,12 +107,12 @@ def drop_steps_after(path: Path, step: int) -> None:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's `metrics.jsonl`; none where the run has not begun."""
+    """Return the lines of a run's `metrics.jsonl`; none if the run has not started."""
     return read_json_lines(run_folder / "metrics.jsonl")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return one JSON object a line; none where there is no file."""
+    """Return one JSON object per line; none if there is no file."""
     if not path.exists():
         return []
     records = []

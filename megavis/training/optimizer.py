@@ -1,9 +1,9 @@
 """Adam, SGD and LARS, their parameter groups and their schedule.
 
-LARS takes steps of each matrix in proportion to its norm, for linear evaluation with large batches:
+LARS scales the step of each matrix by its norm, for linear evaluation with large batches:
 "Large Batch Training of Convolutional Networks" (You, Gitman, Ginsburg), equation 6. MAE's linear
-probing, which "Denoising Autoregressive Representation Learning" follows (table 13), leaves biases
-out of the scaling.
+probing, which "Denoising Autoregressive Representation Learning" follows (table 13), excludes
+biases from the scaling.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def build_optimizer(
     stages: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Return decoupled-decay Adam, SGD or LARS over the parameters that are not frozen.
+    """Return decoupled-decay Adam, SGD or LARS over the trainable parameters.
 
     Args:
-        named_parameters: by the names that they have in every layout.
-        config: what holds for all.
-        stages: the pipeline's processes, which hold different layers.
-        parts: the processes over which ZeRO splits what the optimizer steps.
+        named_parameters: with names that do not depend on the layout.
+        config: common settings.
+        stages: the pipeline group, whose processes hold different layers.
+        parts: the group over which ZeRO partitions optimizer states.
 
     Raises:
-        UserError: when NVIDIA Apex is asked for and absent.
+        UserError: NVIDIA Apex is requested but absent.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.algorithm != "adam":
         adapts = config.algorithm == "lars"
-        # One group a parameter: ZeRO joins those of a group, and LARS needs the norm of each.
+        # One group per parameter: ZeRO flattens a group, and LARS needs the norm of each.
         alone = (parameter_groups([named], config.weight_decay) for named in trained)
         each = [
             {**group, "adapts": adapts and len(logical_shape(group["params"][0])) > 1}
@@ -54,7 +54,7 @@ def build_optimizer(
         return LARS(each, lr=config.learning_rate, momentum=config.betas[0], processes=parts)
     groups = parameter_groups(trained, config.weight_decay)
     if stages is not None:
-        # ZeRO sums gradient norms over the stages group by group, and waits for the missing ones.
+        # ZeRO sums gradient norms over the stages group by group, and would wait for missing ones.
         groups = split_groups(groups, _largest(len(groups), stages))
     options: dict[str, Any] = {
         "lr": config.learning_rate,
@@ -70,16 +70,16 @@ def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Split parameters by what the optimizer does with them.
+    """Group parameters by optimizer settings.
 
-    Some decay and all others do not (`decays`); within both, by their declared options.
+    First by weight decay (`decays`), then by their declared options.
     `learning_rate_scale` of a group multiplies the scheduled rate.
     """
     groups: dict[tuple[bool, ParamGroupOptions], list[nn.Parameter]] = {}
     for _, parameter in named_parameters:
         key = (bool(weight_decay) and decays(parameter), options_of(parameter))
         groups.setdefault(key, []).append(parameter)
-    # Those that decay first, whatever the order of the layers.
+    # Decaying parameters first, regardless of layer order.
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])
     return [
         {
@@ -96,13 +96,13 @@ def decays(parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies: two or more dimensions, and not declared otherwise.
 
     As in MAE's code, biases and the gains of norms have one dimension. A parameter that ZeRO-3 has
-    split counts by its logical shape.
+    partitioned counts by its logical shape.
     """
     return len(logical_shape(parameter)) > 1 and not is_without_decay(parameter)
 
 
 def split_groups(groups: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return so many groups, or more where there are, by halving the largest ones."""
+    """Return at least `count` groups, by halving the largest ones."""
     groups = list(groups)
     while len(groups) < count:
         largest = max(range(len(groups)), key=lambda place: len(groups[place]["params"]))
@@ -133,9 +133,9 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
 
 
 def skipping(kind: Any) -> Any:
-    """Return a class of optimizers, made of another, that take no step where `found_inf` is not 0.
+    """Return an optimizer class derived from `kind` that skips steps if `found_inf` is not 0.
 
-    torch's fused optimizers and LARS do so on the device; Apex's never looks. Reading the number
+    torch's fused optimizers and LARS do so on the device; Apex's ignores it. Reading the number
     waits for the device.
     """
 
@@ -150,9 +150,9 @@ def skipping(kind: Any) -> Any:
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: ScheduleConfig) -> float:
-    """Return the rate of a step, counted from 0: the warm-up, then as `decay` says.
+    """Return the learning rate of a step, counted from 0: warm-up, then `decay`.
 
-    Where the warm-up rises, the rate of the first step is peak / warmup_steps and that of step
+    With a linear warm-up, the rate of the first step is peak / warmup_steps and that of step
     `warmup_steps` is the peak.
     """
     if step < config.warmup_steps:
@@ -173,9 +173,9 @@ _TRUST = 1e-3
 class LARS(torch.optim.Optimizer):
     """Momentum on g' = η ‖w‖ / (‖g‖ + β ‖w‖) · (g + β w), with β the weight decay.
 
-    A group whose `adapts` is true holds one matrix, or this process's part of it where ZeRO splits
-    it over processes; others are biases, whose steps are not scaled: with these alone it is SGD. A
-    group counts its own steps.
+    A group with `adapts` holds one matrix, or this process's share if ZeRO partitions it; others
+    are biases, whose steps are not scaled: with only these it is SGD. A group counts its own
+    steps.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class LARS(torch.optim.Optimizer):
             groups: parameters with `weight_decay` and `adapts`.
             lr: learning rate.
             momentum: decay of the running sum of steps.
-            processes: over which matrices are split; None where each process has them whole.
+            processes: group over which matrices are partitioned; None if each process has all.
         """
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "step": 0})
         self.processes = processes
@@ -214,13 +214,13 @@ class LARS(torch.optim.Optimizer):
         if group["adapts"]:
             weight, slope = self._norms(parameter, gradient)
             trust = _TRUST * weight / (slope + decay * weight)
-            # A matrix of zeros, or without a gradient, takes a plain step.
+            # A zero matrix, or one without a gradient, takes a plain step.
             direction *= torch.where((weight > 0) & (slope > 0), trust, 1.0)
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         momentum = group["momentum"] * state["momentum"] + direction
-        # What a step that `GradientNorm` found not finite leaves alone, as torch's own optimizers.
+        # Skip a step that `GradientNorm` found not finite, like torch's own optimizers.
         taken = ~getattr(self, "found_inf", torch.zeros((), device=parameter.device)).bool()
         state["momentum"].copy_(torch.where(taken, momentum, state["momentum"]))
         parameter.copy_(torch.where(taken, parameter - group["lr"] * momentum, parameter))

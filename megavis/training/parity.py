@@ -1,4 +1,4 @@
-"""Check that every layout computes what one process computes.
+"""Check every layout against a single process.
 
 The same config, data and seed run for a few steps in each legal layout of N processes, and loss
 and gradient norm of every step are compared with those of one process.
@@ -35,24 +35,24 @@ class ParityResult:
     loss_difference: float
     """Largest relative difference of the loss over the steps and processes."""
     gradient_norm_difference: float
-    """Likewise of the gradient norm."""
+    """The same for the gradient norm."""
     tolerance: float
     error: str = ""
-    """What went wrong where the layout did not run at all."""
+    """The error, if the layout did not run."""
 
     @property
     def passed(self) -> bool:
-        """True where both differences are within the tolerance."""
+        """Whether both differences are within the tolerance."""
         worst = max(self.loss_difference, self.gradient_norm_difference)
         return not self.error and worst <= self.tolerance
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison for machines."""
+        """Return the comparison as JSON."""
         return {**asdict(self), "passed": self.passed}
 
 
 def parity_config(config: RunConfig) -> RunConfig:
-    """Return the config without what may differ by right: dropout."""
+    """Return the config without dropout, which differs legitimately."""
     plain = ParallelConfig(zero_stage=0 if config.training.precision == "float32" else 1)
     return config.model_copy(update={"model": config.model.without_dropout(), "parallel": plain})
 
@@ -70,13 +70,13 @@ def compare_layouts(
     """Run each layout on real local processes and compare it with one process.
 
     Args:
-        config: as `parity_config` gives it.
-        layouts: of `num_processes` processes each.
+        config: from `parity_config`.
+        layouts: each for `num_processes` processes.
         num_processes: local processes.
         steps: optimizer steps.
-        tolerance: largest relative difference that passes.
-        device: `cpu` or `cuda`, with a GPU for each process; what `device_for` says when None.
-        report: called with each comparison as it is done.
+        tolerance: maximum relative difference.
+        device: `cpu` or `cuda`, with a GPU for each process; default: see `device_for`.
+        report: called with each comparison when it is done.
     """
     device = device_for(device, num_processes)
     pool = WorkerPool(num_processes, quiet=True)
@@ -101,10 +101,10 @@ def compare_layouts(
 
 
 def device_for(name: str | None, num_processes: int) -> str:
-    """Return the device of local processes: GPUs where each process has one, else the CPU.
+    """Return the device of local processes: GPUs if each process has one, else the CPU.
 
     Raises:
-        UserError: GPUs were asked for, and there are fewer than processes.
+        UserError: GPUs were requested, and there are fewer than processes.
     """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and visible < num_processes:
@@ -118,7 +118,7 @@ def device_for(name: str | None, num_processes: int) -> str:
 def train_briefly(
     launch: Launch, config: RunConfig, steps: int, device: str | None = None
 ) -> Curve:
-    """Train for some steps on this process's part; returns loss and gradient norm of each."""
+    """Train for some steps on this process's part; return loss and gradient norm of each."""
     loaded = LoadedConfig(config, ConfigSource("parity"))
     with open_job(loaded, launch, device=device) as context:
         run = Trainer.open(loaded, context)

@@ -1,7 +1,7 @@
 """Append-only records of a run: starts, commands and faults.
 
 `starts.jsonl` has a line for the first start and each resume, `commands.jsonl` one for each
-`megavis` command on the run: enough to repeat both. `faults.jsonl` records hardware faults that
+`megavis` command on the run, to reproduce both. `faults.jsonl` records hardware faults that
 ended a job. Unlike `metrics.jsonl`, no line is dropped when its step is repeated.
 """
 
@@ -27,12 +27,12 @@ PACKAGES = ("megavis", "torch", "deepspeed", "megatron-core", "numpy")
 
 
 def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
-    """Add a line; the main process calls this. Raises OSError.
+    """Add a line; called on the main process. Raises OSError.
 
     Args:
         run_folder: the run.
         first_step: steps that it resumes from.
-        facts: about the job: device, number of processes.
+        facts: about the job, such as device and number of processes.
     """
     content = {
         "command": command_line(sys.argv),
@@ -45,12 +45,12 @@ def record_start(run_folder: Path, first_step: int, **facts: Any) -> None:
 
 
 def record_command(run_folder: Path, arguments: Sequence[str]) -> None:
-    """Add a line about a command that has made something of the run. Raises OSError."""
+    """Add a line about a command that used the run. Raises OSError."""
     _append(run_folder / COMMANDS_NAME, {"command": command_line(["megavis", *arguments])})
 
 
 def record_fault(run_folder: Path, step: int, what: str, *, exit_code: int) -> None:
-    """Add a line about what ended the job after a step; the main process calls this.
+    """Add a line about a fault that ended the job after a step; called on the main process.
 
     Raises OSError.
     """
@@ -80,14 +80,14 @@ def read_faults(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return a command as one would type it, without the path of whatever ran it."""
+    """Return a command as typed, without the path of the executable."""
     program, *words = arguments
     name = "megavis" if Path(program).name in ("megavis", "cli.py") else Path(program).name
     return shlex.join([name, *words])
 
 
 def versions() -> Mapping[str, str]:
-    """Return the versions of Python and of the packages that numbers depend on."""
+    """Return the versions of Python and of the packages that affect results."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Batches of random numbers in the form of a config's shards, where none are wanted."""
+"""Random batches in the form of a config's shards."""
 
 from __future__ import annotations
 

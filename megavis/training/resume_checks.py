@@ -1,4 +1,4 @@
-"""Refuse to resume with a config, data or code that would make it another run."""
+"""Refuse to resume with a config or data that would make it another run."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from megavis.data.loading.blended_dataset import Samples
 def check_same_tokenizer(
     manifest: CheckpointManifest, data: Samples, tokenizer: str | None
 ) -> None:
-    """Compare what makes the tokens, by its SHA-256, with that of a checkpoint.
+    """Compare the tokenizer with that of a checkpoint, by SHA-256.
 
     Raises:
-        UserError: it is another one.
+        UserError: they differ.
     """
     before = manifest.tokenizer
     if before != tokenizer:
         raise UserError(
             f"{data.directory}: its {data.manifest.tokenizer_kind} {str(tokenizer)[:12]} is not the"
-            f" one of the run's step {manifest.step}, {str(before)[:12]}; train with what the run"
-            " was begun with, or choose another name"
+            f" one of the run's step {manifest.step}, {str(before)[:12]}; use the one that the run"
+            " was started with, or choose another name"
         )
 
 
 def check_same_run(path: Path, config: RunConfig) -> None:
-    """Compare a config with the one that a run was begun with, `path`.
+    """Compare a config with the one that a run was started with, `path`.
 
     Raises:
-        UserError: they differ in what decides weights, samples or draws.
+        UserError: they differ in something that affects weights, samples or draws.
     """
     before = load_config(path).config
     if before.drop_path == config.drop_path:
-        # Written out, or taken from the model's: the same rate.
+        # Set explicitly, or taken from the model: the same rate.
         before, config = _without_own_drop_path(before), _without_own_drop_path(config)
     for key in ("seed", "objective", "model", "finetune"):
         old, new = getattr(before, key), getattr(config, key)
         if old != new:
             raise UserError(
-                f"{path}: this run was begun with {_first_difference(key, old, new)}; choose"
-                " another name, or make it what it was"
+                f"{path}: this run was started with {_first_difference(key, old, new)}; choose"
+                " another name, or restore the value"
             )
     if before.training.batch_size != config.training.batch_size:
         raise UserError(
-            f"{path}: this run was begun with training.batch_size {before.training.batch_size},"
-            " which its sample order counts in; keep it"
+            f"{path}: this run was started with training.batch_size {before.training.batch_size},"
+            " on which its sample order depends; keep it"
         )
     weights = [source.weight for source in before.data.train_sources]
     if weights != [source.weight for source in config.data.train_sources]:
         raise UserError(
-            f"{path}: this run was begun with data.train of weights {weights}, which its sample"
-            " order follows; keep them, or choose another name"
+            f"{path}: this run was started with data.train weights {weights}, on which its sample"
+            " order depends; keep them, or choose another name"
         )
 
 
@@ -68,7 +68,7 @@ def _without_own_drop_path(config: RunConfig) -> RunConfig:
 
 
 def _first_difference(key: str, old: Any, new: Any) -> str:
-    """Name the first of a section's keys that differs, and what it was and is."""
+    """Describe the first key of a section that differs, with its old and new value."""
     if not (isinstance(old, Section) and isinstance(new, Section)):
         return f"{key} {old}, not {new}" if isinstance(old, int) else f"another {key!r}"
     for name in type(old).model_fields:

@@ -1,7 +1,7 @@
-"""What a pipeline stage hands on, in a form whose backward pass runs once.
+"""Outputs of a pipeline stage in a form whose backward pass runs once.
 
-DeepSpeed calls `backward` of each float that a stage has sent, one after the other, so what they
-have in common, such as an encoder whose memory is carried, would be run for each of them.
+DeepSpeed calls `backward` on each floating-point tensor that a stage has sent, so any common
+part, such as an encoder whose memory is carried, would run once for each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megavis.model.layer_state import PackedState
 
 
 def with_one_backward(outputs: PackedState) -> PackedState:
-    """Return the same tensors, of which the last float alone runs the stage's backward pass.
+    """Return the same tensors, such that only the last float runs the stage's backward pass.
 
     The other floats become leaves, which keep their gradients until then: it must be called last.
     """
@@ -28,7 +28,7 @@ def with_one_backward(outputs: PackedState) -> PackedState:
 
 
 class _Last(torch.autograd.Function):
-    """The last of several tensors; its gradient brings those of the others."""
+    """The last of several tensors; its backward pass includes those of the others."""
 
     @staticmethod
     def forward(ctx: Any, leaves: list[Tensor], *tensors: Tensor) -> Tensor:

@@ -69,9 +69,9 @@ class Trainer:
     objective: Trainable
     train_data: Samples
     validation_data: Readable | None
-    """Held-out images; in a fine-tuning run those that choose the step."""
+    """Held-out images; in a fine-tuning run those for selecting the step."""
     tokenizer: str | None
-    """SHA-256 of what made the tokens of the shards, or makes them of images."""
+    """SHA-256 of the tokenizer of the shards, or of the images."""
     finetuning: Finetuning | None = None
     """Present in a fine-tuning run."""
 
@@ -82,10 +82,10 @@ class Trainer:
 
     @classmethod
     def open(cls, loaded: LoadedConfig, context: ParallelContext) -> Trainer:
-        """Open the data and refuse what does not fit.
+        """Open the data and reject what does not fit.
 
         Raises:
-            UserError: with the key and its line, when data and config do not go together.
+            UserError: data and config do not fit; names the key and its line.
         """
         config = loaded.config
         objective = build_objective(config, context)
@@ -94,7 +94,7 @@ class Trainer:
         held_out, path = None, config.data.validation
         if path is not None:
             held_out = open_held_out(loaded, "data.validation", path, objective, train_data)
-        # A tokenizer that does not fit is refused here, not by the first batch.
+        # Reject an unsuitable tokenizer here, not at the first batch.
         tokenizer = train_data.manifest.identity or objective.backbone.tokenizer_identity
         network = objective.classification()
         if network is None:
@@ -107,12 +107,12 @@ class Trainer:
         """Train to the last step, from the newest checkpoint if there is one; inside `hold_run`.
 
         Args:
-            signals: what asks this process to stop.
-            extra_callbacks: side jobs besides the usual ones.
+            signals: records signals to this process.
+            extra_callbacks: in addition to the standard ones.
 
         Raises:
-            UnfinishedError: a signal asked this or another process to stop; the run is saved.
-            UserError: bad steps, from which training may not go back, or not any more.
+            UnfinishedError: a signal stopped this or another process; the run is saved.
+            UserError: bad steps without a permitted rollback.
         """
         config, context = self.config, self.context
         self.refuse_another_run()
@@ -138,7 +138,7 @@ class Trainer:
         interruption: StopOnSignal,
         extra_callbacks: Sequence[Callback],
     ) -> BadStepStreak | None:
-        """Train from a checkpoint, or from the start; return for which steps it is to go back."""
+        """Train from a checkpoint or from scratch; return the bad steps that require a rollback."""
         config, context = self.config, self.context
         start = found[1] if found else None
         first_step = start.step if start else 0
@@ -180,7 +180,7 @@ class Trainer:
         return bad_steps.row
 
     def _restore(self, found: Found | None, engine: Engine) -> None:
-        """Load a checkpoint, or where there is none what a fine-tuning run begins with."""
+        """Load a checkpoint, or else the initial weights of a fine-tuning run."""
         if self.finetuning is not None:
             self.finetuning.resume(found[1].step if found else 0, self.context)
         if found is not None:
@@ -280,7 +280,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """True where a run that is started again had stopped early."""
+        """Whether a restarted run had stopped early."""
         return self.finetuning is not None and self.finetuning.stopping.is_over
 
     def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
@@ -311,10 +311,10 @@ class Trainer:
             )
 
     def refuse_another_run(self) -> None:
-        """Compare the config with what a run that has checkpoints was begun with.
+        """Compare the config with the one that a run with checkpoints was started with.
 
         Raises:
-            UserError: it is another one.
+            UserError: they differ.
         """
         if checkpoints_by_age(self.folder):
             check_same_run(self.folder / "config.yaml", self.config)
@@ -339,7 +339,7 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
     Args:
         loaded: the checked config.
         launch: this process's place in the job.
-        device: `cpu` or `cuda`; what the machine has when None.
+        device: `cpu` or `cuda`; default: the best available.
     """
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = Trainer.open(loaded, context)

@@ -18,7 +18,7 @@ from megavis.training.callbacks.base import StepState
 from megavis.training.metrics import read_metrics
 
 ACCURACY = "validation_accuracy"
-"""Key of `metrics.jsonl` that decides."""
+"""Key of `metrics.jsonl` used for the decision."""
 
 
 class EarlyStopping:
@@ -36,16 +36,16 @@ class EarlyStopping:
     def resume(
         cls, patience: int, run_folder: Path, step: int, context: ParallelContext
     ) -> EarlyStopping:
-        """Return what a run had seen when it had taken so many steps; every process calls this."""
+        """Return the state of a run after `step` steps; called on every process."""
         looks = [look for look in looks_of(read_metrics(run_folder)) if look[0] <= step]
-        # The folder may look older on another node.
+        # The folder may appear older on another node.
         return cls(patience, context.from_main(looks))
 
     def __call__(self, state: StepState) -> None:
-        """Look at the step's accuracy where it was measured, after the first step."""
+        """Check the step's accuracy if it was measured, after the first step."""
         if state.step == 0 or ACCURACY not in state.record:
             return
-        # From the main process: a last bit that differs elsewhere must not part the processes.
+        # Use the main process's value: the last bit may differ elsewhere.
         context = state.engine.context
         accuracy = torch.tensor(state.record[ACCURACY], dtype=torch.float64, device=context.device)
         dist.broadcast(accuracy, src=0, group=context.world.group)
@@ -56,13 +56,13 @@ class EarlyStopping:
 
     @property
     def best_step(self) -> int | None:
-        """The first step with the highest accuracy; None before the first look."""
+        """The first step with the highest accuracy; None before the first validation."""
         best = max(self.looks, key=lambda look: (look[1], -look[0]), default=None)
         return best and best[0]
 
     @property
     def is_over(self) -> bool:
-        """True when the last `patience` looks brought no new best."""
+        """Whether the last `patience` validations brought no new best."""
         if not self.patience or not self.looks:
             return False
         since = [step for step, _ in self.looks if step > (self.best_step or 0)]

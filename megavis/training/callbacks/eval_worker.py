@@ -17,7 +17,7 @@ from megavis.config.evaluation import EvaluationConfig
 from megavis.config.schema import RunConfig
 
 LOG_NAME = "watch.log"
-# A launcher sets these for its own processes, of which the child is none.
+# A launcher sets these for its own processes; the child is not one of them.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,7 +30,7 @@ def evaluate_during(config: RunConfig, *, is_main: bool) -> Iterator[None]:
 
     Args:
         config: of the run.
-        is_main: True on the main process, which starts the child.
+        is_main: whether this is the main process, which starts the child.
     """
     if config.evaluation is None or not is_main:
         yield
@@ -55,7 +55,7 @@ def evaluate_during(config: RunConfig, *, is_main: bool) -> Iterator[None]:
 
 
 def watch_command(folder: Path, settings: EvaluationConfig, *, seed: int) -> list[str]:
-    """Return the command that does what the config's section says."""
+    """Return the command for the config's section."""
     options: dict[str, object] = {
         "--what": ",".join(settings.what),
         "--every": settings.every,

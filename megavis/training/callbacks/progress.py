@@ -31,13 +31,13 @@ class LogMetrics:
         self._since: tuple[int, float] | None = None
 
     def __call__(self, state: StepState) -> None:
-        """Record the step's numbers where they are due."""
+        """Record the step's numbers if due."""
         if state.loss is None or not state.is_due(self.every):
             return
         engine = state.engine
         state.record["loss"] = engine.mean_over_data(state.loss)
         state.record["lr"] = engine.rate(state.step - 1)
-        # Infinite where an fp16 step overflowed and was skipped.
+        # Infinite if an fp16 step overflowed and was skipped.
         state.record["grad_norm"] = engine.gradient_norm()
         if (scale := engine.loss_scale()) is not None:
             state.record["loss_scale"] = scale.scale
@@ -45,9 +45,9 @@ class LogMetrics:
         state.record.update(self._throughput(state))
 
     def restart_clock(self, state: StepState) -> None:
-        """Leave out of the speeds what the other callbacks took; called after them.
+        """Exclude the time of other callbacks from throughput; called after them.
 
-        The clock first runs after the first step, which warms everything up.
+        The clock starts after the first step, which includes warm-up.
         """
         began = state.loss is not None
         if began and (self._since is None or state.record or state.images):
@@ -69,9 +69,9 @@ class LogMetrics:
 
 
 class CollectGarbage:
-    """Python's collector at fixed steps instead of whenever.
+    """Run Python's garbage collector at fixed steps.
 
-    Left alone it stops each process at another time, and all others wait for it.
+    Otherwise it pauses each process at a different time, and all others wait for it.
     """
 
     def __init__(self, every: int = 200) -> None:
@@ -79,7 +79,7 @@ class CollectGarbage:
         gc.disable()
 
     def __call__(self, state: StepState) -> None:
-        """Collect where it is due; at the end, give control back to Python."""
+        """Collect if due; at the end, restore Python's automatic collection."""
         if state.is_due(self.every):
             gc.collect()
         if state.is_last:
@@ -87,10 +87,10 @@ class CollectGarbage:
 
 
 class ShowProgress:
-    """A progress bar on a terminal, plain lines in a log; on the main process alone.
+    """A progress bar on a terminal, plain lines in a log; only on the main process.
 
-    On a terminal the numbers of training follow the bar, each over the last; what was
-    validated keeps a line of its own.
+    On a terminal, training metrics follow the bar and overwrite each other; validation
+    metrics get separate lines.
     """
 
     def __init__(self, first_step: int, last_step: int) -> None:
@@ -104,7 +104,7 @@ class ShowProgress:
         )
 
     def __call__(self, state: StepState) -> None:
-        """Advance the bar; show the step's numbers where there are any."""
+        """Advance the bar; show the step's numbers if there are any."""
         if state.loss is not None:
             self._bar.update(1)
         if self._on_terminal and "loss" in state.record:
@@ -118,18 +118,18 @@ class ShowProgress:
 
 
 _MAX_NAMED = 20
-"""Names that a process prints; further ones are only counted."""
+"""Names printed per process; further ones are only counted."""
 
 
 class ReportReplacedSamples:
-    """Name new ones on stderr and record `samples_replaced`, every N steps.
+    """Report replaced samples on stderr and record `samples_replaced`, every N steps.
 
-    Batches are read ahead, so that a sample may be named before the step that would have had it.
+    Batches are prefetched, so a sample may be reported before the step that would have used it.
     """
 
     def __init__(self, every: int, data: Samples, context: ParallelContext) -> None:
         self.every, self.data, self.context = every, data, context
-        # What the index shows, every process knows from the start.
+        # Every process knows from the start what the index shows.
         self._known = len(data.skipped_names)
         self._named: set[str] = set() if context.is_main else set(data.skipped_names)
 

@@ -1,4 +1,4 @@
-"""Sample image grids during training, from held-out images or from nothing."""
+"""Sample image grids during training, unconditionally or from held-out images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megavis.training.callbacks.base import StepState
 
 
 class SampleImages:
-    """Draws a grid every N steps into `samples/` and TensorBoard."""
+    """Writes a grid every N steps to `samples/` and TensorBoard."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class SampleImages:
         """Set up.
 
         Args:
-            run_folder: takes the pictures.
-            dataset: held-out images to start from; None draws from nothing.
+            run_folder: receives the images.
+            dataset: held-out images to start from; None for unconditional samples.
             objective: the paper.
-            every: steps between two grids.
-            num_images: images of a grid.
+            every: steps between grids.
+            num_images: images per grid.
 
         Raises:
-            UserError: when this paper's models cannot be sampled so, before any work is done.
+            UserError: this paper does not support such samples; raised before any work is done.
         """
         try:
             self.gallery = Gallery(objective, run_folder)
@@ -46,12 +46,12 @@ class SampleImages:
         self.folder, self.every, self.num_images = run_folder, every, num_images
         self.examples = None
         if dataset is not None:
-            # Spread over the data set, which may lie in the order of its classes.
+            # Spread over the data set, which may be sorted by class.
             places = np.linspace(0, len(dataset) - 1, num_images).astype(np.int64)
             self.examples = read_batch(dataset, places, places)
 
     def __call__(self, state: StepState) -> None:
-        """Draw where it is due, but neither before the first step nor when training stops."""
+        """Sample if due, but neither before the first step nor when training stops."""
         if state.loss is None or state.stop is not None or not state.is_due(self.every):
             return
         engine = state.engine

@@ -32,13 +32,13 @@ class SaveCheckpoint:
         published: Callable[[], None],
         also_at: Collection[int] = (),
     ) -> None:
-        """Prepare; every process calls this.
+        """Prepare; called on every process.
 
         Args:
-            every: steps between two checkpoints; 0: only on a callback's request, and at the end.
-            take: copies the run as it is after a step.
+            every: steps between checkpoints; 0: only on a callback's request, and at the end.
+            take: copies the state of the run after a step.
             published: called when a checkpoint has appeared.
-            also_at: steps at which one is saved whatever `every` says.
+            also_at: steps to save regardless of `every`.
         """
         self.every, self._take, self._published = every, take, published
         self._also_at = frozenset(also_at)
@@ -49,7 +49,7 @@ class SaveCheckpoint:
         self._stall = 0.0
 
     def __call__(self, state: StepState) -> None:
-        """Save where it is due, and let appear what all processes have written."""
+        """Save if due, and publish checkpoints that all processes have written."""
         began = time.perf_counter()
         due = state.is_due(self.every) or state.step in self._also_at
         due = due or state.wants_checkpoint or state.step == state.last_step
@@ -65,7 +65,7 @@ class SaveCheckpoint:
         self._stall += time.perf_counter() - began
 
     def record_stall(self, state: StepState) -> None:
-        """Put into a logged line how long training has waited for checkpoints since the last one.
+        """Record how long training has waited for checkpoints since the last logged line.
 
         A callback.
         """

@@ -32,18 +32,18 @@ class Validate:
 
         Args:
             dataset: held-out images.
-            every: steps between two validations.
-            num_images: so many of them.
-            is_urgent: asked before each batch, on all processes at once, whether to break off.
+            every: steps between validations.
+            num_images: number of images.
+            is_urgent: called before each batch, on all processes, to decide whether to abort.
         """
         self.dataset, self.every, self.num_images = dataset, every, num_images
         self.is_urgent = is_urgent
 
     def __call__(self, state: StepState) -> None:
-        """Record `validation_loss` where it is due."""
+        """Record `validation_loss` if due."""
         if state.is_due(self.every):
             with state.engine.evaluated():
-                # Before the first step there is nothing to save, and so nothing to hurry for.
+                # Before the first step there is nothing to save, so no need to hurry.
                 measured = self.measure(state.engine, may_break_off=state.step > 0)
             state.record.update({f"validation_{name}": v for name, v in measured.items()})
 
@@ -54,9 +54,9 @@ class Validate:
         metrics: MetricsWriter | None,
         run_folder: Path,
     ) -> None:
-        """Make the validation that a signal broke off just before the run was saved.
+        """Repeat the validation that a signal aborted just before the run was saved.
 
-        So the metrics of a run that was interrupted are those of one that was not. Every process
+        So the metrics of a run that was those of an uninterrupted one. Every process
         calls this, with the state that was saved.
 
         Args:
@@ -69,7 +69,7 @@ class Validate:
             return
         lines = read_metrics(run_folder)
         is_done = any("validation_loss" in line and line["step"] == state.step for line in lines)
-        # The folder may look older on another node.
+        # The folder may appear older on another node.
         if state.engine.context.from_main(is_done):
             return
         for callback in (self, *callbacks):
@@ -78,9 +78,9 @@ class Validate:
             metrics.amend(state.step, state.record)
 
     def measure(self, engine: Engine, *, may_break_off: bool) -> dict[str, float]:
-        """Return the mean loss over the held-out images, and what else the objective measures.
+        """Return the mean loss over the held-out images, and the objective's other metrics.
 
-        Every process calls this. Nothing is returned where it was broken off.
+        Called on every process. The result is empty if aborted.
         """
         runner = Inference(engine.layers, engine.context)
         batches = evaluation_batches(

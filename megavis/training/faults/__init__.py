@@ -1,1 +1,1 @@
-"""What keeps a run going: signals, hangs, bad steps, damaged weights, restarts."""
+"""Fault tolerance: signals, hangs, bad steps, corrupted weights, restarts."""

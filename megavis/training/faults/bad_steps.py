@@ -36,15 +36,15 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.base import StepState
 from megavis.training.metrics import MetricsWriter, read_metrics
 
-# Of a normal distribution, the standard deviation over the median distance from the median.
+# For a normal distribution, the standard deviation over the median distance from the median.
 _DEVIATION = 1.4826
-# A loss that hardly moves is no spike for moving by less than this share of it.
+# Changes below this share of the loss are never spikes, even if the loss hardly moves.
 _LEAST_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
 class BadStepStreak:
-    """A streak of bad steps as long as is tolerated; steps count from 1."""
+    """A streak of bad steps that reached the limit; steps count from 1."""
 
     first: int
     last: int
@@ -55,24 +55,24 @@ class BadStepStreak:
 class SpikeDetector:
     """Detects loss spikes from the losses alone, so identically in every layout.
 
-    A loss is a spike when it lies more than `threshold` deviations above the median of the last
+    A loss is a spike if it lies more than `threshold` deviations above the median of the last
     `window` good ones. The deviation is 1.4826 times the median distance from that median, which a
     few odd losses do not move; it counts as at least a thousandth of the median.
     """
 
     def __init__(self, threshold: float, window: int, history: LossHistory) -> None:
-        """Go on from a history; `threshold` 0: no finite loss is a spike."""
+        """Continue from a history; with `threshold` 0 no finite loss is a spike."""
         self.threshold, self.window = threshold, window
         self._recent = deque(history.recent, maxlen=window)
         self._bad_since = history.bad_since
 
     @property
     def history(self) -> LossHistory:
-        """What a checkpoint keeps, so that a resumed run judges alike."""
+        """State stored in checkpoints, so a resumed run decides alike."""
         return LossHistory(recent=tuple(self._recent), bad_since=self._bad_since)
 
     def is_spike(self, loss: float) -> bool:
-        """Compare a loss with those before it; until there are enough of them none is a spike."""
+        """Compare a loss with those before it; until there are enough, none is a spike."""
         if not math.isfinite(loss):
             return True
         if not self.threshold or len(self._recent) < self.window:
@@ -83,7 +83,7 @@ class SpikeDetector:
         return loss > median + self.threshold * deviation
 
     def take(self, step: int, loss: float, *, is_bad: bool) -> int:
-        """Remember a step; return how many bad ones in a row end with it."""
+        """Record a step; return the length of the streak of bad steps that it ends."""
         if not is_bad:
             self._recent.append(loss)
             self._bad_since = None
@@ -96,8 +96,8 @@ class WatchBadSteps:
     """A callback that names bad steps and counts them in the metrics.
 
     Attributes:
-        judge: what it knows of the losses.
-        row: the bad steps for which training is to go back or end; None so far.
+        judge: detects spikes.
+        row: the bad steps that require a rollback or the end of training; None until then.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class WatchBadSteps:
         history: LossHistory,
         batches_skipped: int,
     ) -> None:
-        """Prepare; every process calls this.
+        """Prepare; called on every process.
 
         Args:
-            settings: what is bad, and how many in a row are too many.
-            saving: says when a checkpoint is due, which must know of all steps before it.
-            history: of the checkpoint that the run resumes from.
-            batches_skipped: likewise; the positions of a step's images follow.
+            settings: which steps are bad, and how many in a row are too many.
+            saving: determines when a checkpoint is due, for which all earlier steps must be known.
+            history: from the checkpoint that the run resumes from.
+            batches_skipped: likewise; determines the positions of a step's images.
         """
         self.settings, self.saving, self.batches_skipped = settings, saving, batches_skipped
         self.judge = SpikeDetector(settings.spike_threshold, settings.spike_window, history)
@@ -123,7 +123,7 @@ class WatchBadSteps:
         self._counts: Counter[str] = Counter()
 
     def __call__(self, state: StepState) -> None:
-        """Look at the steps that are known by now; where a line or a checkpoint is due, at all."""
+        """Check the steps known so far; if a line or a checkpoint is due, all of them."""
         if state.loss is None:
             return
         skipped = state.engine.last_step_was_skipped()
@@ -144,7 +144,7 @@ class WatchBadSteps:
 
     def _look(self, state: StepState, step: int, loss: float, *, was_skipped: bool) -> None:
         if was_skipped and self.settings.precision == "fp16":
-            return  # its loss scale is found by skipping
+            return  # the loss scale is found by skipping steps
         is_bad = was_skipped or self.judge.is_spike(loss)
         in_a_row = self.judge.take(step, loss, is_bad=is_bad)
         if not is_bad:
@@ -169,18 +169,18 @@ def roll_back(
 ) -> Found:
     """Return the checkpoint to resume from, with the skipped data recorded in it.
 
-    Every process calls this. Newer checkpoints are set aside. The checkpoint records the skipped
-    data, so a resumed run skips the same, in any layout.
+    Called on every process. Newer checkpoints are set aside. The checkpoint records the skipped
+    data, so a resumed run skips the same data, in any layout.
 
     Raises:
-        UserError: on every process, when training may not go back, or there is nothing old enough.
-        OSError: likewise, when the checkpoint cannot be written.
+        UserError: on every process, if rollback is not allowed, or no checkpoint is old enough.
+        OSError: likewise, if the checkpoint cannot be written.
     """
     count = row.last - row.first + 1
     what = f"{count} steps in a row, up to step {row.last}, were bad (training.max_bad_steps)"
-    advice = "lower optimizer.learning_rate, or look at the images at the positions above"
+    advice = "lower optimizer.learning_rate, or check the images at the positions above"
     if not settings.max_rollbacks:
-        raise UserError(f"{what}: {advice}, or let it go back (training.max_rollbacks)")
+        raise UserError(f"{what}: {advice}, or allow rollbacks (training.max_rollbacks)")
     found = newest_intact_checkpoint(
         run_folder, context, up_to=row.first - 1 - settings.rollback_margin
     )
@@ -193,7 +193,7 @@ def roll_back(
     times = 1 + (manifest.went_back.times if manifest.went_back else 0)
     if times > settings.max_rollbacks:
         raise UserError(
-            f"{what}, after training has gone back to step {manifest.step} {times - 1} times"
+            f"{what}, after {times - 1} rollbacks to step {manifest.step}"
             f" (training.max_rollbacks): {advice}"
         )
     changed = manifest.model_copy(
@@ -211,17 +211,17 @@ def roll_back(
 def _agree_on(
     run_folder: Path, folder: Path, changed: CheckpointManifest, context: ParallelContext
 ) -> None:
-    """Write the changed manifest; raises OSError on every process if the main one cannot."""
+    """Write the changed manifest; raises OSError on every process if the main one fails."""
     failure = ""
     if context.is_main:
         try:
             older = checkpoints_by_age(run_folder, up_to=changed.step)
             newer = [one for one in checkpoints_by_age(run_folder) if one not in older]
-            # First: a kill between the two leaves a run that meets the bad steps again.
+            # Do this first: a kill in between leaves a run that repeats the bad steps.
             set_aside(run_folder, newer, newest=folder)
             write_atomically(folder / MANIFEST, changed.model_dump_json().encode())
             sys.stderr.write(
-                f"WARNING: going back to {folder}, and on with batch"
+                f"WARNING: rolling back to {folder}, and continuing with batch"
                 f" {changed.step + changed.batches_skipped} of the sample order\n"
             )
         except OSError as error:
@@ -232,7 +232,7 @@ def _agree_on(
 
 
 def record_rollback(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the event's line at the step that was gone back to, unless it is there."""
+    """Write the rollback's line at the step that it returned to, unless it is there."""
     event = manifest.went_back
     if event is None:
         return

@@ -33,17 +33,17 @@ from megavis.training.engine import Engine
 from megavis.training.provenance import record_fault
 
 Fingerprints = dict[str, int]
-"""What is compared, by key: processes with the same key must have the same number."""
+"""Checksums by key: processes with the same key must have the same number."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What one process computed of the same images.
+    """Losses of one process on the same images.
 
     Attributes:
-        part: of the model, which all copies have.
+        part: the part of the model.
         first: the loss.
-        second: the loss once more.
+        second: the loss, computed again.
     """
 
     part: int
@@ -70,17 +70,17 @@ class CheckReplicas:
         """Prepare.
 
         Args:
-            every: steps between two looks.
-            saving: says when a checkpoint is due.
+            every: steps between checks.
+            saving: determines when a checkpoint is due.
             samples: the training images.
             seed: of their order.
-            batches_skipped: batches of it that the run left out so far.
+            batches_skipped: batches skipped so far.
         """
         self.every, self.saving, self.samples = every, saving, samples
         self._order, self._batches_skipped = samples.order(seed), batches_skipped
 
     def __call__(self, state: StepState) -> None:
-        """Look where it is due.
+        """Check if due.
 
         Raises:
             CorruptionError: on every process, naming what differs, the ranks and their hosts.
@@ -102,7 +102,7 @@ class CheckReplicas:
         if complaint:
             _remember(engine, state.step, complaint)
             raise CorruptionError(
-                f"after step {state.step}, {complaint}; nothing of it is saved: leave that host out"
+                f"after step {state.step}, {complaint}; it is not saved: exclude that host"
                 " and start the run again"
             )
 
@@ -117,21 +117,21 @@ class CheckReplicas:
             with torch.no_grad():
                 losses.append(engine.objective.loss(predictions, sequence.targets).float())
         first, second = torch.stack(losses).tolist()
-        # Parts of one copy of the model may round their sums in another order.
+        # Parts of one copy of the model may round differently.
         return Losses(engine.context.model.rank, first, second)
 
     def _first_micro_batch(self, engine: Engine, step: int) -> Batch:
-        """Read what the first data-parallel rank began the step with, on every rank."""
+        """Read the first micro-batch of data-parallel rank 0, on every rank."""
         first = (step - 1 + self._batches_skipped) * engine.config.training.batch_size
         positions = np.arange(first, first + engine.micro_batch_size, dtype=np.int64)
         return read_batch(self.samples, self._order.dataset_index(positions), positions)
 
 
 def allowed_difference(engine: Engine) -> float:
-    """Return by how much losses of the same images may differ, relative to 1 or the larger one.
+    """Return the allowed difference of losses on the same images, relative to 1 or the larger one.
 
-    0 where no sum is left to NCCL: then by nothing. Else what rounding to the compute precision
-    makes of one number, far below what a wrong result does to a loss.
+    0 if NCCL computes no sums. Otherwise the rounding error of one number in the compute
+    precision, far below the effect of a wrong result.
     """
     context = engine.context
     if context.device.type == "cpu" or context.tensor.size == 1:
@@ -140,22 +140,22 @@ def allowed_difference(engine: Engine) -> float:
 
 
 def _remember(engine: Engine, step: int, complaint: str) -> None:
-    """Write the fault into the run's folder; every process calls this."""
+    """Record the fault in the run folder; called on every process."""
     world = engine.context.world
     if engine.context.is_main:
-        # A full disk must not hide what was found.
+        # A full disk must not hide the finding.
         with contextlib.suppress(OSError):
             folder = Path(engine.config.folder)
             record_fault(folder, step, complaint, exit_code=CORRUPTION_EXIT_CODE)
-    # The first process that ends may take the others with it.
+    # The first process to exit may end the others.
     dist.barrier(group=world.group)
 
 
 def weight_fingerprints(engine: Engine) -> Fingerprints:
-    """Return a checksum of each tensor here of which other processes hold copies.
+    """Return a checksum of each tensor that other processes hold copies of.
 
-    Under ZeRO 0 to 2 that is every weight, under ZeRO-0 its moments and average too. Under ZeRO-3
-    only this process's part of what tensor parallelism does not split, such as norms, where
+    Under ZeRO 0 to 2 that is every weight, under ZeRO-0 also moments and average. Under ZeRO-3
+    only this process's share of tensors that tensor parallelism replicates, such as norms, where
     processes of a tensor group compute the same bits.
     """
     tensors = dict(_replicated(engine))
@@ -181,10 +181,10 @@ def _replicated(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repeats(engine: Engine) -> bool:
-    """True where processes of a tensor group get the same bits from the same computation.
+    """Whether processes of a tensor group get the same bits from the same computation.
 
-    They do not send one another the gradients of what none of them splits: each computes its own,
-    on a GPU by kernels that may add in any order.
+    They do not exchange gradients of replicated tensors: each computes its own,
+    on a GPU with kernels that may add in any order.
     """
     context = engine.context
     is_exact = context.device.type == "cpu" or engine.config.training.deterministic
@@ -192,16 +192,16 @@ def _repeats(engine: Engine) -> bool:
 
 
 def _share(parameter: nn.Parameter) -> Tensor:
-    """Return what a process keeps of a weight that ZeRO-3 has split."""
+    """Return a process's share of a weight that ZeRO-3 has partitioned."""
     split: Any = parameter
     share: Tensor = split.ds_tensor
     return share
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number, int64 on the tensor's device, that any one changed element changes.
+    """Return a checksum, int64 on the tensor's device, that detects any single changed element.
 
-    Each element's bits times an odd number of its place, summed modulo 2^64; in any order the same.
+    Each element's bits times an odd number from its index, summed modulo 2^64, in any order.
     """
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
@@ -214,11 +214,11 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def loss_disagreement(losses: Mapping[str, Losses], allowed: float) -> str:
-    """Return which losses differ by more than is allowed; empty where none does.
+    """Describe losses that differ by more than allowed; empty if none do.
 
     Args:
-        losses: by process.
-        allowed: as `allowed_difference` gives it.
+        losses: losses by process.
+        allowed: see `allowed_difference`.
     """
     torn = [name for name, mine in losses.items() if not _agree(mine.first, mine.second, allowed)]
     if torn:
@@ -244,9 +244,9 @@ def _agree(first: float, second: float, allowed: float) -> bool:
 
 
 def disagreement(prints: Mapping[str, Fingerprints]) -> str:
-    """Return what differs between processes, by their names; empty where nothing does.
+    """Describe differences between processes, by name; empty if there are none.
 
-    Where more agree with one another than with any others, those others are named.
+    If a majority agrees, the others are named.
     """
     holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, mine in prints.items():

@@ -1,4 +1,4 @@
-"""What follows a stop: the exit on a signal, and a limit to restarts that make no progress."""
+"""Stop on a signal, and limit restarts that make no progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megavis.parallel.context import ParallelContext
 from megavis.training.callbacks.base import StepState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SLURM sends either of them before it takes the nodes away."""
+"""SLURM sends either of them before it reclaims the nodes."""
 
 
 class Signals:
-    """Notes either signal instead of dying of it; a context manager around the whole job.
+    """Records either signal instead of terminating; a context manager around the whole job.
 
     Attributes:
-        received: True once this process has got one.
+        received: whether this process has received one.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Python lets no other thread handle signals; a job in one is stopped by its owner.
+        # Only Python's main thread handles signals; a job in another thread is its owner's.
         if threading.current_thread() is threading.main_thread():
             self._before = {one: signal.signal(one, self._receive) for one in SIGNALS}
         return self
@@ -55,29 +55,29 @@ class StopOnSignal:
     """End training after a step, with a checkpoint, once any process gets a signal.
 
     Attributes:
-        has_stopped: True once it has ended training before all was done.
+        has_stopped: whether it has ended training early.
     """
 
     def __init__(self, signals: Signals) -> None:
-        """Join the other processes; every process calls this."""
+        """Join the other processes; called on every process."""
         self._signals = signals
         self._agreement = AsyncFlag()
         self._agreed = False
         self.has_stopped = False
 
     def __call__(self, state: StepState) -> None:
-        """Stop where all know that one was asked to."""
+        """Stop once all processes know of the signal."""
         if not self._agreed:
             self._agreed = bool(self._agreement.exchange(self._signals.received))
         if self._agreed and state.loss is not None and not state.is_last:
             state.wants_checkpoint = True
-            state.stop = "asked to stop by a signal"
+            state.stop = "stopped by a signal"
             self.has_stopped = True
 
     def is_urgent(self) -> bool:
-        """Say whether to break off what delays the next checkpoint; all processes ask together."""
+        """Return whether to abort work that delays the next checkpoint; called on all processes."""
         self._agreed = self._agreed or self._agreement.settle(self._signals.received)
-        # What is broken off is to be made up for, also where no step is left to take.
+        # Aborted work must be repeated, even if no step is left to take.
         self.has_stopped = self.has_stopped or self._agreed
         return self._agreed
 
@@ -86,16 +86,16 @@ RECORD_NAME = "restarts.json"
 
 
 def count_restart(run_folder: Path, first_step: int, limit: int, context: ParallelContext) -> None:
-    """Count this start if a scheduler made it; every process calls this.
+    """Count this start if it was automatic; called on every process.
 
     Args:
-        run_folder: the run, which keeps the count.
+        run_folder: the run, which stores the count.
         first_step: step of the checkpoint that it resumes from.
         limit: restarts allowed from the same checkpoint.
         context: ranks and groups of this process.
 
     Raises:
-        UserError: on every process, when the limit is exceeded.
+        UserError: on every process, if the limit is exceeded.
     """
     refusal = ""
     if context.is_main and is_automatic(os.environ):
@@ -112,14 +112,14 @@ def is_automatic(environment: Mapping[str, str]) -> bool:
 
 
 def _count(record: Path, first_step: int, limit: int) -> str:
-    """Count; return what is wrong, or nothing."""
+    """Count; return an error message, or an empty text."""
     before = json.loads(record.read_text()) if record.exists() else {}
     restarts = before["restarts"] + 1 if before.get("step") == first_step else 1
     if restarts > limit:
         record.unlink()
         return (
             f"{record.parent}: restarted {limit} times without a new checkpoint since step"
-            f" {first_step} (training.max_restarts); look into the log for what ends it, then start"
+            f" {first_step} (training.max_restarts); check the log for the cause, then start"
             " it again"
         )
     content = {"step": first_step, "restarts": restarts}

@@ -1,10 +1,11 @@
 """Lock a run folder: one job at a time.
 
 The first rank keeps a file `.lock-N` there, which names its process and whose modification time it
-renews every few seconds. Taking over is creating the file of the next number, which one process
-alone can do, on network disks too; it needs neither `flock` nor clocks that agree. A holder whose
-process has gone is replaced at once on its own host. From another host a process cannot be looked
-up: there the file is watched, and a holder that does not renew it for `SILENCE_SECONDS` is dead.
+renews every few seconds. Taking over means creating the file with the next number, which only one
+process can do, on network disks too; it needs neither `flock` nor synchronised clocks. A holder
+whose process has ended is replaced at once on its own host. From another host the process cannot be
+looked up: there the file is watched, and a holder that does not renew it for `SILENCE_SECONDS` is
+dead.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from pathlib import Path
 from megavis.config.errors import UserError
 
 BEAT_SECONDS = 5.0
-"""Between two signs of life."""
+"""Interval of heartbeats."""
 SILENCE_SECONDS = 60.0
-"""After which a holder on another host is dead: attributes of files may be cached for so long."""
+"""When a holder on another host counts as dead: file attributes may be cached this long."""
 LONG_DEAD_SECONDS = 1800.0
-"""A lock so much older than a new file is not watched; clocks of two hosts differ by less."""
+"""A lock this much older than a new file is not watched; clocks of two hosts differ by less."""
 TAKEN_OVER_EXIT_CODE = 2
-"""Of a holder that finds its lock gone: another job trains, and a requeue must not disturb it."""
+"""Exit code of a holder whose lock is gone: another job trains, and a requeue would disturb it."""
 
 _PREFIX = ".lock-"
 _LOOK_SECONDS = 0.5
@@ -43,11 +44,11 @@ class Holder:
 
     Attributes:
         host: its name.
-        machine: boot, process namespace and user; where they agree, the process can be looked up.
-        process: its number.
+        machine: boot, process namespace and user; if they agree, the process can be looked up.
+        process: process number.
         started: clock ticks from boot to its start, which distinguishes a reused number.
         since: when it took the lock, ISO 8601.
-        token: drawn for this holder alone.
+        token: random, unique to this holder.
     """
 
     host: str
@@ -59,7 +60,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> Holder:
-        """Return what this process would write."""
+        """Describe this process."""
         process = os.getpid()
         since = datetime.now(UTC).isoformat(timespec="seconds")
         started = _start_of(process) or 0
@@ -67,12 +68,12 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """True where its process can be looked up."""
+        """Whether its process can be looked up here."""
         return (self.host, self.machine) == (socket.gethostname(), _machine())
 
     @property
     def has_ended(self) -> bool:
-        """True where its process is gone; only to be asked where `is_here`."""
+        """Whether its process has ended; valid only if `is_here`."""
         return _start_of(self.process) != self.started
 
     def __str__(self) -> str:
@@ -86,8 +87,8 @@ class RunLock:
         """Prepare.
 
         Args:
-            run_folder: is made where there is none.
-            patience: seconds to wait for a living holder to leave.
+            run_folder: created if missing.
+            patience: seconds to wait for a live holder to finish.
         """
         self._folder, self._patience = run_folder, patience
         self._holder = Holder.of_this_process()
@@ -111,21 +112,21 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._over.set()
         self._beats.join()
-        # Left behind by a disk that fails, it is taken over like that of any ended process.
+        # If the disk fails and leaves it behind, it is taken over like that of any ended process.
         with contextlib.suppress(OSError):
             if self._is_mine():
                 self._path.unlink(missing_ok=True)
 
     def _take(self, deadline: float) -> None:
-        """Become the holder of the highest number, when all others are dead."""
+        """Become the holder with the highest number, once all others are dead."""
         while not self._try(deadline):
             time.sleep(secrets.SystemRandom().uniform(0.0, _LOOK_SECONDS))
 
     def _try(self, deadline: float) -> bool:
-        """Look and take once; return False where somebody came or went meanwhile."""
+        """Try to take the lock once; return False if another holder came or went meanwhile."""
         dead = _locks(self._folder)
         for path, holder in dead.items():
             if _is_dead(path, holder):
@@ -148,9 +149,9 @@ class RunLock:
         return True
 
     def _beat(self) -> None:
-        """Renew the sign of life; end this process where somebody else has taken over."""
+        """Renew the heartbeat; end this process if another job has taken over."""
         while not self._over.wait(BEAT_SECONDS):
-            # A disk that does not answer for a moment is no reason to stop.
+            # A disk that is briefly unavailable is no reason to stop.
             with contextlib.suppress(OSError):
                 if self._is_mine():
                     os.utime(self._path)
@@ -161,7 +162,7 @@ class RunLock:
         return _read(self._path) == self._holder
 
     def _leave(self) -> None:
-        """End at once: whatever this process would still write, another one writes by now."""
+        """Exit immediately: another process now writes to the run folder."""
         holders = ", ".join(str(h) for h in _locks(self._folder).values() if h is not None)
         sys.stderr.write(
             f"error: {self._folder}: the lock of this job is gone, taken over by"
@@ -187,9 +188,9 @@ def holder_of(run_folder: Path) -> Holder | None:
 
 
 def _is_dead(path: Path, holder: Holder | None) -> bool:
-    """Return whether a holder has ended or left; on another host this may take a minute.
+    """Return whether a holder has ended; on another host this may take a minute.
 
-    None where the file says nothing: it is being written, or was never finished.
+    `holder` is None if the file is incomplete: being written, or never finished.
     """
     if holder is not None and holder.is_here:
         return holder.has_ended
@@ -216,9 +217,9 @@ def _say_that_it_waits(path: Path, holder: Holder | None) -> None:
 
 
 def _modified(path: Path) -> int | None:
-    """Return when a file was modified, in ns; None where it is gone."""
+    """Return the modification time of a file in ns; None if it is gone."""
     try:
-        # Opening asks a network disk; a mere stat may answer from the host's cache.
+        # Opening queries a network disk; a stat alone may be answered from the host's cache.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
@@ -226,7 +227,7 @@ def _modified(path: Path) -> int | None:
 
 
 def _age(path: Path) -> float:
-    """Return by how many seconds a new file in the same folder is newer: by the disk's clock."""
+    """Return the age of a file in seconds, by the disk's clock."""
     probe = path.with_name(f".clock-{secrets.token_hex(8)}")
     try:
         probe.touch(exist_ok=False)
@@ -236,7 +237,7 @@ def _age(path: Path) -> float:
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """Write a file that is not there yet; return whether it was not."""
+    """Create a file; return whether it did not exist."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(asdict(holder)))
@@ -245,14 +246,14 @@ def _create(path: Path, holder: Holder) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        # A full disk has taken the name and not the text.
+        # A full disk may have created the name without the content.
         path.unlink(missing_ok=True)
         raise
     return True
 
 
 def _locks(folder: Path) -> Mapping[Path, Holder | None]:
-    """Return the files of all holders with what they say; None where one says nothing."""
+    """Return all lock files with their holders; None for incomplete ones."""
     names = [name for name in os.listdir(folder) if name.startswith(_PREFIX)]
     paths = [folder / name for name in names if name.removeprefix(_PREFIX).isdecimal()]
     return {path: _read(path) for path in paths}
@@ -263,7 +264,7 @@ def _number(path: Path) -> int:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return what a file says; None where it is gone or says nothing."""
+    """Return the holder in a file; None if it is gone or incomplete."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError, TypeError):
@@ -271,18 +272,18 @@ def _read(path: Path) -> Holder | None:
 
 
 def _start_of(process: int) -> int | None:
-    """Return the clock ticks from boot to a process's start; None where it has ended."""
+    """Return the clock ticks from boot to a process's start; None if it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name is in brackets and may hold anything: fields are counted from the end.
+    # The name is in brackets and may contain anything: count fields from the end.
     state, *fields = text.rpartition(")")[2].split()
-    # A zombie and a dead process wait for nothing but their parent.
+    # Zombies and dead processes only wait for their parent.
     return None if state in "ZX" else int(fields[18])
 
 
 def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    # Of another user's processes `/proc` may show nothing.
+    # `/proc` may hide other users' processes.
     return f"{boot} {os.readlink('/proc/self/ns/pid')} user {os.getuid()}"

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from megavis.parallel.context import MEETING_SECONDS, ParallelContext, set_timeouts
 
 HUNG_EXIT_CODE = 70
-"""Of a process that ended itself since the job hangs; sysexits.h calls it EX_SOFTWARE."""
+"""Exit code of a process that ended itself because the job hangs; EX_SOFTWARE in sysexits.h."""
 
 LONGEST_WINDOW = 10
-"""Times the patience: the first step, and what comes between two steps."""
+"""Multiple of the patience for the first step and for work between steps."""
 
 _BEAT_SECONDS = 1.0
 _SILENT_BEATS = 4
@@ -37,12 +37,12 @@ _A_MONTH = 30 * 24 * 3600.0
 
 
 def collective_timeout(patience: float) -> float:
-    """Return how many seconds a collective may wait: longer than any window that is watched.
+    """Return how many seconds a collective may wait: longer than any watched window.
 
-    So a process that hangs is named by the watchdog, and none is ended by NCCL before.
+    So the watchdog names a hanging process before NCCL ends any.
 
     Args:
-        patience: seconds that a step may take; 0: any time, which is a month here.
+        patience: seconds that a step may take; 0: no limit, which is a month here.
     """
     if not patience:
         return _A_MONTH
@@ -57,8 +57,8 @@ class Watchdog:
 
         Args:
             context: ranks and groups of this process.
-            patience: seconds that a step may take; 0: any time. One process alone waits for nobody
-                and is not watched.
+            patience: seconds that a step may take; 0: no limit. A single process is not
+                watched.
         """
         self._rank, self._size = context.world.rank, context.world.size
         self._patience = patience if self._size > 1 else 0.0
@@ -80,7 +80,7 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop watching; where training has failed, say who does not answer any more."""
+        """Stop watching; if training has failed, report unresponsive ranks."""
         if not self._patience:
             return
         self._deadline = float("inf")
@@ -91,7 +91,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def expect(self, doing: str, *, times: int = 1) -> Iterator[None]:
-        """Watch what is done inside; it may take so many times the patience."""
+        """Watch the block, which may take `times` the patience."""
         self._doing, self._deadline = doing, time.monotonic() + times * self._patience
         yield
         self._deadline = float("inf")
@@ -116,14 +116,14 @@ class Watchdog:
         text = f"rank {self._rank} on {socket.gethostname()} {waited} in {self._doing}; its stacks:"
         sys.stderr.write(f"megavis: {text}\n")
         sys.stderr.flush()
-        # Another thread may hold Python's lock for good, but a stack needs none.
+        # Another thread may hold the GIL forever, but dumping stacks does not need it.
         faulthandler.dump_traceback(all_threads=True)
         self._tell_who_is_silent()
         sys.stderr.flush()
         os._exit(HUNG_EXIT_CODE)
 
     def _tell_who_is_silent(self) -> None:
-        """Name the ranks whose word has not changed for a while; the first living rank does."""
+        """Report the ranks whose heartbeat has stopped; the first live rank does this."""
         found: list[dict[int, str]] = []
 
         def ask() -> None:
@@ -135,7 +135,7 @@ class Watchdog:
         asking.join(_REPORT_SECONDS)
         if not found:
             sys.stderr.write(
-                f"megavis: rank 0 on {os.environ['MASTER_ADDR']}, which all others meet at, does"
+                f"megavis: rank 0 on {os.environ['MASTER_ADDR']}, which hosts the rendezvous, does"
                 f" not answer: it is dead or hangs; rank {self._rank} was in {self._doing}\n"
             )
             return
@@ -148,7 +148,7 @@ class Watchdog:
         others = [rank for rank in range(self._size) if rank != self._rank]
         before = {rank: self._word(rank) for rank in others}
         for _ in range(_SILENT_BEATS):
-            # The others look too, so the heartbeat must continue.
+            # The others check too, so the heartbeat must continue.
             self._say_alive()
             time.sleep(_BEAT_SECONDS)
         silent = {}
@@ -177,7 +177,7 @@ def _key(rank: int) -> str:
 
 
 def _join_store() -> dist.TCPStore:
-    """Connect once more to where the processes met: the first connection may be busy waiting."""
+    """Open another connection to the rendezvous store: the first may be blocked."""
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

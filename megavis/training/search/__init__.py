@@ -1,1 +1,1 @@
-"""Many short runs: sweeps over keys, and the search for a learning rate."""
+"""Sweeps over keys, and the learning-rate search."""

@@ -1,4 +1,4 @@
-"""One axis of a sweep: a key and its values, read from the command line without torch."""
+"""One axis of a sweep: a key and its values, parsed without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """A key and the values that it takes, as they would be written."""
+    """A key and its values, as typed."""
 
     key: str
     values: tuple[str, ...]
@@ -20,10 +20,10 @@ class SweepAxis:
 
     @classmethod
     def parse(cls, text: str) -> SweepAxis:
-        """Read `KEY=V,V,...`, or `KEY=LOW..HIGH:COUNT` for a logarithmic grid.
+        """Parse `KEY=V,V,...`, or `KEY=LOW..HIGH:COUNT` for a logarithmic grid.
 
         Raises:
-            ValueError: with a sentence that says what is wrong.
+            ValueError: the text has another form.
         """
         key, equals, values = text.partition("=")
         if not equals or not key or not values:

@@ -1,11 +1,11 @@
 """The learning-rate search of iGPT (Generative Pretraining from Pixels, sections 3.4 and A.1).
 
-Rates are tried one after the other from large to small, until the final validation loss starts to
-rise; in fine-tuning, which may stop early, until the best validation accuracy starts to fall. Too
-high a rate shows as a loss spike from which training does not come back; such a run is given up as
-soon as that is plain. Every run is an ordinary run folder, so that a search that was
-killed resumes: finished and given-up runs are kept, an interrupted one resumes. Its results are a
-Markdown table, a CSV table and a plot.
+Rates are tried one after another from large to small, until the final validation loss starts to
+rise or, in fine-tuning, which may stop early, until the best validation accuracy starts to fall.
+Too high a rate shows as a loss spike from which training does not recover; such a run is given up
+as soon as this is clear. Every run is an ordinary run folder, so a killed search resumes: finished
+and given-up runs are kept, an interrupted one resumes. The results are a Markdown table, a CSV
+table and a plot.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 PAPER_RATES = (0.01, 0.003, 0.001, 0.0003, 0.0001)
-"""Section 3.4, which ends in dots; the smallest rate of Table 5 is 0.0003."""
+"""From section 3.4, whose list is open-ended; the smallest rate of Table 5 is 0.0003."""
 _GIVEN_UP = "given_up.json"
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What became of one rate."""
+    """Result of one rate."""
 
     rate: float
     folder: str
@@ -53,12 +53,12 @@ class TrialResult:
     step: int
     """Where the run ended."""
     validation_loss: float
-    """The final one; infinite where the run did not finish."""
+    """Final validation loss; infinite if the run did not finish."""
     accuracy: float | None = None
-    """The highest validation accuracy; None where none is measured or the run did not finish."""
+    """Highest validation accuracy; None if none is measured or the run did not finish."""
 
     def is_worse_than(self, other: TrialResult) -> bool:
-        """Compare by accuracy, as fine-tuning is (section 3.4), and by loss where there is none."""
+        """Compare by accuracy, as in fine-tuning (section 3.4), or else by loss."""
         if self.accuracy is not None and other.accuracy is not None:
             return self.accuracy < other.accuracy
         return self.validation_loss > other.validation_loss
@@ -71,41 +71,40 @@ class SpikeWatch:
         """Watch a run.
 
         Args:
-            folder: of the run; holds what was logged before an interruption, and records the end.
-            patience: logged losses in a row that must be up.
+            folder: of the run; provides losses logged before an interruption, and records the end.
+            patience: consecutive high logged losses required.
         """
         self._folder, self._patience = folder, patience
         self._losses: list[float] | None = None
 
     def __call__(self, state: StepState) -> None:
-        """Look at the step's loss where it was logged; every process decides the same."""
+        """Check the step's loss if it was logged; every process decides the same."""
         if state.loss is None or "loss" not in state.record:
             return
         if self._losses is None:
             self._losses = _logged_losses(self._folder, before=state.step)
         self._losses.append(state.record["loss"])
         context = state.engine.context
-        # The main process decides: a sum that rounds differently elsewhere must not part them.
+        # The main process decides, since sums may round differently elsewhere.
         verdict = torch.tensor(float(is_lost(self._losses, self._patience)), device=context.device)
         dist.broadcast(verdict, src=0, group=context.world.group)
         if not verdict:
             return
-        state.stop = "the loss went up and stays up"
+        state.stop = "the loss rose and stays high"
         if context.is_main:
             record = {"step": state.step, "steps": state.last_step, "reason": state.stop}
             write_atomically(self._folder / _GIVEN_UP, json.dumps(record).encode())
 
 
 def is_lost(losses: Sequence[float], patience: int) -> bool:
-    """Return whether training has had a loss spike from which it does not come back.
+    """Return whether training has had a loss spike without recovering.
 
-    A loss is up where it lies above the lowest one so far by more than half of what the run had
-    gained since its first, and by more than 5 % of the first, which keeps the noise of a plateau
-    out.
+    A loss is high if it exceeds the lowest one so far by more than half of what the run had gained
+    since its first, and by more than 5 % of the first, which excludes the noise of a plateau.
 
     Args:
         losses: all logged losses, in order.
-        patience: so many in a row, up to the last, must be up; one that is not finite is enough.
+        patience: consecutive high losses, up to the last; one that is not finite is enough.
     """
     if not all(map(math.isfinite, losses)):
         return True
@@ -128,17 +127,17 @@ def search_rates(
     """Try rates from large to small until the final validation loss starts to rise.
 
     Args:
-        loaded: the config of all runs but for the rate and the name.
+        loaded: the config of all runs, except for rate and name.
         rates: in any order, each above 0.
-        context: the job; every process calls this together.
+        context: the job; called on every process.
         patience: see `is_lost`.
-        report: called on every process with each outcome, those of an earlier search too.
+        report: called on every process with each outcome, including those of an earlier search.
 
     Returns:
         The outcomes, largest rate first.
 
     Raises:
-        UserError: when there is nothing to compare: no validation data, or no rate above 0.
+        UserError: there is nothing to compare: no validation data, or no rate above 0.
     """
     if loaded.config.data.validation is None:
         raise UserError("the search compares validation losses: set data.validation")
@@ -147,14 +146,14 @@ def search_rates(
     outcomes: list[TrialResult] = []
     for rate in sorted(set(rates), reverse=True):
         config = config_for(loaded.config, rate)
-        # The folder may look older on another node.
+        # The folder may appear older on another node.
         outcome = context.from_main(read_outcome(config))
         if outcome.state == "unfinished":
             run = Trainer.open(LoadedConfig(config, loaded.source), context)
             with Signals() as signals, hold_run(run.folder, context):
                 run.train(signals, [SpikeWatch(run.folder, patience)])
             del run
-            # An engine lies in cycles of references, and the next one needs its memory.
+            # An engine contains reference cycles, and the next one needs its memory.
             gc.collect()
             outcome = context.from_main(read_outcome(config))
         outcomes.append(outcome)
@@ -165,7 +164,7 @@ def search_rates(
 
 
 def best_of(outcomes: Sequence[TrialResult]) -> TrialResult | None:
-    """Return the run of the highest accuracy, or lowest final loss; None where none finished."""
+    """Return the run with the highest accuracy, or lowest final loss; None if none finished."""
     finished = [outcome for outcome in outcomes if outcome.state == "finished"]
     if any(outcome.accuracy is not None for outcome in finished):
         return max(finished, key=lambda outcome: outcome.accuracy or 0.0)
@@ -173,7 +172,7 @@ def best_of(outcomes: Sequence[TrialResult]) -> TrialResult | None:
 
 
 def config_for(config: RunConfig, rate: float) -> RunConfig:
-    """Return the config of one rate's run, which at least ends with a validation loss."""
+    """Return the config of one rate's run, which ends with a validation."""
     training = config.training
     every = training.validate_every or training.steps
     return config.model_copy(
@@ -192,13 +191,13 @@ def read_outcome(config: RunConfig) -> TrialResult:
     given_up = folder / _GIVEN_UP
     if given_up.exists():
         record = json.loads(given_up.read_text(encoding="utf-8"))
-        # Another schedule is another run: what it was given up for need not happen again.
+        # Another schedule is another run: it may not fail again.
         if record["steps"] == steps:
             return TrialResult(rate, str(folder), "given up", record["step"], math.inf)
     records = read_metrics(folder)
     last = records[-1] if records else {"step": 0}
     loss, step = last.get("validation_loss", math.nan), int(last["step"])
-    # Other objectives than fine-tuning's may measure an accuracy, of something else.
+    # Objectives other than fine-tuning may measure an accuracy of something else.
     looks = looks_of(records) if config.finetune else []
     if step < steps and not _stopped_early(config, looks):
         return TrialResult(rate, str(folder), "unfinished", step, math.inf)
@@ -209,7 +208,7 @@ def read_outcome(config: RunConfig) -> TrialResult:
 
 
 def _stopped_early(config: RunConfig, looks: Sequence[tuple[int, float]]) -> bool:
-    """Return whether the run has ended because no better accuracy came."""
+    """Return whether the run has stopped early for lack of a better accuracy."""
     patience = config.finetune.patience if config.finetune else 0
     return EarlyStopping(patience, looks).is_over
 
@@ -220,7 +219,7 @@ def _logged_losses(folder: Path, *, before: int) -> list[float]:
 
 
 def rows_of(outcomes: Sequence[TrialResult]) -> list[Row]:
-    """Return one row a rate; the loss of a run that did not finish is empty."""
+    """Return one row per rate; the loss of a run that did not finish is empty."""
     best = best_of(outcomes)
     return [
         {
@@ -247,10 +246,10 @@ def markdown_of(outcomes: Sequence[TrialResult]) -> str:
 
 
 def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
-    """Draw the final validation loss over the rate; runs that were given up are at the top.
+    """Plot the final validation loss over the rate; given-up runs are at the top.
 
     Args:
-        outcomes: what `search_rates` has returned.
+        outcomes: from `search_rates`.
         name: of the config, for the title.
     """
     figure, axes = plain_axes("learning rate", "final validation loss")
@@ -259,7 +258,7 @@ def draw_search(outcomes: Sequence[TrialResult], *, name: str) -> Figure:
     axes.plot([o.rate for o in finished], [o.validation_loss for o in finished], "o-")
     for outcome in outcomes:
         if outcome.state != "finished":
-            # In the axes' own height, since a run that was given up has no loss.
+            # In axes coordinates, since a given-up run has no loss.
             place = axes.get_xaxis_transform()
             axes.plot([outcome.rate], [0.96], "x", color="#c2571a", transform=place)
             text = f"given up at step {outcome.step}"

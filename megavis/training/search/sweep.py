@@ -1,7 +1,7 @@
-"""A grid over two keys: every point is an ordinary run, all points together one heat-map.
+"""A grid over two keys: every point is an ordinary run; all points form one heat map.
 
 Made for the noise schedules of "Denoising Autoregressive Representation Learning" (section 4.1,
-figure 3: a and b on a logarithmic grid from 0.1 to 10); any two keys will do.
+figure 3: a and b on a logarithmic grid from 0.1 to 10); works for any two keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Load = Callable[[Sequence[str]], LoadedConfig]
-"""Reads the sweep's config with further `key=value` words."""
+"""Loads the sweep's config with additional `key=value` words."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Point:
 
     @property
     def folder(self) -> Path:
-        """Of its run."""
+        """Its run folder."""
         return Path(self.loaded.config.folder)
 
     @property
     def step(self) -> int:
-        """The step of its newest checkpoint; 0 where there is none."""
+        """The step of its newest checkpoint; 0 if there is none."""
         checkpoint = latest_checkpoint(self.folder)
         return 0 if checkpoint is None else read_manifest(checkpoint).step
 
     @property
     def is_finished(self) -> bool:
-        """True where it has been trained to its last step."""
+        """Whether it has been trained to its last step."""
         return self.step == self.loaded.config.training.steps
 
 
@@ -62,7 +62,7 @@ def points_of(axes: Sequence[SweepAxis], load: Load) -> list[Point]:
         UserError: there are not two keys, or a value does not fit the config.
     """
     if len(axes) != 2 or axes[0].key == axes[1].key:
-        raise UserError(f"a heat-map has two keys: say --grid twice, not {len(axes)} time(s)")
+        raise UserError(f"a heat map has two keys: give --grid twice, not {len(axes)} time(s)")
     name, points = load([]).config.name, []
     for pair in product(axes[0].values, axes[1].values):
         words = [f"{axis.key}={value}" for axis, value in zip(axes, pair, strict=True)]
@@ -81,7 +81,7 @@ def train_point(point: Point, context: ParallelContext) -> None:
 def rows_of(
     axes: Sequence[SweepAxis], points: Sequence[Point], scores: Sequence[float]
 ) -> list[Row]:
-    """Return one row a point; the score of a run that is not finished is empty."""
+    """Return one row per point; the score of an unfinished run is empty."""
     first, second = axes
     return [
         {
@@ -97,13 +97,13 @@ def rows_of(
 def draw_sweep(
     axes: Sequence[SweepAxis], scores: Sequence[float], *, name: str, what: str
 ) -> Figure:
-    """Draw the heat-map: the first key to the right, the second upwards, as figure 3.
+    """Plot the heat map: the first key to the right, the second upwards, as in figure 3.
 
     Args:
         axes: two of them.
-        scores: in the order of `points_of`; nan where there is none.
+        scores: in the order of `points_of`; NaN if missing.
         name: of the config, for the title.
-        what: the scores are.
+        what: name of the score.
     """
     import numpy as np
     from matplotlib.figure import Figure

@@ -168,7 +168,9 @@ def test_layers_together_and_few_labels_are_scored_beside(build, tmp_path, data)
     assert places == [(name, count) for name in names for count in (2, 10)]
     assert result.low_data[3].layer == result.best.layer
     lines = table(result).splitlines()
-    assert any(line.startswith("      0-2") and "48 features concatenated" in line for line in lines)
+    assert any(
+        line.startswith("      0-2") and "48 features concatenated" in line for line in lines
+    )
     mean, deviation = result.low_data[3].mean, result.low_data[3].deviation
     (row,) = [line for line in lines if line.startswith("       10 ")]
     assert f"{mean:.1%} ± {deviation:.1%}" in row

@@ -86,9 +86,9 @@ def test_going_back_again_and_again_comes_to_an_end(trained, tmp_path, context):
         assert manifest.went_back is not None
         assert manifest.went_back.times == times
         assert manifest.step + manifest.batches_skipped == next_batch + 1
-    with pytest.raises(UserError, match="has gone back to step 2 2 times"):
+    with pytest.raises(UserError, match="after 2 rollbacks to step 2"):
         roll_back(run, BadStepStreak(4, 4, next_batch=14), settings, context)
-    with pytest.raises(UserError, match="or let it go back"):
+    with pytest.raises(UserError, match="or allow rollbacks"):
         roll_back(
             run, BadStepStreak(4, 4, next_batch=4), TrainingConfig(steps=9, batch_size=8), context
         )

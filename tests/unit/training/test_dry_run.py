@@ -26,7 +26,7 @@ def test_a_job_of_many_processes_on_one(lines, tiny_config):
     topics = ["config", "layout", "data", "tokenizer", "model", "disk", "resume"]
     assert [line.split(":")[0].split()[1] for line in found] == topics
     assert all(line.startswith("ok ") for line in found)
-    assert "tp4-pp2-zero1 on 16 processes: 2 of data, each 2 × 2 images a step" in found[1]
+    assert "tp4-pp2-zero1 on 16 processes: 2 of data, each 2 × 2 images per step" in found[1]
     assert "for 8 readers" in found[2]
     # Those of whole tensors, though a quarter of each was built: embedding, blocks, head.
     numbers = (64 + 64 + 1) * 32 + 3 * (12 * 32**2 + 2 * 32) + (1 + 64) * 32
@@ -54,7 +54,7 @@ def test_the_resume_point_and_a_checkpoint_of_another_model(lines, tiny_config):
     assert found[-1].endswith("step-00000004: resumes from step 4")
     code, found = lines(tiny_config, "name=begun", "model.num_layers=2")
     assert code == 2
-    assert "begun with model.num_layers 3, not 2;" in found[-1]
+    assert "started with model.num_layers 3, not 2;" in found[-1]
     run_folder = tiny_config.parent / "runs" / "begun"
     assert [start["first_step"] for start in read_starts(run_folder)] == [0], "dry runs start none"
     folder = run_folder / "checkpoints" / "step-00000004"

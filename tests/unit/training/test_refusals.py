@@ -91,7 +91,7 @@ def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders)
     assert main(["train", str(config), "--device", "cpu", "name=mixed", mixture(1)]) == 0
     capsys.readouterr()
     more = ["name=mixed", "training.steps=6"]
-    assert "begun with data.train of weights [3.0, 1.0]" in refused(
+    assert "started with data.train weights [3.0, 1.0]" in refused(
         capsys, config, *more, mixture(2)
     )
     assert main(["train", str(config), "--device", "cpu", *more, mixture(1)]) == 0
@@ -100,9 +100,9 @@ def test_a_mixture_goes_on_with_its_weights_alone(config, capsys, shard_folders)
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("model.num_layers=2", "begun with model.num_layers"),
-        ("seed=1", "begun with seed 0, not 1;"),
-        ("objective.order=random", "begun with objective.order raster, not random;"),
+        ("model.num_layers=2", "started with model.num_layers"),
+        ("seed=1", "started with seed 0, not 1;"),
+        ("objective.order=random", "started with objective.order raster, not random;"),
         ("training.batch_size=16", "batch_size 8"),
     ],
 )
@@ -194,5 +194,5 @@ def test_a_drop_path_that_is_written_out_is_the_models(small_config, tmp_path):
         )
     configs = {name: load_config(path).config for name, path in paths.items()}
     check_same_run(paths["old"], configs["absent"])
-    with pytest.raises(UserError, match=r"begun with finetune.drop_path 0.0, not 0.1"):
+    with pytest.raises(UserError, match=r"started with finetune.drop_path 0.0, not 0.1"):
         check_same_run(paths["old"], configs["other"])

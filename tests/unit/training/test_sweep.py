@@ -46,7 +46,7 @@ def test_other_words_are_refused(text, config, capsys):
 
 def test_one_axis_is_no_heat_map(config, capsys):
     assert main(["sweep", str(config), *GRID[:2]]) == 2
-    assert "say --grid twice" in capsys.readouterr().err
+    assert "give --grid twice" in capsys.readouterr().err
 
 
 def test_every_point_is_checked_before_any_is_trained(config, capsys):
