@@ -12,7 +12,7 @@ import yaml
 
 from megavis.commands.configs import load_user_config
 from megavis.config.load import LoadedConfig
-from megavis.config.yaml_tree import dump_tree
+from megavis.config.yaml_tree import dump_tree, leaves
 
 _ABSENT = "(not there)"
 
@@ -25,11 +25,11 @@ def show(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Write the keys of which two configs have other values; returns 1 where there are any."""
-    first, second = (dict(_leaves(_tree(_read(path, ())))) for path in (args.first, args.second))
+    first, second = (dict(leaves(_tree(_read(path, ())))) for path in (args.first, args.second))
     keys = [*first, *(key for key in second if key not in first)]
     differing = [key for key in keys if first.get(key, _ABSENT) != second.get(key, _ABSENT)]
     for key in differing:
-        old, new = (_value(leaves.get(key, _ABSENT)) for leaves in (first, second))
+        old, new = (_value(known.get(key, _ABSENT)) for known in (first, second))
         sys.stdout.write(f"{key}: {old} → {new}\n")
     return 1 if differing else 0
 
@@ -45,17 +45,9 @@ def _tree(loaded: LoadedConfig) -> dict[str, Any]:
     return tree
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _lines(loaded: LoadedConfig) -> Iterator[str]:
     opened: list[str] = []
-    for key, value in _leaves(_tree(loaded)):
+    for key, value in leaves(_tree(loaded)):
         *sections, name = key.split(".")
         shared = 0
         while sections[: shared + 1] == opened[: shared + 1] and shared < len(sections):

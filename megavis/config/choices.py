@@ -8,3 +8,6 @@ OrderKind = Literal["raster", "nested_raster", "round_robin", "random"]
 PositionKind = Literal["none", "learned", "sincos", "rope_1d", "rope_2d", "relative_2d"]
 ScaleActivation = Literal["squareplus", "softplus"]
 DecoderKind = Literal["linear", "mlp", "transformer"]
+
+DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
+"""Where the numbers of a run are shown; `jsonl` is the record that every run writes."""

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from megavis.config.choices import PositionKind
+from megavis.config.choices import DashboardKind, PositionKind
 from megavis.config.data import DataConfig
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import (
@@ -339,6 +339,10 @@ class RunConfig(Section):
     """Present in a fine-tuning run."""
     evaluation: EvaluationConfig | None = None
     """Present if checkpoints are evaluated during training."""
+    logging: Annotated[tuple[DashboardKind, ...], Field(strict=False)] = ("tensorboard",)
+    """Dashboards besides `metrics.jsonl`, which every run writes: `tensorboard`, `wandb`, `mlflow`.
+    The latter two are extras, and write to the run folder unless their environment variables name
+    a server."""
 
     @property
     def drop_path(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import reprlib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,15 @@ def apply_override(tree: dict[str, Any], word: str, source: ConfigSource) -> Non
     for inner in [line for line in source.lines if line.startswith(f"{key}.")]:
         del source.lines[inner]  # the word replaced the whole section
     source.lines[key] = (source.path, 0)
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a tree with its dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def dump_tree(tree: dict[str, Any]) -> str:

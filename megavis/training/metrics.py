@@ -1,4 +1,4 @@
-"""Write metrics to `metrics.jsonl` and TensorBoard."""
+"""Write metrics to `metrics.jsonl` and to dashboards."""
 
 from __future__ import annotations
 
@@ -14,28 +14,37 @@ import numpy as np
 from tqdm import tqdm
 
 from megavis.data.format.files import write_atomically
+from megavis.training.dashboards import open_dashboards
 
 
 class MetricsWriter:
-    """Appends one JSON object per logged step, and the same numbers as TensorBoard scalars."""
+    """Appends one JSON object per logged step, and shows the same numbers in dashboards."""
 
-    def __init__(self, run_folder: Path, *, first_step: int) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        first_step: int,
+        logging: tuple[str, ...] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open a run's metrics for writing.
 
         Args:
             run_folder: the run.
             first_step: steps after it will be written again; lines of a killed run about them
                 are dropped, so the file equals that of an uninterrupted run.
+            logging: kinds of dashboards.
+            config: dotted keys and values that these show.
         """
-        # Imported here, so that reading metrics does not wait for torch.
-        from torch.utils.tensorboard import SummaryWriter
-
         self._path = run_folder / "metrics.jsonl"
         # A run that begins again writes its validation before the first step again too.
         drop_steps_after(self._path, first_step or -1)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
         self._told: set[str] = set()
-        self._board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
+        self._dashboards = open_dashboards(
+            logging, run_folder, first_step=first_step, config=config or {}
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of one step, or warn if the disk fails.
@@ -45,9 +54,12 @@ class MetricsWriter:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         with self._telling():
             self._file.flush()
-        with self._telling():
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+        self._show(step, values)
+
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
+        for dashboard in self._dashboards:
+            with self._telling(Exception):
+                dashboard.scalars(step, values)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers to the last line if it is of this step, or else write a new line."""
@@ -60,13 +72,13 @@ class MetricsWriter:
         last.update(values)
         write_atomically(self._path, "".join([*lines[:-1], json.dumps(last) + "\n"]).encode())
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        self._show(step, values)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Show uint8 pixels `[h, w, 3]` in TensorBoard."""
-        with self._telling():
-            self._board.add_image(name, pixels, step, dataformats="HWC")
+        """Show uint8 pixels `[h, w, 3]`."""
+        for dashboard in self._dashboards:
+            with self._telling(Exception):
+                dashboard.image(step, name, pixels)
 
     def close(self) -> None:
         """Flush to the disk and close.
@@ -74,18 +86,19 @@ class MetricsWriter:
         Raises:
             OSError: the last lines of `metrics.jsonl` cannot be written.
         """
-        with self._telling():
-            self._board.close()
+        for dashboard in self._dashboards:
+            with self._telling(Exception):
+                dashboard.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Continue training on a full disk, but warn once for each reason."""
+    def _telling(self, kind: type[Exception] = OSError) -> Iterator[None]:
+        """Continue training without disk or dashboard, but warn once for each reason."""
         try:
             yield
-        except OSError as error:
+        except kind as error:
             if str(error) not in self._told:
                 self._told.add(str(error))
                 text = f"WARNING: metrics are not written: {error}; training continues"

@@ -23,6 +23,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
 from megavis.config.load import LoadedConfig, dump_config
 from megavis.config.schema import RunConfig
+from megavis.config.yaml_tree import leaves
 from megavis.data.codecs.transforms import training_transform
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
@@ -42,6 +43,7 @@ from megavis.training.callbacks.progress import (
 from megavis.training.callbacks.samples import SampleImages
 from megavis.training.callbacks.saving import SaveCheckpoint
 from megavis.training.callbacks.validation import Validate
+from megavis.training.dashboards import check_dashboards
 from megavis.training.engine import Engine
 from megavis.training.faults.bad_steps import (
     BadStepStreak,
@@ -273,7 +275,13 @@ class Trainer:
         ]
 
     def _open_metrics(self, first_step: int, start: CheckpointManifest | None) -> MetricsWriter:
-        metrics = MetricsWriter(self.folder, first_step=first_step)
+        config = self.config
+        metrics = MetricsWriter(
+            self.folder,
+            first_step=first_step,
+            logging=config.logging,
+            config=dict(leaves(config.model_dump(mode="json"))),
+        )
         if start is not None:
             record_rollback(metrics, self.folder, start)
         return metrics
@@ -340,7 +348,11 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
         loaded: the checked config.
         launch: this process's place in the job.
         device: `cpu` or `cuda`; default: the best available.
+
+    Raises:
+        UserError: the run cannot be trained as its config says.
     """
+    check_dashboards(loaded.config.logging)
     with Signals() as signals, open_job(loaded, launch, device=device) as context:
         run = Trainer.open(loaded, context)
         evaluation = evaluate_during(run.config, is_main=context.is_main)

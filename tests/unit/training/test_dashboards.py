@@ -1,0 +1,104 @@
+"""Dashboards show what `metrics.jsonl` records, offline; a resumed run keeps its identity."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megavis.config.errors import UserError
+from megavis.training import dashboards
+from megavis.training.dashboards import Dashboard, check_dashboards
+from megavis.training.metrics import MetricsWriter, read_metrics
+
+pytestmark = pytest.mark.once
+CONFIG = {"name": "small", "training.steps": 3}
+
+
+@pytest.fixture
+def train_twice(tmp_path, monkeypatch):
+    """Write steps 1 and 2, and after a resume from 1 the steps 2 and 3, with other losses."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+    def train_twice(kind):
+        folder = tmp_path / "small"
+        folder.mkdir()
+        for first, steps in ((0, (1, 2)), (1, (2, 3))):
+            writer = MetricsWriter(folder, first_step=first, logging=(kind,), config=CONFIG)
+            for step in steps:
+                writer.write(step, {"loss": 10.0 * first + step})
+            writer.image(steps[-1], "samples", np.zeros((4, 4, 3), np.uint8))
+            writer.close()
+        assert [line["loss"] for line in read_metrics(folder)] == [1.0, 12.0, 13.0]
+        return folder
+
+    return train_twice
+
+
+def test_tensorboard_shows_the_steps_after_a_resume(train_twice):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(train_twice("tensorboard") / "tensorboard"))
+    events.Reload()
+    assert {scalar.step: scalar.value for scalar in events.Scalars("loss")} == {1: 1, 2: 12, 3: 13}
+
+
+def test_wandb_keeps_the_identity(train_twice):
+    pytest.importorskip("wandb", reason="pip install 'megavis[wandb]'")
+    folder = train_twice("wandb")
+    identity = json.loads((folder / dashboards.IDENTITIES).read_text())["wandb"]
+    files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert {path.stem.removeprefix("run-") for path in files} == {identity}
+
+
+def test_mlflow_keeps_the_identity(train_twice):
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'megavis[mlflow]'")
+    folder = train_twice("mlflow")
+    client = mlflow.MlflowClient((folder / "mlflow").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("megavis").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(each.step, each.value) for each in history] == [
+        (1, 1.0),
+        (2, 2.0),
+        (2, 12.0),
+        (3, 13.0),
+    ]
+    assert list((folder / "mlflow").rglob("samples-00000003.png"))
+    assert run.data.params["training.steps"] == "3"
+    assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
+
+
+def test_jsonl_alone_shows_nothing_else(train_twice):
+    assert [path.name for path in train_twice("jsonl").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(dashboards, "find_spec", lambda name: None if name == "wandb" else name)
+    check_dashboards(("tensorboard", "mlflow", "jsonl"))
+    with pytest.raises(UserError, match=r"pip install 'megavis\[wandb\]'"):
+        check_dashboards(("wandb",))
+
+
+class Broken(Dashboard):
+    """Opens, and then fails."""
+
+    package = "tensorboard"
+
+    def __init__(self, run_folder, *, first_step, config):
+        pass
+
+    def scalars(self, step, values):
+        raise RuntimeError("no answer")
+
+    def image(self, step, name, pixels):
+        raise RuntimeError("no answer")
+
+    def close(self):
+        raise RuntimeError("no answer")
+
+
+def test_training_goes_on_without_a_dashboard(train_twice, monkeypatch, capsys):
+    monkeypatch.setattr(dashboards, "DASHBOARDS", {"wandb": Broken})
+    train_twice("wandb")
+    assert capsys.readouterr().err.count("no answer") == 2
