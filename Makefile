@@ -57,14 +57,14 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 # Several processes run at once: threads of each would fight for the cores. Tests are shared out
-# file by file, so that what a module sets up is set up once. Distributed ones start processes of
-# their own, which often wait: for one another, for a scheduler, for the one that is still at work.
+# file by file, so that what a module sets up is set up once, and in this order: files of distributed
+# tests take longest. Those start processes of their own, which often wait: for one another, for a
+# scheduler, for the one that is still at work.
 # A part of them: `make test SELECT="not once"` (markers: pyproject.toml).
 SELECT ?=
-SHARED := --numprocesses 2 --dist loadfile
+SHARED := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: lint
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit tests/cli -m "$(SELECT)" $(SHARED)
-	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed -m "$(SELECT)" $(SHARED)
+	$(RUN) OMP_NUM_THREADS=1 $(BIN)/pytest tests/distributed tests/unit tests/cli -m "$(SELECT)" $(SHARED)
 
 # They skip, and say why, where Debian's packages or the rights are missing.
 test-cluster: $(STAMP)

@@ -1,5 +1,6 @@
 """What all tests share: small shards, small models, and a machine without GPUs."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,12 @@ NUM_COLORS = 32
 # The references are those of a CPU, so the tests compute on it, wherever they run: set before
 # anything imports torch, and inherited by every process that a test starts.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Keep Python's collector, which each run calls, from looking through what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

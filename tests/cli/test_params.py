@@ -58,7 +58,7 @@ def count_presets(launch, names):
 
 @pytest.fixture(scope="module")
 def counted():
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, preload=("megavis.training.trainer",)) as pool:
         return pool.run(count_presets, 1, NAMES)[0]
 
 

@@ -19,9 +19,13 @@ HANGS_AFTER = 1200.0
 
 PRELOADED = ("megavis.training.trainer",)
 
-# The server imports while this process imports the tests, which is why nothing here is heavy.
-multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-forkserver.ensure_running()
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server, which imports while this process imports the tests."""
+    # The process that shares tests out to others runs none.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

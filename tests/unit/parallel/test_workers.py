@@ -12,6 +12,9 @@ from megavis.parallel.workers import WorkerError, WorkerPool
 pytestmark = pytest.mark.once
 
 
+PRELOADED = ("megavis.training.trainer",)
+"""As in tests/distributed: forks start at once where a server has imported this already."""
+
 LONGER_THAN_A_TEST_MAY_TAKE = 3600
 """Seconds: pytest ends a test that waits for such a worker, on a busy machine too."""
 
@@ -68,7 +71,7 @@ def test_results_come_by_rank_from_processes_that_stay_alive():
 
 
 def test_preloaded_workers_are_forks_of_one_server_and_are_replaced():
-    with WorkerPool(2, max_jobs=1, preload=["torch"]) as pool:
+    with WorkerPool(2, max_jobs=1, preload=PRELOADED) as pool:
         parents = {parent for _ in range(2) for parent in pool.run(name_parent, 2)}
         processes = {pool.run(describe, 1)[0][3] for _ in range(2)}
     assert len(parents) == 1
@@ -84,7 +87,7 @@ def test_preloaded_workers_are_forks_of_one_server_and_are_replaced():
     ],
 )
 def test_one_failing_worker_ends_the_job_of_all(job, message):
-    with WorkerPool(2) as pool:
+    with WorkerPool(2, preload=PRELOADED) as pool:
         with pytest.raises(WorkerError, match=message):
             pool.run(job, 2)  # without waiting for rank 0
         assert not any(process.is_alive() for process in pool._processes)
@@ -96,7 +99,7 @@ def test_a_worker_that_does_not_answer_is_named(monkeypatch):
         return wait(pipes, timeout if len(pipes) == 1 else None)
 
     monkeypatch.setattr(workers, "wait", wait_for_one)
-    with WorkerPool(2) as pool:
+    with WorkerPool(2, preload=PRELOADED) as pool:
         with pytest.raises(WorkerError, match=r"ranks \[0\] did not answer in 1 s"):
             pool.run(sleep_on_rank_0, 2, timeout=1)
         assert not any(process.is_alive() for process in pool._processes)
