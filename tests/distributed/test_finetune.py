@@ -13,7 +13,7 @@ from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
 from megavis.checkpoint.format.reader import read_weights
 from megavis.training.parity import train_briefly
 
-STEPS = 6
+STEPS = 4
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero_stage": 3}),
     (2, {"tensor_model_parallel_size": 2, "zero_stage": 2, "sequence_parallel": True}),
@@ -66,6 +66,7 @@ def accuracies_of(folder: Path) -> dict[int, float]:
     return {int(line["step"]): line[name] for line in lines if name in line}
 
 
+@pytest.mark.once
 def test_a_run_stops_early_keeps_its_best_and_resumes_in_another_layout(
     run_job: Any, config_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ LINEAR = (
 )
 
 
+@pytest.mark.once
 def test_linear_evaluation_trains_the_classifier_alone_in_every_layout(
     run_job: Any, config_path: Path
 ) -> None:

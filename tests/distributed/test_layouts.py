@@ -9,16 +9,22 @@ from layout_curves import TOLERANCE, largest_difference, make_config, with_layou
 from megavis.planning.layouts import legal_layouts
 from megavis.training.parity import train_briefly
 
-STEPS = 10
+STEPS = 5
+
+
+def by_deepspeed(processes: int, layout: dict[str, Any]) -> Any:
+    """Return a layout that Megatron-Core, whose versions may differ, has no part in."""
+    return pytest.param(processes, layout, marks=pytest.mark.once)
+
 
 # Processes, then what differs from one process at ZeRO-0.
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, {"zero_stage": 3}),
-    (2, {"zero_stage": 1}),
-    (4, {"zero_stage": 2}),
+LAYOUTS: list[Any] = [
+    by_deepspeed(1, {"zero_stage": 3}),
+    by_deepspeed(2, {"zero_stage": 1}),
+    by_deepspeed(4, {"zero_stage": 2}),
     (4, {"zero_stage": 3}),
-    (2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
-    (2, {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    by_deepspeed(2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+    by_deepspeed(2, {"zero_stage": 2, "offload_optimizer": "cpu"}),
     (2, {"tensor_model_parallel_size": 2, "zero_stage": 0, "sequence_parallel": True}),
     (4, {"tensor_model_parallel_size": 4, "zero_stage": 1}),
     (4, {"tensor_model_parallel_size": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
@@ -64,7 +70,7 @@ def test_layout_gives_the_curve_of_one_process(
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        (2, {"zero_stage": 3}),
+        by_deepspeed(2, {"zero_stage": 3}),
         (
             4,
             {

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/add-a-paper.md"
 PAPER = ["megavis/papers/mae/config.py", "megavis/papers/mae/paper.py"]

@@ -10,7 +10,7 @@ LAYOUTS = [
     (2, ["tensor_model_parallel_size=2"]),
     (2, ["tensor_model_parallel_size=2", "sequence_parallel=true", "zero_stage=1"]),
     (2, ["pipeline_model_parallel_size=2"]),
-    (2, ["zero_stage=3"]),
+    pytest.param(2, ["zero_stage=3"], marks=pytest.mark.once),
     (
         4,
         [

@@ -9,6 +9,7 @@ from benchmarks.zero3_memory import growth
 WORDS = ["model.num_layers=12", "model.hidden_size=256", "model.num_attention_heads=4"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("stage", [1, 3])
 def test_peak_memory_while_a_model_is_built(run_job: Any, stage: int) -> None:
     results = run_job(growth, 4, [*WORDS, f"parallel.zero_stage={stage}"], False)
