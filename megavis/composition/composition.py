@@ -27,12 +27,16 @@ from megavis.composition.words import Words
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
+from megavis.model.core import MEMORY
 from megavis.model.flops import Workload
+from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.orders import take_places, to_raster
 from megavis.model.parts import stacks_of
-from megavis.model.stack import PlannedStack
+from megavis.model.stack import LayerPlan
 from megavis.schedules.base import Arrangement, Question
 from megavis.tokenizers.latents import to_grid
+
+RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
 
 
 class Composition(Words):
@@ -82,9 +86,10 @@ class Composition(Words):
         work = self.asks.workload(plan, width)
         return replace(work, num_memory=self.condition.num_memory)
 
-    def encoder(self) -> PlannedStack | None:
-        """Return that of the condition."""
-        return self.condition.encoder(self.core)
+    def encoder_layers(self) -> list[LayerPlan]:
+        """Return those of the condition."""
+        num_rows, seed = self.workload().num_tokens, self.config.seed
+        return self.condition.layers(self.core, num_rows=num_rows, seed=seed)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
         """Check that the shards hold what tokens and condition come from."""
@@ -283,6 +288,20 @@ class Composition(Words):
         """
         rows = self.asks.rows(tokens, question, since)
         return (*rows, *known, *self._nothing_more(rows))
+
+    def prepare(self, known: Known, run_once: RunOnce) -> Known:
+        """Compute once what all steps of generation need of a condition.
+
+        Args:
+            known: the condition.
+            run_once: `Inference.once`.
+        """
+
+        def encode(start: Callable[[nn.Module], PackedState]) -> Tensor:
+            state = LayerState.unpack(run_once(start), self.core.carried_names)
+            return state.carried[MEMORY].transpose(0, 1)
+
+        return self.condition.prepare(known, encode)
 
     def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
         """Return tokens `[b, n, ...]` in raster order as the model predicts them.

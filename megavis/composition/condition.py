@@ -18,14 +18,15 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
 from megavis.model.init import filled, normal
-from megavis.model.stack import PlannedStack
+from megavis.model.layer_state import PackedState
+from megavis.model.stack import LayerPlan
 from megavis.parallel.random import uniform
 
 Known = tuple[Tensor, ...]
 """What a model knows of each image besides its tokens; batch first."""
 
-OnFirstStage = Callable[[Callable[[nn.Module], Tensor]], Tensor]
-"""Runs a job on the first layer, wherever that is, and returns its result everywhere."""
+Encode = Callable[[Callable[[nn.Module], PackedState]], Tensor]
+"""Runs an encoder on what a job makes of the first layer: to the memory `[b, c, h]`, everywhere."""
 
 
 class Condition:
@@ -43,9 +44,15 @@ class Condition:
         """Tokens of an encoder to which the blocks attend."""
         return 0
 
-    def encoder(self, core: Core) -> PlannedStack | None:
-        """Return the blocks inside the first layer that encode a condition; None for none."""
-        return None
+    def layers(self, core: Core, *, num_rows: int, seed: int) -> list[LayerPlan]:
+        """Return the layers above the first one that encode a condition, where there are any.
+
+        Args:
+            core: of the blocks that attend to it.
+            num_rows: tokens of an image in these.
+            seed: of the run.
+        """
+        return []
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
         """Yield what is wrong with shards for a paper of this name that reads these tokens."""
@@ -98,7 +105,7 @@ class Condition:
             " prediction without a class"
         )
 
-    def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
+    def prepare(self, known: Known, encode: Encode) -> Known:
         """Compute once what all steps of generation need."""
         return known
 

@@ -1,5 +1,8 @@
 """An image as a condition: an encoder reads it, and the blocks attend to the encoder's output.
 
+The encoder's patches are a part of the first layer, its blocks a stack of their own
+(`model/encoder.py`).
+
 Of pairs shards the encoder reads the image, and tokens are made of the target. Of jpeg shards,
 which hold one image a sample, the image is both.
 
@@ -13,16 +16,19 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megavis.composition.condition import Condition, Known, OnFirstStage
+from megavis.composition.condition import Condition, Encode, Known
 from megavis.composition.reader import Reader, Role
 from megavis.composition.tokens import Tokens
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
-from megavis.model.encoder import Encoder, core_of_encoder
-from megavis.model.flops import Workload
-from megavis.model.stack import PlannedStack
+from megavis.model.encoder import EncoderInput, EncoderSizes
+from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.stack import LayerPlan
+
+_NAME = "embedding.encoder"
+"""Begins the names of the encoder's parameters; some are in the first layer, `embedding`."""
 
 
 class EncodedImage(Condition):
@@ -31,17 +37,16 @@ class EncodedImage(Condition):
     reads_images = True
 
     def __init__(
-        self, image_size: int, *, num_layers: int, patch_size: int, others: Condition | None = None
+        self, image_size: int, sizes: EncoderSizes, *, others: Condition | None = None
     ) -> None:
         """Build.
 
         Args:
             image_size: side of the images in pixels.
-            num_layers: blocks of the encoder.
-            patch_size: side of its patches in pixels.
+            sizes: of the encoder.
             others: what else is known; nothing when None.
         """
-        self.image_size, self.num_layers, self.patch_size = image_size, num_layers, patch_size
+        self.image_size, self.sizes = image_size, sizes
         self.others = others or Condition()
         self.names = (*self.others.names, "image")
         self.roles: tuple[Role, ...] = (*self.others.roles, "memory")
@@ -49,12 +54,12 @@ class EncodedImage(Condition):
     @property
     def num_memory(self) -> int:
         """Patches that the encoder reads."""
-        return (self.image_size // self.patch_size) ** 2
+        return self.sizes.num_patches(self.image_size)
 
-    def encoder(self, core: Core) -> PlannedStack:
-        """Return the encoder's blocks, the map of patches below them counted as one above."""
-        work = Workload.of_one_stream(self.num_memory, 3 * self.patch_size**2, causal=False)
-        return PlannedStack(core_of_encoder(core, self.num_layers), work, "once")
+    def layers(self, core: Core, *, num_rows: int, seed: int) -> list[LayerPlan]:
+        """Return the encoder's blocks and its last norm."""
+        size = self.image_size
+        return self.sizes.layers(core, image_size=size, num_rows=num_rows, seed=seed, name=_NAME)
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
         """Check that the shards hold images, with targets or without."""
@@ -66,10 +71,10 @@ class EncodedImage(Condition):
         yield from self.others.check(images, tokens, name)
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
-        """Build the encoder, or a part of the others."""
+        """Build what embeds the encoder's patches, or a part of the others."""
         if role != "memory":
             return self.others.part(role, core)
-        return Encoder(core, num_layers=self.num_layers, patch_size=self.patch_size)
+        return EncoderInput(self.sizes.core(core, _NAME), patch_size=self.sizes.patch_size)
 
     def predicted(self, samples: Tensor) -> Tensor:
         """Return the targets."""
@@ -102,15 +107,16 @@ class EncodedImage(Condition):
         *others, images = known
         return *self.others.nothing(tuple(others)), images
 
-    def prepare(self, known: Known, on_first_stage: OnFirstStage) -> Known:
+    def prepare(self, known: Known, encode: Encode) -> Known:
         """Encode the images, once for all tokens."""
         *others, images = known
 
-        def encode(layer: nn.Module) -> Tensor:
+        def embed(layer: nn.Module) -> PackedState:
             assert isinstance(layer, Reader)
-            return layer.encoded(images)
+            patches: LayerState = layer.part("memory")(images)
+            return patches.pack()
 
-        return *others, on_first_stage(encode)
+        return *others, encode(embed)
 
     def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
         """Return the images of examples, and what else is known of them."""

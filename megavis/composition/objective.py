@@ -28,7 +28,7 @@ from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.init import Initialization
 from megavis.model.parts import block_plans, model_flops, stacks_of
-from megavis.model.stack import LayerPlan, PlannedStack
+from megavis.model.stack import LayerPlan
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
 from megavis.schedules.base import Schedule
@@ -207,10 +207,10 @@ class Objective(Trainable, Backbone):
         return replace(sequence, inputs=(*sequence.inputs, batch.sample_index))
 
     def layer_plans(self) -> list[LayerPlan]:
-        """Return the model: embedding, blocks, head."""
+        """Return the model: embedding, an encoder where there is one, blocks, head."""
         seed, core = self.config.seed, self.core
         build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
-        embedding = LayerPlan("embedding", build, seed, inner=self.encoder())
+        embedding = LayerPlan("embedding", build, seed)
         blocks = block_plans(core, self.workload(), seed=seed, depth=1, gives_features=True)
         upper = self.upper_layers()
         plans = [embedding, *blocks, *upper]
@@ -224,7 +224,7 @@ class Objective(Trainable, Backbone):
             flops=decoder.flops * num_read,
             gives_features=not upper,
         )
-        return [*plans, head]
+        return [embedding, *self.encoder_layers(), *plans[1:], head]
 
     @cached_property
     def second_stack(self) -> SecondStack | None:
@@ -236,6 +236,6 @@ class Objective(Trainable, Backbone):
         upper = self.second_stack
         return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
 
-    def encoder(self) -> PlannedStack | None:
-        """Return the blocks inside the first layer, where it encodes a condition."""
-        return None
+    def encoder_layers(self) -> list[LayerPlan]:
+        """Return the layers above the first one that encode a condition, where there are any."""
+        return []

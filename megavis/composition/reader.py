@@ -35,7 +35,7 @@ Role = Literal[
 - `query`, `mask`: a vector in place of a token that is asked for, or hidden.
 - `front`: vectors in front of all rows, or a map of a condition to one.
 - `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
-- `memory`: an encoder of a condition, to which blocks attend.
+- `memory`: embeds what an encoder reads, whose output blocks attend to (`EncoderInput`).
 """
 
 
@@ -141,20 +141,16 @@ class Reader(nn.Module):
         """Undo `transformed`, for a grid of so many rows: tokens `[b, n, d]`."""
         return to_tokens(self.part("transform").inverse(to_grid(tokens, height=num_rows)))
 
-    def encoded(self, condition: Tensor) -> Tensor:
-        """Encode a condition, once for all steps of generation: `[b, c, h]`."""
-        encoded: Tensor = self.part("memory")(condition)
-        return encoded.transpose(0, 1)
-
     def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
         """Embed.
 
         Args:
-            inputs: the rows, as the asking kind gives them, then conditions, then extras. A memory
-                of three dimensions is one that `encoded` gave.
+            inputs: the rows, as the asking kind gives them, then conditions, then extras. For a
+                memory: what its encoder reads, or `[b, c, h]`, what that has given.
 
         Returns:
-            The `PackedState` of `[m, b, h]`, and the tensors of `core.carried_names`.
+            The `PackedState` of `[m, b, h]`, and the tensors of `core.carried_names`; in front of
+            an encoder, that of its patches, which has these behind.
         """
         rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))
@@ -165,9 +161,12 @@ class Reader(nn.Module):
             **self.carried(embedded.places),
             **dict(zip(self.extras, extras, strict=True)),
         }
-        if "memory" in known:
-            seen = known["memory"]
-            memory = self.encoded(seen) if seen.ndim == 4 else seen
+        memory = known.get("memory")
+        if memory is not None and memory.ndim == 3:
             carried[MEMORY] = memory.transpose(0, 1).contiguous()
         ordered = {name: carried[name] for name in self.core.carried_names if name in carried}
-        return LayerState(to_stream(embedded.hidden, self.core), ordered).pack()
+        stream = LayerState(to_stream(embedded.hidden, self.core), ordered)
+        if memory is None or memory.ndim == 3:
+            return stream.pack()
+        patches: LayerState = self.part("memory")(memory, stream)
+        return patches.pack()

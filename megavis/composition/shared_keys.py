@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megavis.config.schema import ConfigIssue, Positive, RunConfig
 from megavis.config.section import Section
@@ -113,6 +113,38 @@ def check_patches(
     side = config.data.image_size
     if side % patch_size:
         yield f"objective.{key}", f"{patch_size} does not divide data.image_size {side}"
+
+
+def check_encoder(
+    config: RunConfig,
+    *,
+    patch_size: int,
+    hidden_size: int | None,
+    num_heads: int | None,
+    key: Callable[[str], str],
+) -> Iterator[ConfigIssue]:
+    """Check that an encoder's patches tile the image, and that its sizes divide by the layout.
+
+    Args:
+        config: the run's.
+        patch_size: side of its patches in pixels.
+        hidden_size: its width; that of `model` when None.
+        num_heads: likewise.
+        key: from one of these names to the key that says it.
+    """
+    side, tensor = config.data.image_size, config.parallel.tensor_model_parallel_size
+    if side % patch_size:
+        yield key("patch_size"), f"{patch_size} does not divide data.image_size {side}"
+    width = hidden_size or config.model.hidden_size
+    heads = num_heads or config.model.num_attention_heads
+    if width % heads:
+        yield key("num_attention_heads"), f"width {width} does not divide by {heads} heads"
+    if heads % tensor:
+        text = f"{heads} heads do not divide by tensor_model_parallel_size {tensor}"
+        yield key("num_attention_heads"), text
+    count = (side // patch_size) ** 2
+    what, remedy = f"{count} patches of the encoder", f"change {key('patch_size')}"
+    yield from check_tokens(config, count, what=what, remedy=remedy)
 
 
 def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[ConfigIssue]:

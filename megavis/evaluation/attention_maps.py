@@ -84,7 +84,7 @@ def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Ten
     Biases for relative positions are part of the logits.
     """
     parts: list[dict[str, Any]] = []
-    blocks = [layer for layer in runner.layers.modules if isinstance(layer, Block)]
+    blocks = [layer for layer in runner.layers.of_phase("step") if isinstance(layer, Block)]
     hooks = []
     for block in blocks:
         parts.append({})

@@ -1,43 +1,134 @@
-"""An encoder: a Vision Transformer whose output the blocks of another Transformer attend to.
+"""An encoder of images: a stack of blocks of its own, to whose output the blocks above it attend.
 
-It lies in the first layer, so that it is trained, split and saved as any other. What it gives is
-carried to the blocks under the name `MEMORY`, with its gradient.
+Its patches are embedded in the first layer, beside the rows that predict. Its blocks are layers of
+the model's list, so that a pipeline cuts through them: the rows travel past them, with their
+gradient, and what else is carried for the blocks above. The layer above its blocks turns this
+around: the rows become the hidden states, and what was encoded is carried as `MEMORY`.
 
-Legend: b images, H and W pixels, c patches of an image, h hidden size.
+Legend: b images, H and W pixels, c patches of an image, w width of the encoder, h that of the
+blocks that attend to it, m rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from megavis.model.core import Block, Core
+from megavis.model.core import MEMORY, Core
+from megavis.model.embeddings import to_stream
+from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
-from megavis.model.norms import Norm
-from megavis.model.patches import PatchEmbedding
+from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.parts import block_plans
+from megavis.model.patches import LastNorm, PatchEmbedding, WholeLinear
 from megavis.model.positions import Positions
+from megavis.model.stack import LayerPlan
 from megavis.tokenizers.patches import patchify
 
+ROWS = "rows"
+"""Name under which the rows of the blocks above travel past an encoder's."""
 
-class Encoder(nn.Module):
-    """Patches, learned positions, blocks in which all see all, and a last norm.
 
-    Width, heads and MLP are those of the Transformer that attends to it; biases are everywhere, as
-    Vision Transformers have them.
+@dataclass(frozen=True)
+class EncoderSizes:
+    """An encoder's own sizes.
+
+    Attributes:
+        num_layers: blocks.
+        patch_size: side of a patch in pixels.
+        hidden_size: width; that of the blocks above when None, with their MLP.
+        num_heads: attention heads; theirs when None.
     """
 
-    def __init__(self, core: Core, *, num_layers: int, patch_size: int) -> None:
+    num_layers: int
+    patch_size: int
+    hidden_size: int | None = None
+    num_heads: int | None = None
+
+    def num_patches(self, image_size: int) -> int:
+        """Return c of images with so many pixels on a side."""
+        return (image_size // self.patch_size) ** 2
+
+    def core(self, above: Core, name: str) -> Core:
+        """Return a core for the encoder's blocks, whose parameters' names begin with `name`.
+
+        Biases are everywhere, as Vision Transformers have them, and all patches see all.
+
+        Args:
+            above: of the blocks that attend to it.
+            name: see there.
+        """
+        biases = {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
+        sizes: dict[str, int | None] = {"num_layers": self.num_layers}
+        if self.hidden_size is not None:
+            sizes |= {"hidden_size": self.hidden_size, "ffn_hidden_size": None}
+        if self.num_heads is not None:
+            sizes["num_attention_heads"] = self.num_heads
+        passing = (_passing(each) for each in above.carried_names if each != MEMORY)
+        return above.with_stack(
+            name=name,
+            model=above.model.model_copy(update=sizes | biases),
+            visibility_kind="full",
+            initialization=Initialization(*[xavier_uniform] * 5),
+            carried_names=(ROWS, *passing),
+            drop_path=0.0,
+            relative_grid=None,
+        )
+
+    def layers(
+        self, above: Core, *, image_size: int, num_rows: int, seed: int, name: str
+    ) -> list[LayerPlan]:
+        """Return the encoder's blocks and the layer above them, which run once for an image.
+
+        They learn at the rate of the first layer, which embeds the patches.
+
+        Args:
+            above: of the blocks that attend to it.
+            image_size: side of the images in pixels.
+            num_rows: tokens of an image in those blocks.
+            seed: of the run.
+            name: begins the names of all parameters.
+        """
+        core, width = self.core(above, f"{name}.blocks"), above.model.hidden_size
+        patches, own = self.num_patches(image_size), self.hidden_size
+        # The map of patches below the blocks counts as one above.
+        work = Workload.of_one_stream(patches, 3 * self.patch_size**2, causal=False)
+        blocks = block_plans(
+            core,
+            work,
+            seed=seed,
+            depth=0,
+            deepens=False,
+            phase="once",
+            num_passing=num_rows * width,
+        )
+        flops = 0 if own in (None, width) else 2 * patches * own * width
+        output = partial(EncoderOutput, core, above)
+        return [*blocks, LayerPlan(name, output, seed, flops=flops, phase="once")]
+
+
+def _passing(name: str) -> str:
+    """Return the name under which something for the blocks above travels past the encoder's."""
+    return f"{ROWS}.{name}"
+
+
+class EncoderInput(nn.Module):
+    """Patches and their learned positions."""
+
+    def __init__(self, core: Core, *, patch_size: int) -> None:
         """Build.
 
         Args:
-            core: of the Transformer that attends to it.
-            num_layers: blocks of the encoder.
+            core: of the encoder.
             patch_size: side of a patch in pixels; must divide that of the images.
         """
         super().__init__()
-        own = core_of_encoder(core, num_layers)
-        width, numbers = own.megatron.hidden_size, 3 * patch_size**2
-        self.patch_size, self.side = patch_size, core.config.data.image_size // patch_size
+        width, numbers = core.model.hidden_size, 3 * patch_size**2
+        self.core, self.patch_size = core, patch_size
+        self.side = core.config.data.image_size // patch_size
         # Flax's default for a convolution.
         self.linear_patches = PatchEmbedding(numbers, width, truncated_normal(numbers**-0.5))
         self.positions = Positions(
@@ -47,31 +138,48 @@ class Encoder(nn.Module):
             hidden_size=width,
             fill=normal(width**-0.5),
         )
-        self.blocks = nn.ModuleList(Block(own, number + 1) for number in range(num_layers))
-        self.norm = Norm(own.megatron, width, own.megatron.layernorm_epsilon)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Encode float `[b, H, W, 3]`, -1 to 1: `[c, b, h]`, whole on every process."""
+    def forward(self, images: Tensor, rows: LayerState | None = None) -> LayerState:
+        """Embed.
+
+        Args:
+            images: float `[b, H, W, 3]`, -1 to 1.
+            rows: of the blocks above, `[m, b, h]`; none when they are not run.
+
+        Returns:
+            Patches `[c, b, w]`, with the rows and what these carry behind them.
+        """
         places = torch.arange(self.side**2, device=images.device)[None]
         hidden = self.positions(self.linear_patches(patchify(images, self.patch_size)), places)
-        hidden = hidden.transpose(0, 1).contiguous()
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.norm(hidden)
+        stream = to_stream(hidden, self.core)
+        if rows is None:
+            nothing = stream.new_zeros(0, len(images), 1)
+            return LayerState(stream, dict.fromkeys(self.core.carried_names, nothing))
+        carried = {_passing(name): tensor for name, tensor in rows.carried.items()}
+        return LayerState(stream, {ROWS: rows.hidden, **carried})
 
 
-def core_of_encoder(core: Core, num_layers: int) -> Core:
-    """Return a core for an encoder of so many blocks, for the Transformer that attends to it."""
-    sizes = {"num_layers": num_layers}
-    biases = {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
-    return core.with_stack(
-        name="encoder",
-        model=core.model.model_copy(update=sizes | biases),
-        visibility_kind="full",
-        initialization=Initialization(*[xavier_uniform] * 5),
-        carried_names=(),
-        drop_path=0.0,
-        relative_grid=None,
-        # A memory is whole on every process: no sequence is split on the way to it.
-        may_split_tokens=False,
-    )
+class EncoderOutput(nn.Module):
+    """The norm above an encoder's blocks, and a map to another width where that differs."""
+
+    def __init__(self, below: Core, above: Core) -> None:
+        super().__init__()
+        self.below, self.above = below, above
+        self.norm = LastNorm(below)
+        widths = below.model.hidden_size, above.model.hidden_size
+        self.linear = None if widths[0] == widths[1] else WholeLinear(*widths)
+
+    def forward(self, state: PackedState) -> PackedState:
+        """Map `[c, b, w]` to the rows `[m, b, h]`, which carry the memory `[c, b, h]`.
+
+        The memory is whole on every process of the tensor group.
+        """
+        stream = LayerState.unpack(state, self.below.carried_names)
+        encoded = self.norm.whole(stream.hidden)
+        memory = encoded if self.linear is None else self.linear(encoded)
+        carried = {MEMORY: memory.transpose(0, 1).contiguous()}
+        for name in self.above.carried_names:
+            if name != MEMORY:
+                carried[name] = stream.carried[_passing(name)]
+        ordered = {name: carried[name] for name in self.above.carried_names}
+        return LayerState(stream.carried[ROWS], ordered).pack()

@@ -21,7 +21,7 @@ from megavis.model.decoding import IncrementalDecoder
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.model.sequence_parallel import splits_tokens, whole_tokens
-from megavis.model.stack import LocalLayers, Predictions, watch_features
+from megavis.model.stack import LocalLayers, Phase, Predictions, watch_features
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
@@ -43,6 +43,7 @@ class Inference:
         cache: KeyValueCache | None = None,
         finish: Finish | None = None,
         whole: bool = False,
+        phase: Phase | None = None,
     ) -> Any:
         """Return the head's output, as the objective's `loss` and `outputs` take it.
 
@@ -53,9 +54,11 @@ class Inference:
                 get; for what runs parts of a head many times over.
             whole: keep all tokens on each process of a tensor group, under sequence parallelism
                 too: a sequence that is generated need not divide.
+            phase: of the layers that are run; all when None.
         """
+        layers = None if phase is None else self.layers.of_phase(phase)
         with self.evaluating(), whole_tokens() if whole else contextlib.nullcontext():
-            predictions = self._walk(inputs, cache, finish)
+            predictions = self._walk(inputs, cache, finish, layers=layers)
         if cache is not None:
             cache.advance()
         return predictions
@@ -77,7 +80,7 @@ class Inference:
 
         Where it can, it runs blocks by itself when a single token follows others.
         """
-        blocks = [layer for layer in self.layers.modules if isinstance(layer, Block)]
+        blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
             return KeyValueCache(capacity)
         return IncrementalDecoder(blocks, capacity)
@@ -118,9 +121,20 @@ class Inference:
         assert isinstance(made, Tensor)
         return made
 
+    @torch.no_grad()
+    def once(self, start: Callable[[nn.Module], PackedState]) -> PackedState:
+        """Run the layers that an image needs once, and return what the last gives, everywhere.
+
+        Args:
+            start: makes of the first layer what the lowest of them takes.
+        """
+        with self.evaluating(), whole_tokens():
+            first = start(self.layers.modules[0]) if self.context.is_first_stage else ()
+            return self._walk(first, None, layers=self.layers.of_phase("once"))
+
     def _walk(
         self,
-        inputs: tuple[Tensor, ...],
+        inputs: PackedState,
         cache: KeyValueCache | None,
         finish: Finish | None = None,
         *,

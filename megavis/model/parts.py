@@ -66,7 +66,15 @@ class Bridge(nn.Module):
 
 
 def block_plans(
-    core: Core, work: Workload, *, seed: int, depth: int, gives_features: bool = False
+    core: Core,
+    work: Workload,
+    *,
+    seed: int,
+    depth: int,
+    deepens: bool = True,
+    gives_features: bool = False,
+    phase: Phase = "step",
+    num_passing: int = 0,
 ) -> list[LayerPlan]:
     """Return the blocks of a stack.
 
@@ -76,17 +84,21 @@ def block_plans(
             it gives for each that it reads.
         seed: of the run.
         depth: of the first block; see `LayerPlan`.
-        gives_features: likewise.
+        deepens: each block is one deeper than that below it; else all are alike.
+        gives_features: see `LayerPlan`.
+        phase: likewise.
+        num_passing: see `PlannedStack`.
     """
-    stack = PlannedStack(core, work)
+    stack = PlannedStack(core, work, num_passing)
     return [
         LayerPlan(
             f"{core.stack.name}.{i}",
             partial(Block, core, i + 1),
             seed,
-            depth + i,
+            depth + i * deepens,
             stack=stack,
             gives_features=gives_features,
+            phase=phase,
         )
         for i in range(core.model.num_layers)
     ]
@@ -140,7 +152,7 @@ class StackSize:
     phase: Phase
 
     @classmethod
-    def of(cls, stack: PlannedStack, inside: str = "") -> StackSize:
+    def of(cls, stack: PlannedStack, phase: Phase, inside: str = "") -> StackSize:
         """Return the sizes of a stack; `inside`: the layer that holds it, and a dot."""
         model = stack.core.model
         return cls(
@@ -150,7 +162,7 @@ class StackSize:
             num_heads=model.num_attention_heads,
             num_tokens=stack.work.num_tokens,
             flops=3 * stack.flops,
-            phase=stack.phase,
+            phase=phase,
         )
 
 
@@ -159,9 +171,9 @@ def stack_sizes(plans: Iterable[LayerPlan]) -> list[StackSize]:
     found = []
     for plan, _ in distinct_layers(plans):
         if plan.stack is not None:
-            found.append(StackSize.of(plan.stack))
+            found.append(StackSize.of(plan.stack, plan.phase))
         if plan.inner is not None:
-            found.append(StackSize.of(plan.inner, inside=f"{plan.name}."))
+            found.append(StackSize.of(plan.inner, plan.phase, inside=f"{plan.name}."))
     return found
 
 

@@ -42,7 +42,7 @@ def watch_features(layer: nn.Module, keep: Callable[[Tensor], None]) -> Removabl
 
 
 Phase = Literal["once", "step"]
-"""When blocks run as images are generated: once for each image, or in every step."""
+"""When a layer runs as images are generated: once for each image, or in every step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,13 @@ class PlannedStack:
     Attributes:
         core: from which its blocks are built.
         work: what its blocks compute for an image, and the map above them.
-        phase: when they run as images are generated.
+        num_passing: numbers of an image that travel past its blocks, with a gradient, to those of
+            the stack above.
     """
 
     core: Core
     work: Workload
-    phase: Phase = "step"
+    num_passing: int = 0
 
     @property
     def flops(self) -> float:
@@ -81,12 +82,12 @@ class LayerPlan:
     stack: PlannedStack | None = None
     """Of a block; None for any other layer."""
     inner: PlannedStack | None = None
-    """A stack inside this layer, which no pipeline cuts: an encoder in the first layer, a decoder
-    in the last."""
+    """A stack inside this layer, which no pipeline cuts: a decoder in the last layer."""
     flops: float = 0.0
     """Operations of the forward pass for one image that no stack's workload counts."""
     gives_features: bool = False
     """Features are read off this layer's norm; see `FeatureLayer`."""
+    phase: Phase = "step"
 
     @property
     def own_flops(self) -> float:
@@ -144,6 +145,11 @@ class LocalLayers:
         for plan, module in zip(self.plans, self.modules, strict=True):
             for name, parameter in module.named_parameters():
                 yield f"{plan.name}.{name}", parameter
+
+    def of_phase(self, phase: Phase) -> list[nn.Module]:
+        """Return the layers of a phase, from below."""
+        pairs = zip(self.plans, self.modules, strict=True)
+        return [module for plan, module in pairs if plan.phase == phase]
 
     def feature_layers(self) -> list[nn.Module]:
         """Return the layers off which features are read (`FeatureLayer`), from below."""

@@ -158,8 +158,7 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
     head = ends.head * holds.is_last
     # One forward, one backward: a stage has as many under way as stages follow, and its own.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
-    encoder = shape.encoder if holds.is_first else None
-    moments = _moments(here, encoder, head, layout)
+    moments = _moments(here, head, layout)
     worst = max(moments, key=lambda moment: images * moment.more + moment.weights)
     return ActivationMemory(
         embedding=images * embedding,
@@ -248,17 +247,13 @@ class _Moment:
         return self.recomputed + self.backward - self.freed
 
 
-def _moments(
-    here: Sequence[_StackHere], encoder: StackShape | None, head: float, layout: Layout
-) -> Iterator[_Moment]:
+def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterator[_Moment]:
     """Yield the backward pass of each stack, from above, with what is freed by then."""
     freed = head
     for stack in reversed(here):
         freed += stack.bridge
         yield _moment(stack.stack, layout, freed)
         freed += stack.blocks
-    if encoder is not None:
-        yield _moment(encoder, layout, freed)
 
 
 def _moment(stack: StackShape, layout: Layout, freed: float) -> _Moment:
@@ -306,6 +301,16 @@ def _memory(stack: StackShape) -> float:
     return stack.number_size * stack.hidden_size * stack.work.num_memory
 
 
+def _passing(stack: StackShape, layout: Layout) -> float:
+    """Return the bytes an image that travel with the hidden states of a stack, with a gradient."""
+    return _memory(stack) + _passing_rows(stack, layout)
+
+
+def _passing_rows(stack: StackShape, layout: Layout) -> float:
+    """Return the bytes an image of the rows that travel past an encoder."""
+    return stack.number_size * stack.num_passing / stack.token_parts(layout)
+
+
 def _hidden(stack: StackShape, layout: Layout) -> float:
     """Return the bytes an image of the hidden states in front of a block."""
     return stack.number_size * stack.hidden_size * stack.work.num_tokens / stack.token_parts(layout)
@@ -346,12 +351,16 @@ def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -
     holds = shape.layers.stages(layout.pipeline)[stage]
     held = zip(shape.stacks, holds.blocks, (False, *holds.tops), strict=False)
     # A bridge gives the states of the stack above it.
-    stacks = [stack for stack, count, is_given in held if count or is_given]
+    here = [(stack, count) for stack, count, is_given in held if count or is_given]
+    stacks, (top, num_blocks) = [stack for stack, _ in here], here[-1]
     hidden = max(_hidden(stack, layout) for stack in stacks)
     from_below, to_above = stage > 0, stage < layout.pipeline - 1
-    # The carried memory is the one that blocks attend to.
-    memory = _memory(stacks[0]) * (from_below * in_flight + 1)
-    return hidden * ((from_below + to_above) * in_flight + 1) + memory
+    # What is carried with a gradient. A bridge makes all of it for the stack above; a memory that
+    # blocks of this stage attend to is counted with these.
+    made = _passing(top, layout) if not num_blocks else _passing_rows(top, layout) * (stage == 0)
+    passing = (from_below * _passing(stacks[0], layout) + to_above * made) * in_flight
+    passing += max(_passing(stack, layout) for stack in stacks)
+    return hidden * ((from_below + to_above) * in_flight + 1) + passing
 
 
 def _kept_outputs(layout: Layout) -> int:

@@ -39,7 +39,7 @@ Storages = dict[int, Tensor]
 class BoundaryActivations:
     """Bytes an image on one process of a tensor group.
 
-    Stacks inside the first layer and the last are in what these save.
+    A stack inside the last layer is in what that saves.
 
     Attributes:
         embedding: saved in the first layer.

@@ -181,8 +181,7 @@ def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int
     # Where stacks differ, the largest of what may have to pass.
     hidden = max(
         stack.number_size
-        * stack.hidden_size
-        * (stack.work.num_tokens + stack.work.num_memory)
+        * (stack.hidden_size * (stack.work.num_tokens + stack.work.num_memory) + stack.num_passing)
         * images
         for stack in shape.stacks
     )

@@ -24,16 +24,13 @@ class Matrix:
 
     name: str
     """With `*` for the number of the block: `blocks.*.mlp.linear_fc1.weight`."""
+    part: str
+    """Name of its layer, of a block that of its stack: `embedding`, `blocks` or `head`."""
     shape: tuple[int, ...]
     """Of the whole logical tensor, whatever the tensor-parallel size."""
     copies: int
     is_split: bool
     """True where the tensor group shares it out; each process holds all of the others."""
-
-    @property
-    def part(self) -> str:
-        """`embedding`, `blocks` or `head`."""
-        return self.name.partition(".")[0]
 
     @property
     def parameters(self) -> int:
@@ -61,7 +58,7 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
     Args:
         objective: of a context with tensor size 1, so that shapes are those of whole tensors.
     """
-    found: Counter[tuple[str, tuple[int, ...], bool]] = Counter()
+    found: Counter[tuple[str, str, tuple[int, ...], bool]] = Counter()
     # Blocks of a stack differ in what they drop alone: one is built for all.
     for plan, copies in distinct_layers(objective.layer_plans()):
         # Megatron draws its initial weights on the CPU; on the meta device that does nothing.
@@ -70,10 +67,16 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
         for name, parameter in layer.named_parameters():
             general = re.sub(r"\.\d+\.", ".*.", f"{plan.name}.{name}", count=1)
             is_split = partition_dimension(parameter) is not None
-            found[general, tuple(parameter.shape), is_split] += copies
+            found[general, part_name(plan), tuple(parameter.shape), is_split] += copies
     return [
-        Matrix(name, shape, copies, is_split) for (name, shape, is_split), copies in found.items()
+        Matrix(name, part, shape, copies, is_split)
+        for (name, part, shape, is_split), copies in found.items()
     ]
+
+
+def part_name(plan: LayerPlan) -> str:
+    """Return the name of a layer, of a block that of its stack."""
+    return plan.name if plan.stack is None else plan.stack.core.stack.name
 
 
 def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
@@ -247,7 +250,7 @@ def _bridges_of(plans: Sequence[LayerPlan]) -> list[set[str]]:
         if plan.stack is not None:
             above.append(set())
         elif above:
-            above[-1].add(plan.name.partition(".")[0])
+            above[-1].add(part_name(plan))
     return above[:-1]
 
 

@@ -40,6 +40,7 @@ class StackShape:
         is_alone: the model computes nothing else but maps of tokens.
         may_split_tokens: sequence parallelism divides its tokens.
         number_size: bytes of a number in the compute precision.
+        num_passing: see `PlannedStack`.
     """
 
     num_layers: int
@@ -56,6 +57,7 @@ class StackShape:
     is_alone: bool
     may_split_tokens: bool
     number_size: int
+    num_passing: int
 
     @classmethod
     def of(cls, stack: PlannedStack, precision: str, *, is_alone: bool) -> StackShape:
@@ -84,6 +86,7 @@ class StackShape:
             is_alone=is_alone,
             may_split_tokens=stack.core.stack.may_split_tokens,
             number_size=number_size(precision),
+            num_passing=stack.num_passing,
         )
 
     def token_parts(self, layout: Layout) -> int:
@@ -99,7 +102,6 @@ class ModelShape:
         layers: parameters.
         parts: by name.
         stacks: of blocks, from below.
-        encoder: the stack inside the first layer.
         decoder: the stack inside the last layer.
         precision: `float32`, `bf16` or `fp16`.
         gradient_size: bytes of a number in the averages of gradients over processes.
@@ -111,7 +113,6 @@ class ModelShape:
     layers: Layers
     parts: tuple[ModelPart, ...]
     stacks: tuple[StackShape, ...]
-    encoder: StackShape | None
     decoder: StackShape | None
     precision: str
     gradient_size: int
@@ -139,9 +140,9 @@ class ModelShape:
 
     def blocks_of(self, stage: PipelineStage) -> list[tuple[StackShape, int]]:
         """Return the stacks of which a stage has blocks, and how many, inside layers or not."""
-        inner = [self.encoder] * stage.is_first + [self.decoder] * stage.is_last
         every = [*zip(self.stacks, stage.blocks, strict=True)]
-        every += [(stack, stack.num_layers) for stack in inner if stack is not None]
+        if self.decoder is not None and stage.is_last:
+            every.append((self.decoder, self.decoder.num_layers))
         return [(stack, count) for stack, count in every if count]
 
 
@@ -153,7 +154,7 @@ def shape_of(objective: Objective, ends: Mapping[LayoutKey, BoundaryActivations]
         ends: of its model, for the layouts that are to be planned.
     """
     config, plans = objective.config, objective.layer_plans()
-    inner, matrices = [plan.inner for plan in plans], count_parameters(objective)
+    inner, matrices = plans[-1].inner, count_parameters(objective)
     stacks = stacks_of(plans)
     is_alone = len(stacks) == 1 and not any(plan.own_flops for plan in plans)
 
@@ -164,8 +165,7 @@ def shape_of(objective: Objective, ends: Mapping[LayoutKey, BoundaryActivations]
         layers=Layers.of(matrices, plans),
         parts=tuple(parts_of(matrices, plans)),
         stacks=tuple(shape(stack) for stack in stacks),
-        encoder=None if inner[0] is None else shape(inner[0]),
-        decoder=None if inner[-1] is None else shape(inner[-1]),
+        decoder=None if inner is None else shape(inner),
         precision=config.training.precision,
         gradient_size=_gradient_size(config),
         keeps_average=bool(config.optimizer.ema_decay),

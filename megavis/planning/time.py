@@ -102,7 +102,7 @@ def _with_recomputed(shape: ModelShape, layout: Layout) -> float:
         return 1.0
     scores = sum(
         4 * stack.hidden_size * stack.work.num_tokens * _keys(stack) * stack.num_layers
-        for stack in (*shape.stacks, shape.encoder, shape.decoder)
+        for stack in (*shape.stacks, shape.decoder)
         if stack is not None
     )
     return 1.0 + scores / shape.flops

@@ -81,7 +81,7 @@ def generate_in_steps(
     drawing, schedule = settings.drawing, paper.schedule
     num_given = 0 if given is None else given.shape[1]
     lanes = _Lanes.start(paper.blank_tokens(images), images, given, settings)
-    known = paper.condition.prepare(known, runner.on_first_stage)
+    known = paper.prepare(known, runner.once)
     known = lanes.spread_known(known, paper)
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
@@ -102,7 +102,8 @@ def generate_in_steps(
             ) -> tuple[Tensor, ...]:
                 return drawing(head, state, draws).pack()
 
-            drawn = Drawn.unpack(runner.predictions(rows, cache=cache, finish=finish, whole=True))
+            made = runner.predictions(rows, cache=cache, finish=finish, whole=True, phase="step")
+            drawn = Drawn.unpack(made)
             moved = lanes.write(step, drawn)
             if cache is not None and moved is not None:
                 cache.select(moved)

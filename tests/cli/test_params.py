@@ -146,11 +146,11 @@ def test_parts_are_listed_by_name_where_there_are_several_stacks(capsys):
 @pytest.mark.parametrize(
     ("name", "inside", "phases"),
     [
-        ("givt/encoder_decoder", "embedding.encoder", ["once", "step"]),
+        ("givt/encoder_decoder", "embedding.encoder.blocks", ["once", "step"]),
         ("darl/demo", "head.decoder", ["step", "step"]),
     ],
 )
-def test_what_is_inside_a_layer_has_a_row_of_its_own(capsys, name, inside, phases):
+def test_a_stack_besides_the_blocks_has_a_row_of_its_own(capsys, name, inside, phases):
     assert main(["params", str(PRESETS.parent / f"{name}.yaml"), "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     own = sum(m["parameters"] for m in tree["matrices"] if m["name"].startswith(f"{inside}."))

@@ -127,6 +127,16 @@ def last_of_first_stage(launch: Launch, config: RunConfig) -> str:
     ("name", "words", "last"),
     [
         ("mae", ["objective.decoder.num_layers=3", "objective.decoder.hidden_size=32"], "decoder."),
+        # Of the first blocks too, whose input the rows of the others travel past.
+        (
+            "compose_memory",
+            [
+                "objective.condition.num_layers=3",
+                "objective.condition.patch_size=2",
+                "objective.condition.hidden_size=48",
+            ],
+            "embedding.encoder.blocks.",
+        ),
         # The decoder is part of the head: the stage of the head has it, and one block.
         ("darl", ["model.num_layers=3"], "blocks."),
     ],

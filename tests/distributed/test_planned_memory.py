@@ -65,8 +65,8 @@ def test_a_step_holds_no_more_at_once_than_was_planned(
         assert activation_memory(shape, layout, stage).total == pytest.approx(found, rel=0.1)
 
 
-# Second stacks, at sizes where images outweigh weights: inside the head, behind a bridge, inside
-# the first layer.
+# Second stacks, at sizes where images outweigh weights: inside the head, behind a bridge, an
+# encoder.
 STACKS = {
     "darl": ["objective.decoder=transformer"],
     "darl_mse": ["objective.loss=mse", "objective.decoder=mlp"],

@@ -11,7 +11,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megavis.composition.shared_keys import check_adapter, check_hiding, check_placed, check_tokens
+from megavis.composition.shared_keys import (
+    check_adapter,
+    check_encoder,
+    check_hiding,
+    check_placed,
+    check_tokens,
+)
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
 from megavis.papers.compose.words import (
     AdapterTransform,
@@ -110,7 +116,7 @@ class ComposeConfig(ObjectiveConfig):
         yield from self._check_density()
         yield from self._check_features()
         if isinstance(self.condition, MemoryCondition):
-            yield from self._check_memory(self.condition, config.data.image_size)
+            yield from self._check_memory(self.condition, config)
         if isinstance(self.transform, AdapterTransform):
             yield from self._check_transform(self.transform)
         if not sizes:
@@ -262,14 +268,18 @@ class ComposeConfig(ObjectiveConfig):
             text = f"features are made of images, of which {self.reads.kind} hold none; read"
             yield "objective.reads.kind", f"{text} patches"
 
-    def _check_memory(self, memory: MemoryCondition, image_size: int) -> Iterator[ConfigIssue]:
+    def _check_memory(self, memory: MemoryCondition, config: RunConfig) -> Iterator[ConfigIssue]:
         """An encoder reads images; the blocks that attend to it predict."""
         if self.reads.kind in ("palette", "frames"):
             text = f"an encoder reads images, of which {self.reads.kind} hold none"
             yield "objective.reads.kind", f"{text}; read patches, ids or latents"
-        if image_size % memory.patch_size:
-            text = f"{memory.patch_size} does not divide data.image_size {image_size}"
-            yield "objective.condition.patch_size", text
+        yield from check_encoder(
+            config,
+            patch_size=memory.patch_size,
+            hidden_size=memory.hidden_size,
+            num_heads=memory.num_attention_heads,
+            key="objective.condition.{}".format,
+        )
         if self.asks.kind == "bridge":
             text = "memory does not reach the blocks above a bridge, which predict; use asks of"
             yield "objective.condition.kind", f"{text} kind shift, mask or query"

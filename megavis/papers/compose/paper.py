@@ -35,6 +35,7 @@ from megavis.densities.gaussians import GaussianMixture
 from megavis.densities.place import Place
 from megavis.densities.squared_error import SquaredError
 from megavis.model.adapter import Adapter
+from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Fill, normal
 from megavis.model.patches import TokenHead
@@ -194,8 +195,8 @@ class Compose(Composition):
         """The class, at the start or in front; features in front; an encoded image; nothing."""
         keys, image_size = self.paper.condition, self.config.data.image_size
         if isinstance(keys, MemoryCondition):
-            layers, patch_size = keys.num_layers, keys.patch_size
-            return EncodedImage(image_size, num_layers=layers, patch_size=patch_size)
+            own = keys.hidden_size, keys.num_attention_heads
+            return EncodedImage(image_size, EncoderSizes(keys.num_layers, keys.patch_size, *own))
         if isinstance(keys, FeaturesCondition):
             return PooledFeatures(
                 image_size,

@@ -275,9 +275,13 @@ class MemoryCondition(Section):
 
     kind: Literal["memory"]
     num_layers: Positive = 8
-    """Blocks of the encoder; width and heads are those of `model`."""
+    """Blocks of the encoder."""
     patch_size: Positive = 16
     """Side in pixels of the patches that it reads."""
+    hidden_size: Positive | None = None
+    """Its width; that of `model` when absent."""
+    num_attention_heads: Positive | None = None
+    """Its attention heads; those of `model` when absent."""
 
 
 AnyCondition = FeaturesCondition | MemoryCondition | NoCondition | ClassCondition

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from megavis.composition.encoded_image import EncodedImage
 from megavis.composition.trainable import Likelihood
+from megavis.model.encoder import EncoderSizes
 from megavis.papers.givt.encoder_decoder_config import EncoderDecoderConfig
 from megavis.papers.givt.paper import GIVT
 
@@ -26,8 +27,12 @@ class GIVTEncoderDecoder(GIVT):
         """The image that the encoder reads, and the class."""
         return EncodedImage(
             self.config.data.image_size,
-            num_layers=self.paper.encoder_layers,
-            patch_size=self.paper.encoder_patch_size,
+            EncoderSizes(
+                self.paper.encoder_layers,
+                self.paper.encoder_patch_size,
+                self.paper.encoder_hidden_size,
+                self.paper.encoder_num_attention_heads,
+            ),
             others=self._labels(),
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from megavis.composition.shared_keys import check_encoder
 from megavis.config.schema import ConfigIssue, NonNegative, Positive, RunConfig
 from megavis.papers.givt.config import LatentTokensConfig
 
 
 class EncoderDecoderConfig(LatentTokensConfig):
-    """GIVT-Causal with an encoder; width and heads of both are those of `model`."""
+    """GIVT-Causal with an encoder."""
 
     name: Literal["givt_encoder_decoder"] = "givt_encoder_decoder"
     num_classes: NonNegative = 0
@@ -21,10 +22,18 @@ class EncoderDecoderConfig(LatentTokensConfig):
     """Blocks of the encoder; 24 in the paper's, ViT-L/16."""
     encoder_patch_size: Positive = 16
     """Pixels on the side of its patches."""
+    encoder_hidden_size: Positive | None = None
+    """Its width; that of `model` when absent, as in the paper."""
+    encoder_num_attention_heads: Positive | None = None
+    """Its attention heads; those of `model` when absent."""
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Check that patches divide the image."""
         yield from super().check(config)
-        if config.data.image_size % self.encoder_patch_size:
-            text = f"{self.encoder_patch_size} does not divide data.image_size"
-            yield "objective.encoder_patch_size", f"{text} {config.data.image_size}"
+        yield from check_encoder(
+            config,
+            patch_size=self.encoder_patch_size,
+            hidden_size=self.encoder_hidden_size,
+            num_heads=self.encoder_num_attention_heads,
+            key="objective.encoder_{}".format,
+        )

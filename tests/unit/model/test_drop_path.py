@@ -74,8 +74,10 @@ def add_constants(block):
 @torch.no_grad()
 def kept_parts(objective, runner, batch, rates):
     """Run the blocks in training; return for each which images keep which part: bool `[b, p]`."""
-    embedding, *blocks, _ = runner.layers.modules
+    embedding, *blocks, _ = runner.layers.of_phase("step")
     state = embedding.train()(objective.training_sequence(batch).inputs)
+    for layer in runner.layers.of_phase("once"):  # an encoder leaves out nothing
+        state = layer.train()(state)
     kept = []
     for block, rate in zip(blocks, rates, strict=True):
         num_parts, before = (

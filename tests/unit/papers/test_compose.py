@@ -9,7 +9,7 @@ from tiny import VIT, tiny
 
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
-from megavis.model.encoder import Encoder
+from megavis.model.encoder import EncoderInput
 from megavis.sampling.sampler import Sampler
 
 
@@ -209,6 +209,21 @@ def build(build_paper):
             [],
             "condition.patch_size",
             "5 does not divide data.image_size 16",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("}", ", hidden_size: 31}")],
+            [],
+            "condition.num_attention_heads",
+            "width 31 does not divide by 2 heads",
+        ),
+        (
+            [PATCHES, ONE_BY_ONE, SHIFT, ERROR, MEMORY.replace("8", "16")],
+            [
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=true",
+            ],
+            "",
+            "1 patches of the encoder do not divide",
         ),
         ([PATCHES, CONTEXT, BRIDGE, ERROR, MEMORY], [], "condition.kind", "above a bridge"),
         ([PATCHES, CONTEXT, ITSELF, PLACE, MEMORY], [], "condition.kind", "asks is self"),
@@ -451,18 +466,20 @@ def test_tokens_are_drawn_from_those_that_are_known(build, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "memory"),
     [
-        [PATCHES, ONE_BY_ONE, SHIFT, MIXTURE],
-        [PATCHES, RANDOM, QUERY, MIXTURE],
-        [PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE],
+        ([PATCHES, ONE_BY_ONE, SHIFT, MIXTURE], MEMORY),
+        ([PATCHES, RANDOM, QUERY, MIXTURE], MEMORY.replace("}", ", hidden_size: 24}")),
+        ([PATCHES, "schedule: {kind: rounds}", MASK, MIXTURE], MEMORY),
     ],
 )
-def test_an_image_is_encoded_once_and_decides_what_is_drawn(build, tmp_path, monkeypatch, words):
-    objective, runner = build(*words, MEMORY)
+def test_an_image_is_encoded_once_and_decides_what_is_drawn(
+    build, tmp_path, monkeypatch, words, memory
+):
+    objective, runner = build(*words, memory)
     sampler = Sampler(runner, objective, tmp_path, seed=3)
-    forward, calls = Encoder.forward, []
-    monkeypatch.setattr(Encoder, "forward", lambda *args: calls.append(1) or forward(*args))
+    forward, calls = EncoderInput.forward, []
+    monkeypatch.setattr(EncoderInput, "forward", lambda *args: calls.append(1) or forward(*args))
     images, seen = torch.arange(3), photographs(3, 16)
     drawn = sampler.tokens(images, conditions={"image": seen})
     assert len(calls) == 1

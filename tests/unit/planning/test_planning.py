@@ -36,6 +36,7 @@ ENCODER = [
     "model.hidden_size=64",
     "model.ffn_hidden_size=256",
 ]
+NARROW = ["objective.encoder_hidden_size=48", "objective.encoder_num_attention_heads=4"]
 
 
 def build(context, name, *words):
@@ -69,7 +70,7 @@ def measured(objective):
         ("gvp/demo", ["parallel.activation_checkpointing=selective"]),
         ("mp3/demo", []),
         ("givt/demo", [FULL]),
-        # Decoders inside the head, a second stack, and an encoder inside the first layer.
+        # Decoders inside the head, a second stack, and an encoder, also of another width.
         ("darl/demo", []),
         ("darl/demo", [FULL]),
         ("darl/demo", [*HALF, "objective.loss=mse", "objective.decoder=mlp"]),
@@ -78,6 +79,7 @@ def measured(objective):
         ("givt/encoder_decoder", [*ENCODER, "training.precision=float32"]),
         ("givt/encoder_decoder", [*ENCODER, "parallel.activation_checkpointing=selective"]),
         ("givt/encoder_decoder", [*ENCODER, FULL]),
+        ("givt/encoder_decoder", [*ENCODER, "training.precision=float32", *NARROW]),
     ],
 )
 def test_activations_are_what_autograd_saves(context, name, words):

@@ -10,7 +10,7 @@ from tiny import tiny
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
-from megavis.model.encoder import Encoder
+from megavis.model.encoder import EncoderInput
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers
 from megavis.model.visibility import KeyValueCache
@@ -72,7 +72,7 @@ def test_an_image_is_encoded_once_and_the_cache_changes_no_prediction(make, opti
     sampler = make(*ENCODER, "objective.adapter_blocks=1", seed=3, **options)
     seen = torch.rand(3, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
     counts = Counter()
-    _count_calls(monkeypatch, Encoder, "forward", counts)
+    _count_calls(monkeypatch, EncoderInput, "forward", counts)
     _count_calls(monkeypatch, KeyValueCache, "fixed", counts)
     drawn = sampler.tokens(IMAGES, conditions={"image": seen})
     # Two blocks, sixteen tokens.
