@@ -1,5 +1,6 @@
 """`kill -9` at random moments, while training and while saving, loses nothing that was saved."""
 
+import gc
 import math
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ HANGS_AFTER = 600
 def train_alone(path: str, overrides: list[str], stop_at: float) -> None:
     """Train; at a step wait to be killed, so that no run ends before it is."""
     torch.set_num_threads(1)
+    gc.freeze()  # not to collect among all that was imported
     step = Engine.train_step
 
     def train_step(engine: Engine, batches: Any, number: int) -> torch.Tensor:

@@ -1,17 +1,28 @@
-"""`torchrun`, `deepspeed` and `srun`'s environment start the same run as one process alone."""
+"""`torchrun`, `deepspeed` and `srun`'s environment start the same run as one process alone.
 
+`torchrun` starts real processes. Those of the others are forks of a server that has imported
+everything, with the words and the environment that their launcher gives.
+"""
+
+import gc
+import json
+import multiprocessing
 import os
 import random
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launched_runs import ROOT
-from run_jobs import deterministic_metrics
+from run_jobs import deterministic_metrics, train_run
 from slurm import missing_programs
 from two_hosts import why_not
+
+from megavis.cli import main
 
 pytestmark = pytest.mark.once
 
@@ -51,11 +62,38 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, output[-3000:]
 
 
+def run_megavis(words: list[str], environment: dict[str, str]) -> None:
+    """Be a process of `megavis`, as one that a launcher has started."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    gc.freeze()  # not to collect among all that was imported
+    sys.exit(main(words))
+
+
+def run_all(processes: list[tuple[list[str], dict[str, str]]]) -> None:
+    """Run `megavis` with these words and environments at the same time."""
+    server = multiprocessing.get_context("forkserver")
+    started = [server.Process(target=run_megavis, args=each) for each in processes]
+    for process in started:
+        process.start()
+    try:
+        for process in started:
+            process.join(1200)
+        assert [process.exitcode for process in started] == [0] * len(started)
+    finally:
+        for process in started:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
-def one_process(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
+def one_process(
+    run_job: Callable[..., list[Any]], tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list:
     output = tmp_path_factory.mktemp("alone")
-    words = ["train", str(tiny_config), "--device", "cpu", f"output={output}", "name=alone"]
-    finish(start([str(BIN / "megavis"), *words]))
+    run_job(train_run, 1, str(tiny_config), [f"output={output}", "name=alone"])
     return deterministic_metrics(output / "alone")
 
 
@@ -66,22 +104,29 @@ def same_losses(folder: Path, reference: list) -> None:
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["torchrun", "--standalone", "--nproc-per-node", "2"],
-        ["deepspeed", "--num_accelerators", "2", "--master_port", "PORT"],
-    ],
-    ids=["torchrun", "deepspeed"],
-)
-def test_launcher(
-    launcher: list[str], tiny_config: Path, tmp_path: Path, one_process: list
-) -> None:
-    if launcher[0] == "deepspeed" and not why_not():
-        pytest.skip("test_two_hosts.py starts deepspeed here, over ssh")
+def test_torchrun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
-    launcher = [str(free_port()) if word == "PORT" else word for word in launcher]
-    finish(start([*launcher, str(BIN / "megavis"), *words]))
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    finish(start([*torchrun, str(BIN / "megavis"), *words]))
+    same_losses(tmp_path / "two", one_process)
+
+
+# Writes down, beside itself, what a process is started with.
+STARTED = """\
+import json, os, sys
+with open(f"{os.path.dirname(__file__)}/rank-{os.environ['RANK']}.json", "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ)], file)
+"""
+
+
+def test_deepspeed(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
+    if not why_not():
+        pytest.skip("test_two_hosts.py starts deepspeed here, over ssh")
+    (tmp_path / "started.py").write_text(STARTED)
+    words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
+    deepspeed = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
+    finish(start([*deepspeed, str(tmp_path / "started.py"), *words]))
+    run_all([json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)])
     same_losses(tmp_path / "two", one_process)
 
 
@@ -90,14 +135,10 @@ def test_srun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     if not missing_programs():
         pytest.skip("test_slurm.py starts a real srun here")
     words = ["train", str(tiny_config), "--device", "cpu", f"output={tmp_path}", "name=two"]
-    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    slurm = {**os.environ, "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     slurm["SLURM_JOB_ID"] = str(free_port() - 20000)
-    tasks = [
-        start([str(BIN / "megavis"), *words], SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm)
-        for i in range(2)
-    ]
-    for task in tasks:
-        finish(task)
+    tasks = [{**slurm, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    run_all([(words, task) for task in tasks])
     same_losses(tmp_path / "two", one_process)
 
 

@@ -11,6 +11,8 @@ from megavis.model.dropout import drop_path_of
 from megavis.model.layer_state import LayerState
 
 COUNT = 2000
+PIXELS = 3
+"""On a side, of the images of an iGPT."""
 GIVT = "latent_channels: 4, downsampling: 4, num_components: 2"
 OBJECTIVES = {
     "igpt": "{name: igpt, vocabulary_size: 12}",
@@ -34,7 +36,8 @@ def make(build_paper):
 
     def make(name, *words):
         model = {"num_layers": 4, "hidden_size": 8, "add_bias": True}
-        text = tiny(OBJECTIVES[name], model=model, data={"image_size": 12})
+        size = PIXELS if name == "igpt" else 12
+        text = tiny(OBJECTIVES[name], model=model, data={"image_size": size})
         return build_paper(text, *words)
 
     return make
@@ -52,7 +55,7 @@ class Latents:
 
 def samples_of(objective, name, count=COUNT):
     if name == "igpt":
-        return batch_of(torch.zeros(count, 144, dtype=torch.int64))
+        return batch_of(torch.zeros(count, PIXELS**2, dtype=torch.int64))
     if name == "givt":
         return batch_of(torch.zeros(count, 2, 4, 3, 3).half())
     paper = objective.paper if isinstance(objective, Classification) else objective
@@ -130,7 +133,7 @@ def test_each_block_leaves_out_the_share_of_the_linear_rule(make, name, words, r
 def test_nothing_is_left_out_in_evaluation_and_samples_decide_in_training(make):
     objective, runner = make("igpt", "model.drop_path=0.5")
     plain, same = make("igpt")
-    batch = batch_of(torch.arange(144).expand(6, -1) % 12)
+    batch = batch_of(torch.arange(PIXELS**2).expand(6, -1) % 12)
     with torch.no_grad():
         assert torch.equal(
             runner.predictions(objective.sequence(batch).inputs),

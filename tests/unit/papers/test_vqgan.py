@@ -9,6 +9,8 @@ from megavis.config.load import load_config
 from megavis.model.stack import LayerStack
 from megavis.papers import OBJECTIVES
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def small(tmp_path, context):
@@ -64,8 +66,8 @@ def test_dead_entries_come_back(small, weight):
     inputs = objective.sequence(batch).inputs
     with torch.no_grad():
         network.quantize.embedding.weight[1:] += 100.0
-    optimizer = torch.optim.Adam(network.quantize.parameters(), lr=1.0)
-    for _ in range(300):
+    optimizer = torch.optim.Adam(network.quantize.parameters(), lr=2.0)
+    for _ in range(100):
         codebook, _, revival = stack.layers[0](inputs)[2:5]
         optimizer.zero_grad()
         (codebook + weight * revival).backward()
