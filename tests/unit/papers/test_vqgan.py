@@ -66,8 +66,8 @@ def test_dead_entries_come_back(small, weight):
     inputs = objective.sequence(batch).inputs
     with torch.no_grad():
         network.quantize.embedding.weight[1:] += 100.0
-    optimizer = torch.optim.Adam(network.quantize.parameters(), lr=2.0)
-    for _ in range(100):
+    optimizer = torch.optim.Adam(network.quantize.parameters(), lr=1.0)
+    for _ in range(300):
         codebook, _, revival = stack.layers[0](inputs)[2:5]
         optimizer.zero_grad()
         (codebook + weight * revival).backward()
