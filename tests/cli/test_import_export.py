@@ -138,7 +138,7 @@ def spoil(folder, what):
         ("too many colours", "21 colours, more than the 20"),
         ({"vocab_size": 513}, r"wte.weight has shape \[21, 24\]; by config.json it would be \[513"),
         ({"n_layer": 1}, "the weights have more layers"),
-        ({"n_head": 5}, "does not divide"),
+        ({"n_head": 5}, "is not divisible"),
         ({"n_embd": None}, "n_embd is None"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
     ],

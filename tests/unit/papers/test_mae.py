@@ -220,7 +220,7 @@ def test_operations_are_what_torch_counts(make):
         ),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-            "5 tokens of the encoder and 17 of the decoder do not divide",
+            "5 tokens of the encoder and 17 of the decoder are not divisible",
         ),
         (
             ["finetune.num_classes=3", "finetune.generative_weight=1"],

@@ -183,7 +183,7 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
         (["data.frames=[20,6]"], "is for images, and data.frames for frames: set only one"),
         (
             ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-            "17 tokens do not divide",
+            "17 tokens are not divisible",
         ),
     ],
 )
