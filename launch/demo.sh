@@ -85,7 +85,7 @@ probe() {
 igpt() {
   local run=runs/igpt_demo$tag
   letters_12
-  step "train iGPT, 4 layers 160 wide, for 2,400 steps of 8 images" \
+  step "train iGPT, 4 layers 160 wide, for 1,600 steps of 8 images" \
     megavis train yaml_configs/igpt/demo.yaml $(seeded igpt_demo)
   probe "$run"
   step "draw letters from nothing" megavis sample "$run" --num-images 48
