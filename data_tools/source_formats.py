@@ -149,6 +149,10 @@ def open_unlabelled(place: Path) -> ImageSource:
     return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))
 
 
+# Of the layouts that share a folder, what it is where nobody says another.
+_PREFERRED = ("caltech-101",)
+
+
 def find_layout(place: Path) -> str:
     """Return which layout lies at a path.
 
@@ -179,9 +183,11 @@ def _folder_layout(place: Path) -> str:
         return "jpeg-shards"
     if (place / KAGGLE_TREE).is_dir():
         return "kaggle-train"
-    for name, data_set in DATA_SETS.items():
-        if data_set.lies_at(place):
-            return name
+    found = [name for name, data_set in DATA_SETS.items() if data_set.lies_at(place)]
+    if len(found) > 1 and found[0] not in _PREFERRED:
+        raise UserError(f"{place} has labels for {' and '.join(found)}: say which by --layout")
+    if found:
+        return found[0]
     entries = sorted(place.iterdir())
     if any(path.is_dir() for path in entries):
         return "folder"

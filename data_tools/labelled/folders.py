@@ -1,4 +1,4 @@
-"""Data sets of one folder a class that their authors left undivided: Caltech-101, EuroSAT.
+"""Data sets of one folder a class, left undivided: Caltech-101, EuroSAT, RESISC45.
 
 The division is a function of the names alone: in each class, pictures in the order of the SHA-256
 of their names. It is the same on every machine, and no option changes it.
@@ -21,15 +21,20 @@ _TRAINED_A_CLASS = 30
 
 def list_caltech101(root: Path, split: str) -> Listing:
     """List Caltech-101: 30 pictures of each of its 101 classes train, the others test."""
-
-    def belongs(place: int, count: int) -> str:
-        return TRAIN if place < _TRAINED_A_CLASS else TEST
-
-    return _list_divided(root, split, belongs, leave_out=_CLUTTER)
+    return _list_divided(root, split, _by_thirty, leave_out=_CLUTTER)
 
 
-def list_eurosat(root: Path, split: str) -> Listing:
-    """List EuroSAT (RGB) in VTAB's shares: of each class 60 % train, 20 % validate, 20 % test."""
+def list_caltech102(root: Path, split: str) -> Listing:
+    """List Caltech-101 with its pictures of clutter as a class of their own, as VTAB does."""
+    return _list_divided(root, split, _by_thirty)
+
+
+def _by_thirty(place: int, count: int) -> str:
+    return TRAIN if place < _TRAINED_A_CLASS else TEST
+
+
+def list_fifths(root: Path, split: str) -> Listing:
+    """List EuroSAT (RGB) or RESISC45 in VTAB's shares: of each class 60, 20 and 20 %."""
 
     def belongs(place: int, count: int) -> str:
         if 10 * place < 6 * count:

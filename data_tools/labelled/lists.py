@@ -1,4 +1,4 @@
-"""Data sets of picture files with a text file for each split: Pets, DTD, Food-101, Aircraft."""
+"""Data sets of files with a text file for each split: Pets, DTD, Food-101, Aircraft, SUN397."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megavis.config.errors import UserError
 
 _PETS = {TRAIN: "trainval", TEST: "test"}
 _SHORT = {TRAIN: "train", VALIDATION: "val", TEST: "test"}
+_SUN_LISTS = {TRAIN: "tr", VALIDATION: "va", TEST: "te"}
 _BANNER = 20
 """Rows at the bottom of each picture of an aircraft that hold its copyright, not the picture."""
 
@@ -88,3 +89,28 @@ def list_aircraft(root: Path, split: str) -> Listing:
 
 def _read_without_banner(file: SourceFile, root: Path) -> bytes:
     return ppm(decode_image(file.read(root))[:-_BANNER])
+
+
+def list_sun397(root: Path, split: str) -> Listing:
+    """List SUN397 by VTAB's division: lines `/a/abbey/sun_aaalbzqrimafwbiv.jpg`.
+
+    The authors' ten partitions have 50 training pictures a class; VTAB divides all of them, in
+    three lists that TensorFlow Datasets ships.
+    """
+    lists = {part: f"sun397_tfds_{short}.txt" for part, short in _SUN_LISTS.items()}
+    missing = [name for name in lists.values() if not (root / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{root / missing[0]} is missing: copy the three lists of VTAB's division there, from"
+            " tensorflow_datasets/image_classification"
+        )
+    names = {part: read_lines(root / name) for part, name in lists.items()}
+    classes = sorted(
+        {name.rpartition("/")[0].lstrip("/") for part in names.values() for name in part}
+    )
+    numbers = {name: number for number, name in enumerate(classes)}
+    files = [
+        image_file(root, name, numbers[name.rpartition("/")[0]], listed_in=lists[split])
+        for name in (line.lstrip("/") for line in names[split])
+    ]
+    return Listing(classes, files)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from data_tools.labelled.arrays import (
+    list_camelyon,
+    list_dsprites_location,
+    list_dsprites_orientation,
+    list_norb_azimuth,
+    list_norb_elevation,
+)
 from data_tools.labelled.binary import list_cifar10, list_cifar100, list_stl10
 from data_tools.labelled.data_set import (
     EXTRA,
@@ -11,15 +18,21 @@ from data_tools.labelled.data_set import (
     VALIDATION,
     LabelledSet,
 )
-from data_tools.labelled.folders import list_caltech101, list_eurosat
-from data_tools.labelled.lists import list_aircraft, list_dtd, list_food, list_pets
+from data_tools.labelled.folders import list_caltech101, list_caltech102, list_fifths
+from data_tools.labelled.lists import list_aircraft, list_dtd, list_food, list_pets, list_sun397
 from data_tools.labelled.matlab import list_cars, list_flowers, list_svhn
+from data_tools.labelled.records import list_dmlab
+from data_tools.labelled.retina import list_retinopathy
+from data_tools.labelled.scenes import list_clevr_count, list_clevr_distance, list_kitti
 
 
 def _sizes(train: int, validation: int, test: int, **more: int) -> dict[str, int]:
     sizes = {TRAIN: train, VALIDATION: validation, TEST: test, **more}
     return {split: size for split, size in sizes.items() if size}
 
+
+_CLEVR = [["scenes/CLEVR_train_scenes.json"], ["scenes/CLEVR_val_scenes.json"]]
+_NORB = [["smallnorb-5x46789x9x18x6x2x96x96-training-info.mat"]]
 
 _DATA_SETS = (
     LabelledSet(
@@ -55,6 +68,58 @@ _DATA_SETS = (
     LabelledSet(
         "caltech-101", [["accordion", "yin_yang"]], _sizes(3_030, 0, 5_647), list_caltech101
     ),
-    LabelledSet("eurosat", [["AnnualCrop", "SeaLake"]], _sizes(16_200, 5_400, 5_400), list_eurosat),
+    LabelledSet(
+        "caltech-102", [["accordion", "yin_yang"]], _sizes(3_060, 0, 6_084), list_caltech102
+    ),
+    LabelledSet("eurosat", [["AnnualCrop", "SeaLake"]], _sizes(16_200, 5_400, 5_400), list_fifths),
+    LabelledSet(
+        "resisc45",
+        [["baseball_diamond", "thermal_power_station"]],
+        _sizes(18_900, 6_300, 6_300),
+        list_fifths,
+    ),
+    LabelledSet("sun397", [["a/abbey"]], _sizes(76_128, 10_875, 21_750), list_sun397),
+    LabelledSet(
+        "camelyon",
+        [["camelyonpatch_level_2_split_train_x.h5"], ["camelyonpatch_level_2_split_test_x.h5"]],
+        _sizes(262_144, 32_768, 32_768),
+        list_camelyon,
+    ),
+    LabelledSet(
+        "retinopathy",
+        [["trainLabels.csv"], ["retinopathy_solution.csv"]],
+        _sizes(35_126, 10_906, 42_670),
+        list_retinopathy,
+    ),
+    *(
+        LabelledSet(name, _CLEVR, _sizes(70_000, 0, 15_000), lists)
+        for name, lists in (
+            ("clevr-count", list_clevr_count),
+            ("clevr-distance", list_clevr_distance),
+        )
+    ),
+    LabelledSet(
+        "dmlab",
+        [["dmlab-train.tfrecord"], ["dmlab-test.tfrecord"]],
+        _sizes(65_550, 22_628, 22_735),
+        list_dmlab,
+    ),
+    LabelledSet(
+        "kitti-distance", [["mapping/train_mapping.txt"]], _sizes(6_347, 423, 711), list_kitti
+    ),
+    *(
+        LabelledSet(name, [["latents_classes.npy"]], _sizes(589_824, 73_728, 73_728), lists)
+        for name, lists in (
+            ("dsprites-location", list_dsprites_location),
+            ("dsprites-orientation", list_dsprites_orientation),
+        )
+    ),
+    *(
+        LabelledSet(name, _NORB, _sizes(24_300, 12_150, 12_150), lists)
+        for name, lists in (
+            ("smallnorb-azimuth", list_norb_azimuth),
+            ("smallnorb-elevation", list_norb_elevation),
+        )
+    ),
 )
 DATA_SETS = {data_set.name: data_set for data_set in _DATA_SETS}

@@ -1,0 +1,168 @@
+"""Data sets that are arrays of pictures: dSprites, smallNORB and PatchCamelyon, as VTAB has them.
+
+VTAB's code cuts dSprites and smallNORB by the order in which TensorFlow Datasets stores them; here
+the SHA-256 of a picture's number decides, in the same shares.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_tools.labelled.data_set import TEST, TRAIN, VALIDATION, Listing, ppm
+from data_tools.sources import SourceFile
+from megavis.config.errors import UserError
+
+_SPRITE_SIDE, _NORB_SIDE, _TISSUE_SIDE = 64, 96, 96
+_NORB_FILES = {
+    TRAIN: "smallnorb-5x46789x9x18x6x2x96x96-training",
+    TEST: "smallnorb-5x01235x9x18x6x2x96x96-testing",
+}
+_NORB_TYPES: dict[int, np.dtype[Any]] = {507333717: np.dtype("u1"), 507333716: np.dtype("<i4")}
+_TISSUE_FILES = {TRAIN: "train", VALIDATION: "valid", TEST: "test"}
+
+
+def list_dsprites_location(root: Path, split: str) -> Listing:
+    """List dSprites by the horizontal place, 32 of them in 16 classes."""
+    return _list_dsprites(root, split, column=4, count=32)
+
+
+def list_dsprites_orientation(root: Path, split: str) -> Listing:
+    """List dSprites by the orientation, 40 of them in 16 classes."""
+    return _list_dsprites(root, split, column=3, count=40)
+
+
+def _list_dsprites(root: Path, split: str, *, column: int, count: int) -> Listing:
+    """List dSprites; of the names in the order of their SHA-256 80 % train, 10 % validate."""
+    latents, pictures = _array(root, "latents_classes"), _array(root, "imgs")
+    shape = (len(latents), _SPRITE_SIDE, _SPRITE_SIDE)
+    if latents.ndim != 2 or latents.shape[1] != 6 or pictures.shape != shape:
+        raise UserError(
+            f"{root}: latents_classes.npy {list(latents.shape)} and imgs.npy"
+            f" {list(pictures.shape)} are not [n, 6] and [n, 64, 64]"
+        )
+    labels = latents[:, column].astype(int) * 16 // count
+    places = _share(len(latents), split, {TRAIN: (0, 8), VALIDATION: (8, 9), TEST: (9, 10)})
+    files = [
+        SourceFile(f"{place:06d}", int(labels[place]), _SPRITE_SIDE**2, "imgs.npy", place)
+        for place in places
+    ]
+    return Listing([str(number) for number in range(16)], files, _read_sprite)
+
+
+def _read_sprite(file: SourceFile, root: Path) -> bytes:
+    return ppm(_grey(255 * _array(root, "imgs")[file.offset]))
+
+
+@functools.lru_cache(maxsize=2)
+def _array(root: Path, name: str) -> np.ndarray:
+    path = root / f"{name}.npy"
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        raise UserError(f"{path} cannot be read: unzip the .npz file of dSprites here") from None
+
+
+def list_norb_azimuth(root: Path, split: str) -> Listing:
+    """List smallNORB by azimuth, 18 of them, 20° apart."""
+    return _list_norb(root, split, lambda info: info[:, 2] // 2, [f"{20 * k}°" for k in range(18)])
+
+
+def list_norb_elevation(root: Path, split: str) -> Listing:
+    """List smallNORB by elevation, 9 of them from 30°, 5° apart."""
+    return _list_norb(root, split, lambda info: info[:, 1], [f"{30 + 5 * k}°" for k in range(9)])
+
+
+def _list_norb(
+    root: Path, split: str, label: Callable[[np.ndarray], np.ndarray], names: Sequence[str]
+) -> Listing:
+    """List the left camera's pictures; half of the authors' test set validates."""
+    prefix = _NORB_FILES[TRAIN if split == TRAIN else TEST]
+    path = f"{prefix}-dat.mat"
+    start, pictures = _matrix(root / path)
+    _, info = _matrix(root / f"{prefix}-info.mat")
+    if pictures.shape != (len(info), 2, _NORB_SIDE, _NORB_SIDE) or info.shape[1:] != (4,):
+        raise UserError(f"{root / path} and its info.mat are not of one part of smallNORB")
+    labels = label(info).tolist()
+    halves = {TRAIN: (0, 2), VALIDATION: (0, 1), TEST: (1, 2)}
+    length = _NORB_SIDE**2
+    files = [
+        SourceFile(f"{prefix}/{place:05d}", labels[place], length, path, start + 2 * place * length)
+        for place in _share(len(info), split, halves)
+    ]
+    return Listing(names, files, _read_norb)
+
+
+def _read_norb(file: SourceFile, root: Path) -> bytes:
+    content = file.read(root)
+    if len(content) < file.num_bytes:
+        raise OSError(f"{file.path} was cut")
+    return ppm(_grey(np.frombuffer(content, np.uint8).reshape(_NORB_SIDE, _NORB_SIDE)))
+
+
+def _matrix(path: Path) -> tuple[int, np.ndarray]:
+    """Return where the numbers of one of NORB's files begin, and the array.
+
+    A type, the number of dimensions and at least three of them precede it, int32 each.
+
+    Raises:
+        UserError: it is missing or no such file.
+    """
+    try:
+        head = np.fromfile(path, "<i4", 8)
+        kind, count = _NORB_TYPES[int(head[0])], int(head[1])
+        start = 8 + 4 * max(3, count)
+        return start, np.memmap(path, kind, "r", start, tuple(head[2 : 2 + count].tolist()))
+    except (OSError, KeyError, IndexError, ValueError):
+        raise UserError(f"{path} is missing, cut, or no file of smallNORB, unpacked") from None
+
+
+def list_camelyon(root: Path, split: str) -> Listing:
+    """List PatchCamelyon: is there a tumour in the middle?"""
+    name = _TISSUE_FILES[split]
+    labels = np.asarray(_tissue(root, name, "y")).reshape(-1).astype(int).tolist()
+    pictures = _tissue(root, name, "x")
+    shape = (len(labels), _TISSUE_SIDE, _TISSUE_SIDE, 3)
+    if pictures.shape != shape:
+        raise UserError(f"{root}: pictures of {name} are {list(pictures.shape)}, not {list(shape)}")
+    files = [
+        SourceFile(f"{name}/{place:06d}", label, 3 * _TISSUE_SIDE**2, name, place)
+        for place, label in enumerate(labels)
+    ]
+    return Listing(["no tumour", "tumour"], files, _read_tissue)
+
+
+def _read_tissue(file: SourceFile, root: Path) -> bytes:
+    return ppm(np.asarray(_tissue(root, file.path, "x")[file.offset], np.uint8))
+
+
+@functools.lru_cache(maxsize=2)
+def _tissue(root: Path, name: str, kind: str) -> Any:
+    """Return the array `kind` of one of PatchCamelyon's files, read where it is looked at."""
+    path = root / f"camelyonpatch_level_2_split_{name}_{kind}.h5"
+    try:
+        import h5py
+    except ImportError:
+        raise UserError(f"{path} is read by h5py: pip install 'megavis[hdf5]'") from None
+    try:
+        return h5py.File(path, "r")[kind]
+    except (OSError, KeyError):
+        raise UserError(f"{path} is missing, or no file of PatchCamelyon, unpacked") from None
+
+
+def _share(count: int, split: str, shares: Mapping[str, tuple[int, int]]) -> list[int]:
+    """Return numbers from 0 on that a split takes, in the order of the SHA-256 of their text."""
+    first, last = shares[split]
+    parts = max(end for _, end in shares.values())
+    order = sorted(range(count), key=lambda place: hashlib.sha256(b"%d" % place).digest())
+    return order[count * first // parts : count * last // parts]
+
+
+def _grey(pixels: np.ndarray) -> np.ndarray:
+    """Return uint8 `[h, w, 3]` of one channel `[h, w]`."""
+    return np.repeat(pixels.astype(np.uint8)[..., None], 3, axis=-1)
