@@ -95,7 +95,9 @@ class ClassHead(Head):
     def forward(self, state: PackedState) -> Tensor:
         """Map the `PackedState` of `[s, b, h]` to logits `[b, c]`."""
         hidden = LayerState.unpack(state, self.core.carried_names).hidden
-        return self.classifier(self.feature_norm(hidden))
+        # Called in any case, for those who watch it.
+        normed = self.feature_norm(hidden)
+        return self.classifier(hidden if self.core.model.features == "blocks" else normed)
 
 
 def add_classifier(head: Head, classifier: Classifier) -> Head:
@@ -108,16 +110,13 @@ def add_classifier(head: Head, classifier: Classifier) -> Head:
         head: any paper's last layer.
         classifier: becomes part of it.
     """
-    normalised: list[Tensor] = []
-
-    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-        normalised.append(output)
+    features: list[Tensor] = []
 
     def join(_: nn.Module, __: Any, predictions: Any) -> tuple[Tensor, ...]:
         own = (predictions,) if isinstance(predictions, Tensor) else predictions
-        return (*own, classifier(normalised.pop()))
+        return (*own, classifier(features.pop()))
 
-    head.norm.register_forward_hook(keep)
+    watch_features(head, features.append)
     head.register_forward_hook(join)
     head.classifier = classifier
     return head

@@ -48,9 +48,17 @@ def check_finetuning(config: RunConfig) -> Iterator[ConfigIssue]:
     if settings.linear_evaluation:
         yield from _check_linear_evaluation(config, settings)
     else:
-        for key in ("concatenate", "standardize"):
-            if getattr(settings, key) != type(settings).model_fields[key].default:
-                yield f"finetune.{key}", "applies only to finetune.linear_evaluation; remove it"
+        yield from _check_whole_tuning(config, settings)
+
+
+def _check_whole_tuning(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:
+    """Every layer learns."""
+    if config.model.features == "blocks":
+        text = "blocks leaves the last norm out, which would learn nothing; fine-tune on norms"
+        yield "model.features", f"{text}, or set finetune.linear_evaluation"
+    for key in ("concatenate", "standardize"):
+        if getattr(settings, key) != type(settings).model_fields[key].default:
+            yield f"finetune.{key}", "applies only to finetune.linear_evaluation; remove it"
 
 
 def _check_layer(config: RunConfig, settings: FinetuneConfig) -> Iterator[ConfigIssue]:

@@ -93,6 +93,9 @@ class ModelConfig(Section):
     positions: PositionKind | None = None
     """Position encoding; default: the paper's. `relative_2d`: attention has a bias for each
     offset, initially zero."""
+    features: Literal["norms", "blocks"] = "norms"
+    """Features of a layer: the output of its first norm (iGPT, section 2.4), or the input of that
+    norm, which is the output of the block before it (GIVT, appendix F)."""
     position_scale: Above0 = 1.0
     """Multiplies coordinates of rotary and sin-cos positions: trained grid / present grid
     interpolates them."""

@@ -87,12 +87,13 @@ class Inference:
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean over tokens of what the norms give off which features are read.
+        """Return the mean over tokens of the features of each layer off which they are read.
 
         Layers above the last of these are not run.
 
         "Generative Pretraining from Pixels", section 2.4: f^l = mean of n^l over the sequence, l
-        from 0 (the first block's norm) to L (the norm before the head).
+        from 0 (the first block's norm) to L (the norm before the head). With `model.features:
+        blocks` it is the mean of what enters these norms.
 
         Returns:
             float32 `[L + 1, b, h]`.

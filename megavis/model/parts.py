@@ -39,6 +39,11 @@ class Bridge(nn.Module):
         self.linear = WholeLinear(below.model.hidden_size, above.model.hidden_size, fill)
 
     @property
+    def core(self) -> Core:
+        """The lower stack's."""
+        return self.below
+
+    @property
     def feature_norm(self) -> LastNorm:
         """The norm above the lower stack."""
         return self.norm

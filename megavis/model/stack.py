@@ -31,14 +31,22 @@ class FeatureLayer(Protocol):
     """A layer off which features may be read."""
 
     @property
+    def core(self) -> Core:
+        """What the layer is built from; its config says what features are."""
+
+    @property
     def feature_norm(self) -> nn.Module:
         """The norm that is called once a forward pass, on the stream of hidden states."""
 
 
 def watch_features(layer: nn.Module, keep: Callable[[Tensor], None]) -> RemovableHandle:
     """Call `keep` with the features `[s, b, h]` of a `FeatureLayer` in every forward pass."""
-    norm = cast(FeatureLayer, layer).feature_norm
-    return norm.register_forward_hook(lambda _, __, features: keep(features))
+    watched = cast(FeatureLayer, layer)
+
+    def hook(_: nn.Module, entering: tuple[Tensor, ...], output: Tensor) -> None:
+        keep(entering[0] if watched.core.model.features == "blocks" else output)
+
+    return watched.feature_norm.register_forward_hook(hook)
 
 
 Phase = Literal["once", "step"]

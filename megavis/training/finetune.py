@@ -173,7 +173,7 @@ def _refuse_overlap(
         raise loaded.source.error([(key, str(error))]) from None
 
 
-_MAY_DIFFER = re.compile("positions|position_scale|drop_path|.*dropout")
+_MAY_DIFFER = re.compile("positions|position_scale|features|drop_path|.*dropout")
 """Model keys that do not change the meaning of weights."""
 
 

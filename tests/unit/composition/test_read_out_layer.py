@@ -130,6 +130,27 @@ def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, im
     assert float(loss) == pytest.approx(-shares.mean(), abs=2e-3)
 
 
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_features_of_blocks_are_what_the_blocks_give(build, tmp_path, images, name):
+    """GIVT, appendix F: the output of a layer, averaged over the sequence; no norm of it."""
+    words = (*WORDS, *LAYERS, *LINEAR, *PAPERS[name], "model.features=blocks", "finetune.layer=2")
+    objective, runner = build(tmp_path / "c.yaml", *words)
+    inputs = objective.inputs_from(images(name))
+    embedding, *blocks, head = runner.layers.modules
+    with torch.no_grad():
+        state, tokens = embedding(inputs), []
+        for layer in (*blocks, None):
+            tokens.append(state[0] if isinstance(state, tuple) else state)
+            state = state if layer is None else layer(state)
+        means = [sum(each.float()) / len(each) for each in tokens]
+        normed = head.feature_norm(tokens[-1]).mean(0)
+        logits = head.classifier.linear(means[-1])
+    found = runner.features(inputs)
+    torch.testing.assert_close(found, torch.stack(means), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[-1], normed, atol=1e-3)
+    torch.testing.assert_close(runner.predictions(inputs), logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -142,6 +163,7 @@ def test_sgd_on_fixed_features_finds_what_scikit_learn_finds(build, tmp_path, im
             "applies only to finetune.linear_evaluation",
         ),
         (("finetune.standardize=false",), "applies only to finetune.linear_evaluation"),
+        (("model.features=blocks",), r"model\.features: blocks leaves the last norm out"),
         (("optimizer.algorithm=sgd",), "sgd is for finetune.linear_evaluation"),
         (
             ("finetune.layer=1", "parallel.pipeline_model_parallel_size=2"),
