@@ -27,6 +27,8 @@ class DARLConfig(ObjectiveConfig):
     loss: Literal["mse", "diffusion", "ids"] = "mse"
     """Squared error of the patch, or of a denoised patch (section 3.2), or the cross-entropy of its
     id in a frozen tokenizer (table 16)."""
+    inputs: Literal["pixels", "ids"] = "pixels"
+    """What is read of each patch: its pixels, or its id in a frozen tokenizer (table 16)."""
     tokenizer: str | None = None
     """With `ids`: run folder of the tokenizer, whose ids represent `patch_size`² pixels each."""
     vocabulary_size: Annotated[int, Field(gt=1)] | None = None
@@ -70,13 +72,14 @@ class DARLConfig(ObjectiveConfig):
 
     @property
     def no_images(self) -> str | None:
-        """Ids are not what is read."""
-        if self.loss != "ids":
+        """What is predicted must be what is read."""
+        if self.loss == "ids" and self.inputs == "pixels":
+            what = "loss ids the model reads patches and names ids"
+        elif self.loss != "ids" and self.inputs == "ids":
+            what = "inputs ids the model reads ids and predicts pixels"
+        else:
             return None
-        return (
-            "with objective.loss ids the model reads patches and names ids, so it cannot go on"
-            " from what it has drawn"
-        )
+        return f"with objective.{what}, so it cannot go on from what it has drawn"
 
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Check that patches and blocks divide, and that keys go together."""
@@ -129,12 +132,10 @@ class DARLConfig(ObjectiveConfig):
     def _check_ids(self, config: RunConfig) -> Iterator[ConfigIssue]:
         given = {"tokenizer": self.tokenizer, "vocabulary_size": self.vocabulary_size}
         for key, value in given.items():
-            if (value is None) == (self.loss == "ids"):
-                text = "must be given for it" if value is None else "leave it out"
-                yield f"objective.{key}", f"belongs to loss ids: {text}"
-        if self.loss != "ids":
-            return
-        if self.decoder_kind != "linear":
+            if (value is None) == ("ids" in (self.loss, self.inputs)):
+                text = "must be given for them" if value is None else "leave it out"
+                yield f"objective.{key}", f"belongs to loss ids and inputs ids: {text}"
+        if self.loss == "ids" and self.decoder_kind != "linear":
             yield "objective.decoder", f"{self.decoder} gives pixels; leave it out for loss ids"
         if self.vocabulary_size is not None:
             yield from check_vocabulary(config, self.vocabulary_size)

@@ -10,12 +10,14 @@ Legend: b images, T patches, d numbers of a patch, v ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property, partial
 
 from megavis.composition.asking import Asking, Query, Shift
 from megavis.composition.codebook import TokenIds
 from megavis.composition.composition import Composition
 from megavis.composition.tokens import Patches
+from megavis.data.format.manifest import Manifest
 from megavis.densities.categorical import Categorical
 from megavis.densities.decoders import DecoderSpec, PatchHead
 from megavis.densities.diffusion import Diffusion, DiffusionProcess
@@ -39,14 +41,22 @@ class DARL(Composition):
     }  # fmt: skip
 
     @cached_property
-    def reads(self) -> Patches:
-        """Patches of pixels."""
-        return self.patches()
+    def reads(self) -> TokenIds | Patches:
+        """Patches of pixels, or ids of a frozen tokenizer (appendix B.4)."""
+        return self.ids() if self.paper.inputs == "ids" else self.patches()
 
     @cached_property
     def predicts(self) -> TokenIds | Patches:
-        """What is read, or ids of a frozen tokenizer (appendix B.4)."""
-        return self.ids() if self.paper.loss == "ids" else self.reads
+        """What is read, or the other of the two."""
+        if (self.paper.inputs == "ids") == (self.paper.loss == "ids"):
+            return self.reads
+        return self.ids() if self.paper.loss == "ids" else self.patches()
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Check that the shards hold images where pixels are predicted of ids."""
+        yield from super().check_data(manifest)
+        if manifest.kind == "ids" and self.paper.inputs == "ids" and self.paper.loss != "ids":
+            yield f"holds ids; objective.loss {self.paper.loss} predicts pixels: name jpeg shards"
 
     @cached_property
     def schedule(self) -> OneByOne:

@@ -1,9 +1,12 @@
 """DARL that names the ids of a frozen tokenizer (table 16)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_batches import batch_of
 from small_vqgan import write_untrained_run
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from tiny import tiny
 from torch.nn import functional as F
 
@@ -44,6 +47,55 @@ def test_each_id_is_scored_from_the_patches_before_it(build_paper, run_folder, w
     assert changed.tolist() == [[False] + [True] * 15] * 2
 
 
+READS_IDS = ["objective.loss=mse", "objective.inputs=ids"]
+
+
+def test_patches_are_scored_by_the_ids_before_them(build_paper, run_folder):
+    """Table 16, "dVAE input + MSE"."""
+    objective, runner = build_paper(config(run_folder), *READS_IDS)
+    images = torch.randint(256, (2, 16, 16, 3), dtype=torch.uint8)
+    sequence = objective.sequence(batch_of(images))
+    ids, *rest = sequence.inputs
+    assert torch.equal(ids, open_tokenizer(run_folder).encode(images)[:, :-1])
+    outputs = objective.outputs(runner.predictions(sequence.inputs))
+    # As timm standardises pixels, in patches of 4² in raster order.
+    mean, deviation = torch.tensor(IMAGENET_DEFAULT_MEAN), torch.tensor(IMAGENET_DEFAULT_STD)
+    pixels = (images / 255 - mean) / deviation
+    errors = [
+        (outputs[image, 4 * row + column].view(4, 4, 3) - patch).square().mean()
+        for image in range(2)
+        for row in range(4)
+        for column in range(4)
+        for patch in [pixels[image, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]]
+    ]
+    loss = objective.loss(runner.predictions(sequence.inputs), sequence.targets)
+    torch.testing.assert_close(loss, torch.stack(errors).mean())
+    other = ids.clone()
+    other[:, 3] = (other[:, 3] + 1) % 12
+    changed = (objective.outputs(runner.predictions((other, *rest))) != outputs).any(-1)
+    assert changed.tolist() == [[False] * 4 + [True] * 12] * 2
+    with pytest.raises(UserError, match="inputs ids the model reads ids and predicts pixels"):
+        objective.generation()
+
+
+def test_ids_that_predict_ids_can_be_drawn(build_paper, run_folder):
+    objective, _ = build_paper(config(run_folder), "objective.inputs=ids")
+    assert objective.predicts is objective.reads
+    assert objective.generation() is objective
+
+
+def test_pixels_cannot_be_predicted_of_shards_of_ids(build_paper, run_folder):
+    objective, _ = build_paper(config(run_folder), *READS_IDS)
+    manifest = SimpleNamespace(
+        kind="ids",
+        num_tokens=16,
+        vocabulary_size=12,
+        identity=open_tokenizer(run_folder).identity(),
+    )
+    (complaint,) = objective.check_data(manifest)
+    assert "loss mse predicts pixels: name jpeg shards" in complaint
+
+
 def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folder):
     objective, _ = build_paper(config(run_folder))
     assert objective.tokenizer_identity == open_tokenizer(run_folder).identity()
@@ -54,8 +106,8 @@ def test_a_run_knows_the_tokenizer_that_it_was_begun_with(build_paper, run_folde
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective.tokenizer=null"], "objective.tokenizer: belongs to loss ids: must be given"),
-        (["objective.loss=mse"], "objective.vocabulary_size: belongs to loss ids: leave it out"),
+        (["objective.tokenizer=null"], "tokenizer: belongs to loss ids and .*: must be given"),
+        (["objective.loss=mse"], "vocabulary_size: belongs to loss ids and .*: leave it out"),
         (["objective.decoder=mlp"], "objective.decoder: mlp gives pixels"),
         (["objective.normalize_targets=true"], "belongs to loss mse; set it to false for ids"),
         (["parallel.tensor_model_parallel_size=8"], "12 is not divisible by"),
