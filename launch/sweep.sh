@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A grid over two keys as a SLURM array: one run a task, one GPU each.
+# A grid as a SLURM array: one combination a task, one GPU each.
 #
 #   n=$(megavis sweep CONFIG --grid KEY=… --grid KEY=… --count)
 #   sbatch --array 0-$((n - 1)) launch/sweep.sh CONFIG --grid KEY=… --grid KEY=… [key=value ...]

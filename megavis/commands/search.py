@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megavis.commands.figure import save_figure
 from megavis.commands.networks import feature_cache, network_of
 from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
+from megavis.config.load import LoadedConfig
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.probe import ProbeData, ProbeSettings, score_best_layer
 from megavis.notebook import Run
@@ -31,7 +33,7 @@ from megavis.training.search.learning_rate import (
     search_rates,
     write_search,
 )
-from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of, train_point
+from megavis.training.search.sweep import Point, draw_sweep, points_of, rows_of, train_run
 
 
 def search_rate(args: argparse.Namespace) -> int:
@@ -77,14 +79,13 @@ def sweep(args: argparse.Namespace) -> int:
     Raises:
         UserError: a point's config is wrong, or has no validation data.
     """
-    points = points_of(
-        args.grid,
-        lambda words: load_user_config(args.config, [*args.overrides, *words]),
-    )
+    loads = [partial(_load, args.config, args.overrides)]
+    loads += [partial(_load, path, ()) for path in args.then or ()]
+    points = points_of(args.grid, loads)
     if args.count:
         sys.stdout.write(f"{len(points)}\n")
         return 0
-    if points[0].loaded.config.data.validation is None:
+    if any(run.config.data.validation is None for run in points[0].runs):
         raise UserError("a sweep compares runs on held-out images: set data.validation")
     launch = read_launch(os.environ)
     if not args.draw:
@@ -97,6 +98,10 @@ def sweep(args: argparse.Namespace) -> int:
     return _draw(points, args)
 
 
+def _load(path: str, overrides: Sequence[str], words: Sequence[str]) -> LoadedConfig:
+    return load_user_config(path, [*overrides, *words])
+
+
 def _chosen(points: list[Point], index: int | None) -> list[Point]:
     if index is None:
         return points
@@ -106,21 +111,22 @@ def _chosen(points: list[Point], index: int | None) -> list[Point]:
 
 
 def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
-    if launch.rank == 0:
-        sys.stdout.write(f"{point.folder}\n")
-        sys.stdout.flush()
-    with open_job(point.loaded, launch, device=args.device) as context:
-        train_point(point, context)
-    # An engine contains reference cycles, and the next one needs its memory.
-    gc.collect()
+    for loaded in point.runs:
+        if launch.rank == 0:
+            sys.stdout.write(f"{loaded.config.folder}\n")
+            sys.stdout.flush()
+        with open_job(loaded, launch, device=args.device) as context:
+            train_run(loaded, context)
+        # An engine lies in cycles of references, and the next one needs its memory.
+        gc.collect()
 
 
 def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):
-        raise UserError("no run of the grid is finished yet, so there is nothing to plot")
-    # The grid's name is the common prefix of its runs' names.
-    config = points[0].loaded.config
+        raise UserError("no run of the grid is finished yet, so there is nothing to draw")
+    # The grid's name is what all its runs' names begin with.
+    config = points[0].runs[-1].config
     name = config.name.removesuffix(
         "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))
     )

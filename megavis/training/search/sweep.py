@@ -1,7 +1,7 @@
-"""A grid over two keys: every point is an ordinary run; all points form one heat map.
+"""A grid over any number of keys: every point is an ordinary run, or a chain of them.
 
-Made for the noise schedules of "Denoising Autoregressive Representation Learning" (section 4.1,
-figure 3: a and b on a logarithmic grid from 0.1 to 10); works for any two keys.
+Made for "Denoising Autoregressive Representation Learning": the noise schedules of figure 3 (a and
+b on a logarithmic grid from 0.1 to 10, each pre-trained and then fine-tuned), and table 12's sweep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from megavis.training.search.axis import SweepAxis
 from megavis.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 Load = Callable[[Sequence[str]], LoadedConfig]
 """Loads the sweep's config with additional `key=value` words."""
@@ -33,60 +36,90 @@ Load = Callable[[Sequence[str]], LoadedConfig]
 
 @dataclass(frozen=True)
 class Point:
-    """One run of the grid."""
+    """One point of the grid.
 
-    values: tuple[str, str]
-    loaded: LoadedConfig
+    Attributes:
+        values: one a key.
+        runs: trained one after another, each from the weights of the one before.
+    """
+
+    values: tuple[str, ...]
+    runs: tuple[LoadedConfig, ...]
 
     @property
     def folder(self) -> Path:
-        """Its run folder."""
-        return Path(self.loaded.config.folder)
+        """Of the last run."""
+        return Path(self.runs[-1].config.folder)
 
     @property
     def step(self) -> int:
-        """The step of its newest checkpoint; 0 if there is none."""
-        checkpoint = latest_checkpoint(self.folder)
-        return 0 if checkpoint is None else read_manifest(checkpoint).step
+        """The step of the last run's newest checkpoint; 0 where there is none."""
+        return _step_of(self.runs[-1])
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has been trained to its last step."""
-        return self.step == self.loaded.config.training.steps
+        """True where the last run has ended."""
+        return _is_finished(self.runs[-1])
 
 
-def points_of(axes: Sequence[SweepAxis], load: Load) -> list[Point]:
-    """Return the grid, the second key's values changing fastest; every config is checked.
+def _step_of(loaded: LoadedConfig) -> int:
+    checkpoint = latest_checkpoint(Path(loaded.config.folder))
+    return 0 if checkpoint is None else read_manifest(checkpoint).step
+
+
+def _is_finished(loaded: LoadedConfig) -> bool:
+    # Fine-tuning may stop early; its report is the last thing that it writes.
+    report = Path(loaded.config.folder) / "evaluation" / "finetune_test.json"
+    return _step_of(loaded) == loaded.config.training.steps or report.exists()
+
+
+def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
+    """Return the grid, the last key's values changing fastest; every config is checked.
+
+    Args:
+        axes: the keys.
+        loads: of the config, and of those that start from its run, first one first. Keys of
+            `objective` and `model` are set in all of them, others in the first.
 
     Raises:
-        UserError: there are not two keys, or a value does not fit the config.
+        UserError: a key is named twice, or a value does not fit the config.
     """
-    if len(axes) != 2 or axes[0].key == axes[1].key:
-        raise UserError(f"a heat map has two keys: give --grid twice, not {len(axes)} time(s)")
-    name, points = load([]).config.name, []
-    for pair in product(axes[0].values, axes[1].values):
-        words = [f"{axis.key}={value}" for axis, value in zip(axes, pair, strict=True)]
-        parts = [f"{axis.short}-{value}" for axis, value in zip(axes, pair, strict=True)]
-        points.append(Point(pair, load([*words, f"name={'-'.join([name, *parts])}"])))
+    keys = [axis.key for axis in axes]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise UserError(f"--grid names {twice} twice")
+    names, points = [load([]).config.name for load in loads], []
+    for values in product(*(axis.values for axis in axes)):
+        chosen = list(zip(axes, values, strict=True))
+        parts = [f"{axis.short}-{value}" for axis, value in chosen]
+        runs: list[LoadedConfig] = []
+        for name, load in zip(names, loads, strict=True):
+            words = [
+                f"{axis.key}={value}"
+                for axis, value in chosen
+                if not runs or axis.key.startswith(("objective.", "model."))
+            ]
+            if runs:
+                words.append(f"finetune.from_run={runs[-1].config.folder}")
+            runs.append(load([*words, f"name={'-'.join([name, *parts])}"]))
+        points.append(Point(values, tuple(runs)))
     return points
 
 
-def train_point(point: Point, context: ParallelContext) -> None:
+def train_run(loaded: LoadedConfig, context: ParallelContext) -> None:
     """Train one run to its end, from its newest checkpoint."""
-    if not point.is_finished:
-        with Signals() as signals, hold_run(point.folder, context):
-            Trainer.open(point.loaded, context).train(signals)
+    if not _is_finished(loaded):
+        with Signals() as signals, hold_run(Path(loaded.config.folder), context):
+            Trainer.open(loaded, context).train(signals)
 
 
 def rows_of(
     axes: Sequence[SweepAxis], points: Sequence[Point], scores: Sequence[float]
 ) -> list[Row]:
-    """Return one row per point; the score of an unfinished run is empty."""
-    first, second = axes
+    """Return one row a point; the score of a run that is not finished is empty."""
     return [
         {
-            first.key: point.values[0],
-            second.key: point.values[1],
+            **{axis.key: value for axis, value in zip(axes, point.values, strict=True)},
             "score": "" if math.isnan(score) else f"{score:.6f}",
             "run": str(point.folder),
         }
@@ -97,29 +130,56 @@ def rows_of(
 def draw_sweep(
     axes: Sequence[SweepAxis], scores: Sequence[float], *, name: str, what: str
 ) -> Figure:
-    """Plot the heat map: the first key to the right, the second upwards, as in figure 3.
+    """Draw a heat-map of the last two keys for each choice of the others, as figure 3.
+
+    The last key but one runs to the right, the last one upwards; a single key runs upwards.
 
     Args:
-        axes: two of them.
-        scores: in the order of `points_of`; NaN if missing.
+        axes: the keys.
+        scores: in the order of `points_of`; nan where there is none.
         name: of the config, for the title.
         what: name of the score.
     """
     import numpy as np
     from matplotlib.figure import Figure
 
-    table = np.array(scores).reshape(len(axes[0].values), len(axes[1].values)).T
-    figure = Figure(figsize=(6.0, 4.8), dpi=150, layout="constrained")
-    cells = figure.add_subplot()
-    picture = cells.imshow(table, origin="lower", cmap="viridis", aspect="auto")
-    cells.set_xticks(range(len(axes[0].values)), axes[0].values)
-    cells.set_yticks(range(len(axes[1].values)), axes[1].values)
-    cells.set_xlabel(axes[0].short)
-    cells.set_ylabel(axes[1].short)
-    for (row, column), score in np.ndenumerate(table):
-        if not math.isnan(score):
-            frame = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1.5}
-            cells.text(column, row, f"{score:.3g}", ha="center", va="center", bbox=frame)
-    figure.colorbar(picture, ax=cells, label=what)
-    cells.set_title(name, fontsize="medium")
+    *others, right, up = [SweepAxis("", ("",)), *axes] if len(axes) == 1 else axes
+    tables = np.array(scores).reshape(-1, len(right.values), len(up.values))
+    titles = [
+        ", ".join(f"{axis.short} {value}" for axis, value in zip(others, values, strict=True))
+        for values in product(*(axis.values for axis in others))
+    ]
+    columns = math.ceil(math.sqrt(len(titles)))
+    rows = math.ceil(len(titles) / columns)
+    size = (6.0 * columns, 4.8 * rows)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    known = tables[~np.isnan(tables)]
+    limits = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for cells in grid[len(titles) :]:
+        cells.set_axis_off()
+    for cells, table, title in zip(grid, tables, titles, strict=False):
+        picture = _draw_cells(cells, table.T, right, up, limits)
+        cells.set_title(f"{name} {title}".strip(), fontsize="medium")
+    figure.colorbar(picture, ax=list(grid), label=what)
     return figure
+
+
+def _draw_cells(
+    cells: Axes, table: np.ndarray, right: SweepAxis, up: SweepAxis, limits: tuple[float, float]
+) -> AxesImage:
+    """Draw scores `[up, right]`; `limits` are those of the colours."""
+    lowest, highest = limits
+    picture = cells.imshow(
+        table, origin="lower", cmap="viridis", aspect="auto", vmin=lowest, vmax=highest
+    )
+    cells.set_xticks(range(len(right.values)), right.values)
+    cells.set_yticks(range(len(up.values)), up.values)
+    cells.set_xlabel(right.short)
+    cells.set_ylabel(up.short)
+    for row, scores in enumerate(table):
+        for column, score in enumerate(scores):
+            if not math.isnan(score):
+                frame = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 1.5}
+                cells.text(column, row, f"{score:.3g}", ha="center", va="center", bbox=frame)
+    return picture

@@ -1,14 +1,18 @@
 """A grid of runs: what it parses, which runs it makes, what it draws."""
 
 import csv
+import json
+import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny import tiny
 
 from megavis.cli import main
 from megavis.evaluation.feature_cache import cached_features
 from megavis.training.search.axis import SweepAxis
-from megavis.training.search.sweep import points_of
+from megavis.training.search.sweep import draw_sweep, points_of
 
 pytestmark = pytest.mark.once
 
@@ -44,9 +48,9 @@ def test_other_words_are_refused(text, config, capsys):
     assert "LOW" in capsys.readouterr().err
 
 
-def test_one_axis_is_no_heat_map(config, capsys):
-    assert main(["sweep", str(config), *GRID[:2]]) == 2
-    assert "give --grid twice" in capsys.readouterr().err
+def test_a_key_named_twice_is_refused(config, capsys):
+    assert main(["sweep", str(config), *GRID[:2], *GRID[:2]]) == 2
+    assert "--grid names objective.noise_a twice" in capsys.readouterr().err
 
 
 def test_every_point_is_checked_before_any_is_trained(config, capsys):
@@ -86,17 +90,88 @@ def test_an_index_beyond_the_grid(config, capsys):
     assert "the grid has the runs 0 to 3" in capsys.readouterr().err
 
 
-def test_names_of_runs():
-    from types import SimpleNamespace
-
-    told = []
+def loading(name, asked):
+    """Return what a sweep loads a config with, which notes the words and makes nothing of them."""
 
     def load(words):
-        told.append(list(words))
-        return SimpleNamespace(config=SimpleNamespace(name="base"))
+        asked.append(list(words))
+        named = [word.removeprefix("name=") for word in words if word.startswith("name=")]
+        return SimpleNamespace(
+            config=SimpleNamespace(name=name, folder=f"runs/{(*named, name)[0]}")
+        )
 
-    points_of([SweepAxis("a.x", ("1", "2")), SweepAxis("b.y", ("3",))], load)
-    assert told[1:] == [
+    return load
+
+
+def test_names_of_runs():
+    asked = []
+    points_of([SweepAxis("a.x", ("1", "2")), SweepAxis("b.y", ("3",))], [loading("base", asked)])
+    assert asked[1:] == [
         ["a.x=1", "b.y=3", "name=base-x-1-y-3"],
         ["a.x=2", "b.y=3", "name=base-x-2-y-3"],
     ]
+
+
+def test_a_chain_starts_each_run_from_the_one_before():
+    """DARL, figure 3: pre-trained, then fine-tuned, with the architecture of the point."""
+    asked = [], []
+    axes = [SweepAxis("objective.a", ("1",)), SweepAxis("optimizer.learning_rate", ("2", "3"))]
+    loads = [loading(name, words) for name, words in zip(("base", "fine"), asked, strict=True)]
+    points = points_of(axes, loads)
+    assert asked[0][1:] == [
+        ["objective.a=1", f"optimizer.learning_rate={rate}", f"name=base-a-1-learning_rate-{rate}"]
+        for rate in (2, 3)
+    ]
+    assert asked[1][1:] == [
+        [
+            "objective.a=1",
+            f"finetune.from_run=runs/base-a-1-learning_rate-{rate}",
+            f"name=fine-a-1-learning_rate-{rate}",
+        ]
+        for rate in (2, 3)
+    ]
+    assert [str(point.folder) for point in points] == [
+        f"runs/fine-a-1-learning_rate-{rate}" for rate in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "panels"), [((3,), 1), ((2, 3), 1), ((2, 2, 3), 2), ((3, 1, 2, 2), 3)]
+)
+def test_a_heat_map_for_each_choice_of_all_keys_but_two(sizes, panels):
+    axes = [
+        SweepAxis(f"s.k{place}", tuple(map(str, range(size)))) for place, size in enumerate(sizes)
+    ]
+    scores = np.arange(math.prod(sizes)) / 10
+    scores[0] = math.nan
+    figure = draw_sweep(axes, scores.tolist(), name="n", what="w")
+    pictures = [axis.images[0].get_array() for axis in figure.axes if axis.images]
+    assert len(pictures) == panels
+    # Each number stands where its keys say: the last key upwards, the one before it to the right.
+    table = scores.reshape(panels, -1, sizes[-1])
+    for panel, picture in zip(table, pictures, strict=True):
+        for right, column in enumerate(panel):
+            for up, score in enumerate(column):
+                shown = picture[up, right]
+                assert math.isnan(score) == bool(np.ma.is_masked(shown) or np.isnan(shown))
+                assert math.isnan(score) or shown == score
+
+
+def test_a_grid_of_chains(config, capsys):
+    """Both runs of a point are trained, and the accuracy of the second is the score."""
+    second = config.parent / "second.yaml"
+    second.write_text(
+        f"based_on: {config.name}\nname: second\nfinetune: {{num_classes: 10, from_run: nowhere}}\n"
+    )
+    command = ["sweep", str(config), "--grid", "objective.noise_a=0.5", "--device", "cpu"]
+    assert main([*command, "--then", str(second)]) == 0
+    first, fine = (config.parent / f"{name}-noise_a-0.5" for name in ("tiny", "second"))
+    assert f"from_run: {first}" in (fine / "config.yaml").read_text()
+    with (config.parent / "second-sweep/sweep.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    report = json.loads((fine / "evaluation/finetune_test.json").read_text())
+    assert row["run"] == str(fine)
+    assert report["step"] == 1
+    accuracies = [json.loads(line) for line in (fine / "metrics.jsonl").read_text().splitlines()]
+    logged = [each["validation_accuracy"] for each in accuracies if "validation_accuracy" in each]
+    assert float(row["score"]) == pytest.approx(logged[-1], abs=1e-6)
