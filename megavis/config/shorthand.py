@@ -151,6 +151,11 @@ def write_out_epochs(
         key = ".".join(next(iter(lengths)))
         yield key, f"{_unknown_number(folder)}: set data.num_images"
         return
+    data = tree.get("data")
+    if lengths and isinstance(data, dict) and data.get("images_per_class") is not None:
+        key = ".".join(next(iter(lengths)))
+        yield key, "counts all images; with data.images_per_class give steps instead"
+        return
     batch_size = _batch_size(tree)
     for (section, key), epochs in lengths.items():
         steps = _IN_STEPS[key]

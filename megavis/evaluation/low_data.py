@@ -11,9 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from megavis.config.errors import UserError
+from megavis.data.loading.subset import draw_of_each_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import (
     STANDARDIZED,
@@ -48,34 +47,6 @@ class LowDataScore:
     deviation: float
 
 
-def draw_images(labels: np.ndarray, images_per_class: int, *, seed: int, draw: int) -> np.ndarray:
-    """Return indices of so many images of each class, drawn without replacement.
-
-    Args:
-        labels: int64 `[b]`.
-        images_per_class: of each class that occurs.
-        seed: of all draws.
-        draw: which one, from 0.
-
-    Returns:
-        int64 `[classes · images_per_class]`.
-
-    Raises:
-        UserError: when a class has fewer images.
-    """
-    random = np.random.default_rng([seed, draw, images_per_class])
-    chosen = []
-    for label in np.unique(labels):
-        places = np.flatnonzero(labels == label)
-        if len(places) < images_per_class:
-            raise UserError(
-                f"--images-per-class {images_per_class}: class {label} has {len(places)} labelled"
-                " training images; ask for fewer, or take in more with --train-images"
-            )
-        chosen.append(random.choice(places, images_per_class, replace=False))
-    return np.concatenate(chosen)
-
-
 def score_low_data(
     name: str,
     train: LabelledFeatures,
@@ -101,7 +72,14 @@ def score_low_data(
     """
     scores = []
     for count in images_per_class:
-        subsets = [draw_images(train.labels, count, seed=seed, draw=i) for i in range(draws)]
+        try:
+            subsets = [
+                draw_of_each_class(train.labels, count, seed=seed, draw=draw)
+                for draw in range(draws)
+            ]
+        except UserError as error:
+            text = f"--images-per-class {count}: {error}; take in more with --train-images"
+            raise UserError(text) from None
         accuracies = [
             _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets
         ]

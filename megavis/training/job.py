@@ -15,6 +15,7 @@ from megavis.config.load import LoadedConfig
 from megavis.data.codecs.transforms import Transform, evaluation_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.subset import few_of_each_class
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
@@ -132,7 +133,13 @@ def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Tr
     """Open the shard folder of `data.train`, or mix several; arguments as for `open_data`."""
     data = loaded.config.data
     if isinstance(data.train, str):
-        return open_data(loaded, "data.train", data.train, transform, objective)
+        dataset = open_data(loaded, "data.train", data.train, transform, objective)
+        if data.images_per_class is None:
+            return dataset
+        try:
+            return few_of_each_class(dataset, data.images_per_class, seed=loaded.config.seed)
+        except UserError as error:
+            raise loaded.source.error([("data.images_per_class", str(error))]) from None
     parts = [
         open_data(loaded, f"data.train.{place}.path", source.path, transform, objective)
         for place, source in enumerate(data.train)

@@ -1,12 +1,16 @@
-"""Subsets of a shard folder, and random halves."""
+"""Subsets of a shard folder: random halves, and a few images of each class."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from megavis.config.errors import UserError
+from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.order import SampleOrder
 
 
 class Subset:
@@ -53,3 +57,72 @@ def halves(dataset: ShardDataset) -> tuple[Subset, Subset]:
     order = shuffled(dataset).indices
     middle = (len(order) + 1) // 2
     return Subset(dataset, order[:middle]), Subset(dataset, order[middle:])
+
+
+class TrainingSubset(Subset):
+    """A subset to train on, in the form of `Samples`."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the whole."""
+        return self.whole.manifest
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Those of the whole."""
+        return self.whole.class_names
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels int64 `[m]`."""
+        return self.whole.labels[self.indices]
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of replaced samples by reason."""
+        return self.whole.skipped
+
+    @property
+    def skipped_names(self) -> list[str]:
+        """`shard:key: reason` of each replaced sample met so far."""
+        return self.whole.skipped_names
+
+    def order(self, seed: int) -> SampleOrder:
+        """Return the order in which training sees the samples."""
+        return SampleOrder(len(self), seed)
+
+
+def few_of_each_class(dataset: ShardDataset, count: int, *, seed: int) -> TrainingSubset:
+    """Return `count` samples of each class of a data set, drawn by `seed`.
+
+    Raises:
+        UserError: a class has fewer.
+    """
+    return TrainingSubset(dataset, draw_of_each_class(dataset.labels, count, seed=seed))
+
+
+def draw_of_each_class(labels: np.ndarray, count: int, *, seed: int, draw: int = 0) -> np.ndarray:
+    """Return indices of so many samples of each class, drawn without replacement.
+
+    Args:
+        labels: int64 `[b]`; -1 is no class.
+        count: of each class that occurs.
+        seed: of all draws.
+        draw: which one, from 0.
+
+    Returns:
+        int64 `[classes · count]`.
+
+    Raises:
+        UserError: a class has fewer.
+    """
+    random = np.random.default_rng([seed, draw, count])
+    chosen = []
+    for label in np.unique(labels[labels >= 0]):
+        places = np.flatnonzero(labels == label)
+        if len(places) < count:
+            raise UserError(
+                f"class {label} has {len(places)} labelled training images, fewer than {count}"
+            )
+        chosen.append(random.choice(places, count, replace=False))
+    return np.concatenate(chosen) if chosen else np.empty(0, np.int64)

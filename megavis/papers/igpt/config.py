@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from megavis.composition.shared_keys import check_tokens, check_vocabulary
 from megavis.config.choices import OrderKind
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.section import AtLeast0
 
 
 def read_order(value: object) -> object:
@@ -52,6 +53,9 @@ class IGPTConfig(ObjectiveConfig):
     """BERT: probability that a pixel is masked."""
     vocabulary_size: Annotated[int, Field(gt=1)] = 512
     """Colors of the palette (section 3.2)."""
+    logits_std: AtLeast0 = 0.0
+    """Standard deviation of the matrix to the logits at the start. The paper found small gains from
+    0 (appendix A.1)."""
     order: Annotated[
         str | Annotated[tuple[int, ...], Field(strict=False)], BeforeValidator(read_order)
     ] = "raster"

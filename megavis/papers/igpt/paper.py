@@ -18,7 +18,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.tokens import Colors
 from megavis.composition.trainable import Likelihood
 from megavis.densities.categorical import Categorical
-from megavis.model.init import Initialization, scaled_by_size, zeros
+from megavis.model.init import Initialization, normal, scaled_by_size, zeros
 from megavis.papers.igpt.config import IGPTConfig
 from megavis.schedules.masked import MaskedShare
 from megavis.schedules.one_by_one import OneByOne
@@ -60,8 +60,10 @@ class IGPT(Composition):
 
     @cached_property
     def density(self) -> Categorical:
-        """One logit a colour; the matrix to them starts at zero."""
-        return Categorical(self.core, self.paper.vocabulary_size, fill=zeros)
+        """One logit a colour; the matrix to them starts at zero (appendix A.1)."""
+        std = self.paper.logits_std
+        fill = normal(std) if std else zeros
+        return Categorical(self.core, self.paper.vocabulary_size, fill=fill)
 
     def initialization(self) -> Initialization:
         """Return the released code's choice: attention scaled by width and depth, MLPs 0.02."""

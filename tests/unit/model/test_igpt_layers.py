@@ -138,6 +138,9 @@ def test_weights_start_as_the_released_code_draws_them(build, tmp_path):
         # Five standard errors of a standard deviation's estimate.
         assert abs(weight.std().item() / std - 1) < 5 / (2 * weight.numel()) ** 0.5
     assert head.linear.weight.abs().max() == 0
+    drawn = build(tmp_path / "c.yaml", *words, "objective.logits_std=0.02")[0]
+    weight = drawn.layer_plans()[-1].build().linear.weight
+    assert abs(weight.std().item() / 0.02 - 1) < 5 / (2 * weight.numel()) ** 0.5
 
 
 def test_flops_are_what_torch_counts(build, tmp_path):
