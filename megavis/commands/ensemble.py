@@ -1,4 +1,4 @@
-"""`megavis ensemble`: average the class probabilities of several fine-tuned runs."""
+"""`megavis ensemble`: class probabilities of fine-tuned runs, alone and averaged."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def run(args: argparse.Namespace) -> int:
             members[str(folder)] = found
             sources.add(source)
     if len(sources) > 1:
-        raise UserError(
-            "the runs were evaluated on different images; name one folder with --images"
-        )
-    try:
-        members["together"] = average(list(members.values()))
-    except ValueError as error:
-        raise UserError(f"{error}: their shards are in different orders") from None
+        raise UserError("the runs were judged by different images; name one folder with --images")
+    if len(members) > 1:
+        try:
+            members["together"] = average(list(members.values()))
+        except ValueError as error:
+            raise UserError(f"{error}: their shards are in different orders") from None
     _report(members, args.json)
     return 0
 
 
 def _ask(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, str]:
-    """Return a run's class probabilities and the images."""
-    opened = open_run(folder, step=_chosen_step(folder), device=args.device)
+    """Return what a run says, and which images it was asked about."""
+    step, size = _chosen_step(folder), args.image_size
+    opened = open_run(folder, step=step, device=args.device, image_size=size)
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     dataset = _judges(opened, args.images)

@@ -29,12 +29,17 @@ def job_closed() -> Iterator[None]:
 
 
 def open_run(
-    folder: Path, *, step: int | None, device: str | None = None, precision: str = "float32"
+    folder: Path,
+    *,
+    step: int | None,
+    device: str | None = None,
+    precision: str = "float32",
+    image_size: int | None = None,
 ) -> Run:
     """Open a run, silencing libraries; raises UserError as `Run.open`."""
     with quietly():
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return Run.open(folder, step=step, device=device, dtype=dtype)
+        return Run.open(folder, step=step, device=device, dtype=dtype, image_size=image_size)
 
 
 def open_shards(opened: Run, folder: str) -> ShardDataset:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,9 @@ from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.reader import read_weights
 from megavis.cli import main
 from megavis.config.errors import UserError
+from megavis.data.codecs.transforms import evaluation_transform
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import read_batch
 from megavis.model.positions import resize_table
 from megavis.notebook import Run, at_image_size
 from megavis.parallel.context import close_context
@@ -93,7 +97,7 @@ def test_fine_tuning_at_another_size(image_shards, tmp_path, capsys, positions):
         assert "was trained on 16² pixels, and this config has 24²" in message
         assert "set model.position_scale to 0.666667" in message
         command.append("model.position_scale=0.6667")
-    assert main([*command, "optimizer.learning_rate=1e-12"]) == 0
+    assert main([*command, "optimizer.learning_rate=1e-12", "finetune.classifier_std=1"]) == 0
     before, after = (
         read_weights(latest_checkpoint(tmp_path / name)) for name in (positions, "tuned")
     )
@@ -102,6 +106,24 @@ def test_fine_tuning_at_another_size(image_shards, tmp_path, capsys, positions):
             value = resize_table(value, 36)
         if not name.startswith("head."):
             torch.testing.assert_close(after[name], value)
+    judge_at_the_first_size(tmp_path / "tuned", image_shards / "validation", capsys)
+
+
+def judge_at_the_first_size(run_folder, shards, capsys):
+    """`ensemble --image-size` against class logits of the same images, asked for one by one."""
+    capsys.readouterr()
+    words = ["--images", str(shards), "--image-size", "16", "--device", "cpu"]
+    assert main(["ensemble", str(run_folder), *words]) == 0
+    printed = capsys.readouterr().out
+    try:
+        opened = Run.open(run_folder, step=1, device="cpu", image_size=16)
+        images = ShardDataset(shards, evaluation_transform(opened.config.data))
+        batch = read_batch(images, np.arange(len(images)), np.arange(len(images)))
+        named = [opened.outputs(each[None]).argmax().item() for each in batch.inputs]
+    finally:
+        close_context()
+    right = sum(a == b for a, b in zip(named, batch.labels.tolist(), strict=True))
+    assert f"top-1 {right / len(named):.1%}" in printed
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "rope_2d"])

@@ -20,7 +20,6 @@ from megavis.commands.options.shared import (
     add_step,
 )
 from megavis.config.arguments import non_negative, positive
-from megavis.config.errors import UserError
 
 
 def add_probe(parser: argparse.ArgumentParser) -> None:
@@ -145,11 +144,19 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis ensemble`."""
     parser.description = (
         "Average the class probabilities of several fine-tuned runs, each at the step"
-        " that it chose, and print the accuracy of each run and of the ensemble. The runs may be of"
-        " different papers; their held-out shards must hold the same images."
+        " that it chose, and print the accuracy of each and of all together. The runs may be of"
+        " different papers; their held-out shards must hold the same images. A single run is"
+        " evaluated alone."
     )
     parser.epilog = "example: megavis ensemble runs/one_finetuned runs/another_finetuned"
-    add_runs(parser, text="two or more")
+    add_runs(parser, text="one or more")
+    parser.add_argument(
+        "--image-size",
+        type=positive,
+        metavar="PIXELS",
+        help="side of the images, where it is not that of training; positions are interpolated"
+        " (DARL, Table 1)",
+    )
     parser.add_argument(
         "--images",
         metavar="FOLDER",
@@ -158,9 +165,4 @@ def add_ensemble(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     add_device(parser)
-    parser.set_defaults(run="ensemble:run", check=_check_ensemble)
-
-
-def _check_ensemble(args: argparse.Namespace) -> None:
-    if len(args.run_folders) < 2:
-        raise UserError("name two or more run folders")
+    parser.set_defaults(run="ensemble:run")

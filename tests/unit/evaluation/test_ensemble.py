@@ -41,7 +41,8 @@ training: {{steps: 4, validate_every: 2}}
 finetune: {{num_classes: 3}}
 """
     )
-    for words in ([], ["name=second", "seed=1"]):
+    few = "data.images_per_class=2"
+    for words in ([], ["name=second", "seed=1", few]):
         assert main(["finetune", str(path), "--device", "cpu", *words]) == 0
     runs = [str(tmp_path / name) for name in ("first", "second")]
     capsys.readouterr()
@@ -54,7 +55,10 @@ finetune: {{num_classes: 3}}
         told = json.loads((tmp_path / name / "evaluation" / "finetune_test.json").read_text())
         assert row["top1"] == pytest.approx(told["top1"])
         assert f"top-1 {row['top1']:.1%}" in printed
+        assert (told["num_train"] == 6) == (name == "second")
     (tmp_path / "second" / "evaluation" / "finetune_test.json").unlink()
+    assert main(["ensemble", runs[0], "--device", "cpu", "--json", str(tmp_path / "e.json")]) == 0
+    (row,) = json.loads((tmp_path / "e.json").read_text())["rows"]
+    assert row == result["rows"][0]
     assert main(["ensemble", *runs, "--device", "cpu"]) == 2
     assert "is not a finished fine-tuning run" in capsys.readouterr().err
-    assert main(["ensemble", runs[0]]) == 2

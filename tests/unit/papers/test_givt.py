@@ -11,6 +11,7 @@ from megavis.composition import composition, latents
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
+from megavis.papers.givt.deviation_figure import applies, predicted_deviations
 from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
 
 CONFIG = tiny(
@@ -42,6 +43,29 @@ def test_stacked_latents_stand_as_the_released_code_has_them():
     tokens = to_tokens(stacked)
     torch.testing.assert_close(tokens[:, 3 + 1], stacked[:, :, 1, 1])
     torch.testing.assert_close(to_grid(tokens, height=4), stacked)
+
+
+def test_deviations_are_those_of_the_mixture(make):
+    """Figure 7: √variance by component, weighted, over the numbers of each token."""
+    objective, runner = make("objective.label_dropout=0.1")
+    assert applies(objective)
+    batch = batch_of(2)
+    arguments = (batch.inputs, batch.sample_index)
+    found = predicted_deviations(runner, objective, *arguments, batch.labels)
+    inputs = objective.inputs_from(arguments[0], sample_index=arguments[1], labels=batch.labels)
+    outputs = objective.outputs(runner.predictions(inputs))
+    assert found.shape == outputs.shape[:2] == (2, 16)
+    for token in (0, 7, 15):
+        numbers = outputs[1, token].tolist()
+        odds = [math.exp(value) for value in numbers[:2]]
+        # Logits of two components, then four means and four scales of each.
+        scales = [
+            [(x + math.sqrt(x * x + 4)) / 2 for x in numbers[2 + 8 * k + 4 :][:4]] for k in (0, 1)
+        ]
+        expected = sum(o / sum(odds) * sum(s) / 4 for o, s in zip(odds, scales, strict=True))
+        assert found[1, token].item() == pytest.approx(expected, rel=1e-4)
+    none = predicted_deviations(runner, objective, *arguments, torch.full((2,), -1))
+    assert not torch.allclose(found, none)
 
 
 def test_latents_are_drawn_afresh_and_follow_the_sample(make):

@@ -11,8 +11,11 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.loading.batch import Batch
 from megavis.model.discriminator import Discriminator, squared_slope
-from megavis.model.stack import LayerStack
+from megavis.model.inference import Inference
+from megavis.model.stack import LayerStack, LocalLayers
 from megavis.papers import OBJECTIVES
+from megavis.papers.vae.posterior_figure import applies, decoded
+from megavis.parallel.random import normal
 
 pytestmark = pytest.mark.once
 
@@ -24,6 +27,30 @@ def small(tmp_path, context):
     objective = OBJECTIVES["vae"](config, context)
     stack = LayerStack(objective.layer_plans(), objective.loss)
     return objective, stack, batch_of(photographs(3, 16))
+
+
+def test_the_posterior_is_drawn_from(small, context):
+    """GIVT, figure 12: images decoded from mean + scale · noise, other noise each time."""
+    objective, _, batch = small
+    plans = objective.layer_plans()
+    layers = LocalLayers(plans, list(LayerStack(plans, objective.loss).layers))
+    runner = Inference(layers, context)
+    mean, draws = decoded(runner, objective, batch, draws=2)
+    network = layers.modules[0].network.eval()
+    pixels = batch.inputs.permute(0, 3, 1, 2) / 255.0
+    with torch.no_grad():
+        posterior = network.posterior(pixels)
+        for number, made in enumerate((mean, *draws)):
+            noise = torch.zeros_like(posterior.mean)
+            if number:
+                index = batch.sample_index + (number - 1) * 3
+                noise = normal(index, noise[0].numel(), seed=0, purpose="posterior")
+                noise = noise.view_as(posterior.mean)
+            image = network.decoder(posterior.mean + posterior.scale * noise)
+            expected = (image.clamp(0, 1) * 255).round().permute(0, 2, 3, 1)
+            assert (made.int() - expected).abs().max() <= 1
+    assert not torch.equal(draws[0], draws[1])
+    assert applies(objective)
 
 
 def test_loss_is_the_weighted_sum_of_its_terms(small):

@@ -1,0 +1,113 @@
+"""The standard deviation that is predicted for each token ("GIVT", figure 7, right).
+
+The paper averages over tokens that the model has drawn; here the tokens before are those of real
+images, as in training.
+
+Legend: b images, n tokens, k components, d numbers of a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from megavis.composition.condition import Labels
+from megavis.composition.trainable import Trainable
+from megavis.config.errors import UserError
+from megavis.data.loading.loader import read_batch
+from megavis.densities.gaussians import GaussianMixture, parameters_of
+from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.model.inference import Inference
+from megavis.papers.givt.paper import GIVT
+
+_CONDITIONAL, _UNCONDITIONAL = "#1f5fa8", "#c2571a"
+_BATCH_SIZE = 32
+
+
+def applies(objective: Trainable) -> bool:
+    """Return whether it predicts mixtures token after token, with a class and without."""
+    return (
+        isinstance(objective, GIVT)
+        and objective.schedule.is_random is False
+        and isinstance(objective.density, GaussianMixture)
+        and isinstance(objective.condition, Labels)
+        and objective.condition.has_null_label
+    )
+
+
+def predicted_deviations(
+    runner: Inference, objective: GIVT, samples: Tensor, index: Tensor, labels: Tensor
+) -> Tensor:
+    """Return the mean standard deviation of each token.
+
+    Args:
+        runner: the model.
+        objective: GIVT, of mixtures.
+        samples: as shards hold them, b of them.
+        index: int64 `[b]`; decides the draws of the latents.
+        labels: int64 `[b]`; -1: no class.
+
+    Returns:
+        float32 `[b, n]`.
+    """
+    inputs = objective.inputs_from(samples, sample_index=index, labels=labels)
+    density = objective.density
+    assert isinstance(density, GaussianMixture)
+    mixture = density.distribution(parameters_of(runner.predictions(inputs)))
+    weights = mixture.logits.softmax(-1)[..., None]
+    return (weights * mixture.log_scales.exp()).sum(-2).mean(-1)
+
+
+def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Predict with and without class, and draw both over the tokens.
+
+    Raises:
+        UserError: no image has the class.
+    """
+    objective, labels = subject.objective, subject.images.labels
+    assert isinstance(objective, GIVT)
+    wanted = labels >= 0 if options.label is None else labels == options.label
+    chosen = np.flatnonzero(wanted)[: options.num_images]
+    if not len(chosen):
+        raise UserError(f"{subject.images.directory} has no image of class {options.label}")
+    parts: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, len(chosen), _BATCH_SIZE):
+        places = chosen[start : start + _BATCH_SIZE]
+        batch = read_batch(subject.images, places, places).to(subject.runner.context.device)
+        named, none = (
+            predicted_deviations(
+                subject.runner, objective, batch.inputs, batch.sample_index, classes
+            ).cpu()
+            for classes in (batch.labels, torch.full_like(batch.labels, -1))
+        )
+        parts.append((named, none))
+    means = [torch.cat(each).mean(0).tolist() for each in zip(*parts, strict=True)]
+    rows = [
+        {"token": token, "conditional": named, "unconditional": none}
+        for token, (named, none) in enumerate(zip(*means, strict=True))
+    ]
+    words = ", ".join(
+        f"{name} {sum(values) / len(values):.4f}"
+        for name, values in zip(("conditional", "unconditional"), means, strict=True)
+    )
+    line = f"predicted standard deviation, mean over tokens of {len(chosen)} images: {words}"
+    return Drawing(_chart(means, name=subject.name), rows, [line])
+
+
+def _chart(means: list[list[float]], *, name: str) -> Figure:
+    figure = Figure(figsize=(6.0, 3.6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    curves = zip(
+        means, ("conditional", "unconditional"), (_CONDITIONAL, _UNCONDITIONAL), strict=True
+    )
+    for values, label, color in curves:
+        axes.plot(values, label=label, color=color, linewidth=1)
+    axes.set_xlabel("token")
+    axes.set_ylabel("predicted standard deviation")
+    axes.set_title(name, fontsize="medium")
+    axes.legend()
+    return figure

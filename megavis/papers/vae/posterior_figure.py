@@ -1,0 +1,69 @@
+"""Images decoded from draws of the encoder's distribution ("GIVT", figure 12).
+
+Legend: b images, h and w pixels.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import fmean
+
+from torch import Tensor
+
+from megavis.composition.trainable import Trainable
+from megavis.data.loading.batch import Batch
+from megavis.data.loading.loader import read_in_turn
+from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.evaluation.images.completions import signal_to_noise
+from megavis.model.inference import Inference
+from megavis.papers.vae.paper import VAEObjective
+from megavis.sampling.grids import image_grid
+
+
+def applies(objective: Trainable) -> bool:
+    """Return whether it is a VAE."""
+    return isinstance(objective, VAEObjective)
+
+
+def decoded(
+    runner: Inference, objective: Trainable, batch: Batch, *, draws: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the decoded means of images, and the images decoded from draws.
+
+    Args:
+        runner: the VAE.
+        objective: what it was trained for.
+        batch: b images; their numbers decide the draws.
+        draws: how many of each image.
+
+    Returns:
+        uint8 `[b, h, w, 3]` each.
+    """
+
+    def decode(index: Tensor | None) -> Tensor:
+        inputs = objective.inputs_from(batch.inputs, sample_index=index)
+        return objective.reconstruction(runner.predictions(inputs))
+
+    first, count = batch.sample_index, int(batch.sample_index.max()) + 1
+    return decode(None), [decode(first + draw * count) for draw in range(draws)]
+
+
+def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+    """Decode, compare and draw the first eight images."""
+    batch = read_in_turn(subject.images, options.num_images).to(subject.runner.context.device)
+    mean, draws = decoded(subject.runner, subject.objective, batch, draws=options.draws)
+    scores = {
+        "mean": [signal_to_noise(mean, batch.inputs)],
+        "draws": [signal_to_noise(each, batch.inputs) for each in draws],
+    }
+    rows = [
+        {"decoded": name, "psnr": fmean(value for each in parts for value in each.tolist())}
+        for name, parts in scores.items()
+    ]
+    columns = [each.cpu().numpy() for each in (batch.inputs, mean, *draws)]
+    words = ", ".join(f"{row['decoded']} {row['psnr']:.2f} dB" for row in rows)
+    return Drawing(
+        image_grid([*zip(*columns, strict=True)][:8]),
+        rows,
+        [f"PSNR of {len(batch)} images: {words}"],
+    )
