@@ -30,7 +30,7 @@ def shape_of(
     known = names or {}
     # There is no type for "any dataclass".
     keys = [field.name for field in fields(shape_type)]  # type: ignore[arg-type]
-    sizes = {key: section[known.get(key, key)] for key in keys}
+    sizes = {key: section[known.get(key, key)] for key in keys if known.get(key, key) in section}
     return shape_type(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
 
 

@@ -42,6 +42,8 @@ class VQGANShape:
         blocks_per_level: residual blocks a level of the encoder; the decoder has one more.
         latent_channels: z.
         norm_groups: of each group norm.
+        layers: `taming`, those of the released VQGAN; `maskgit`, those of MaskGIT's tokenizer,
+            which are GIVT's VAE's: no attention, and d channels at the coarse end.
     """
 
     codebook_size: int = 16384
@@ -51,6 +53,7 @@ class VQGANShape:
     blocks_per_level: int = 2
     latent_channels: int = 256
     norm_groups: int = 32
+    layers: str = "taming"
 
     @property
     def downsampling(self) -> int:

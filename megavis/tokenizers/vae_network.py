@@ -71,9 +71,10 @@ class VAEResidualBlock(nn.Module):
 
 
 class VAEEncoder(nn.Module):
-    """Images to the moments of the posterior."""
+    """Images to the moments of the posterior, or to as many numbers as are asked for."""
 
-    def __init__(self, shape: VAEShape) -> None:
+    def __init__(self, shape: VAEShape, *, outputs: int | None = None) -> None:
+        """Build; `outputs` channels at the coarse end, 2 · d when absent."""
         super().__init__()
         self.conv_in = nn.Conv2d(3, shape.filters, 3, padding=1, bias=False)
         self.levels = nn.ModuleList()
@@ -83,10 +84,13 @@ class VAEEncoder(nn.Module):
             width = shape.filters * multiplier
         self.middle = _blocks(width, width, shape)
         self.norm = _norm(width, shape.groups)
-        self.conv_out = nn.Conv2d(width, 2 * shape.latent_channels, 1)
+        self.conv_out = nn.Conv2d(width, outputs or 2 * shape.latent_channels, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map `[b, 3, H, W]` in [0, 1] to means and log-variances `[b, 2 · d, h, w]`."""
+        """Map `[b, 3, H, W]` in [0, 1] to means and log-variances `[b, 2 · d, h, w]`.
+
+        With `outputs` to `[b, outputs, h, w]`.
+        """
         x = self.conv_in(pixels)
         for number, level in enumerate(self.levels):
             x = level(x)
@@ -132,9 +136,7 @@ class VAENetwork(nn.Module):
         self.shape = shape
         self.encoder = VAEEncoder(shape)
         self.decoder = VAEDecoder(shape)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                _initialize(module)
+        initialize(self)
 
     def posterior(self, pixels: Tensor) -> Posterior:
         """Encode pixels `[b, 3, H, W]` in [0, 1]."""
@@ -168,8 +170,10 @@ def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
     )
 
 
-def _initialize(convolution: nn.Conv2d) -> None:
-    """Start as the released code does: LeCun's normal (fan in), biases zero."""
-    nn.init.kaiming_normal_(convolution.weight, nonlinearity="linear")
-    if convolution.bias is not None:
-        nn.init.zeros_(convolution.bias)
+def initialize(network: nn.Module) -> None:
+    """Start convolutions as the released code does: LeCun's normal (fan in), biases zero."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -27,7 +27,11 @@ class VQGAN(IdTokenizer):
     prefix = "vqgan."
 
     def __init__(self, shape: VQGANShape) -> None:
-        super().__init__(asdict(shape))
+        settings = asdict(shape)
+        if shape.layers == VQGANShape.layers:
+            # Networks that were trained before there was a choice keep their identity.
+            del settings["layers"]
+        super().__init__(settings)
         self.shape = shape
         self.network = VQGANNetwork(shape)
 

@@ -2,7 +2,9 @@
 
 "Taming Transformers for High-Resolution Image Synthesis" (2021), table 7: residual blocks, one
 halving between two levels, attention in the coarsest level and in the middle. Modules bear the
-names of the released checkpoints, so that such a file is read as it is.
+names of the released checkpoints, so that such a file is read as it is. MaskGIT's tokenizer
+("MaskGIT: Masked Generative Image Transformer", 2022), which MAGE and GVP take, has the layers of
+GIVT's VAE instead, pixels in [0, 1], and no maps around the codebook.
 
 Legend: b images, H and W pixels, h and w of the grid of ids, z channels of the networks' coarse
 end, d numbers of a codebook entry, K entries.
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.tokenizers.codebook import Codebook, Quantized
-from megavis.tokenizers.shapes import VQGANShape
+from megavis.tokenizers.shapes import VAEShape, VQGANShape
+from megavis.tokenizers.vae_network import VAEDecoder, VAEEncoder, initialize
 
 _EPSILON = 1e-6
 
@@ -24,20 +27,37 @@ class VQGANNetwork(nn.Module):
 
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
-        self.shape, coarse, code = shape, shape.latent_channels, shape.code_size
-        self.encoder = VQGANEncoder(shape)
-        self.quant_conv = nn.Conv2d(coarse, code, 1)
+        self.shape, code = shape, shape.code_size
+        self.is_maskgit = shape.layers == "maskgit"
+        coarse = code if self.is_maskgit else shape.latent_channels
+        vae = VAEShape(
+            code, shape.filters, shape.multipliers, shape.blocks_per_level, shape.norm_groups
+        )
+        self.encoder: nn.Module = (
+            VAEEncoder(vae, outputs=code) if self.is_maskgit else VQGANEncoder(shape)
+        )
+        self.quant_conv = self._around(coarse, code)
         self.quantize = Codebook(shape.codebook_size, code)
-        self.post_quant_conv = nn.Conv2d(code, coarse, 1)
-        self.decoder = VQGANDecoder(shape)
+        self.post_quant_conv = self._around(code, coarse)
+        self.decoder: nn.Module = VAEDecoder(vae) if self.is_maskgit else VQGANDecoder(shape)
+        if self.is_maskgit:
+            initialize(self)
+
+    def _around(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a map in front of the codebook or behind it; MaskGIT has none."""
+        return nn.Identity() if self.is_maskgit else nn.Conv2d(inputs, outputs, 1)
 
     def vectors(self, pixels: Tensor) -> Tensor:
         """Return what is to be quantized, `[b, d, h, w]`, of pixels `[b, 3, H, W]` in [0, 1]."""
-        return self.quant_conv(self.encoder(2.0 * pixels - 1.0))
+        vectors: Tensor = self.quant_conv(
+            self.encoder(pixels if self.is_maskgit else 2.0 * pixels - 1.0)
+        )
+        return vectors
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return pixels `[b, 3, H, W]`, about [0, 1] and not clipped, of codes `[b, d, h, w]`."""
-        return (self.decoder(self.post_quant_conv(codes)) + 1.0) / 2.0
+        pixels: Tensor = self.decoder(self.post_quant_conv(codes))
+        return pixels if self.is_maskgit else (pixels + 1.0) / 2.0
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Quantized]:
         """Reconstruct, the gradient passing the codebook as if it were not there.

@@ -1,7 +1,9 @@
 """Released VQGAN checkpoints: their sizes and weights.
 
 The files of "Taming Transformers for High-Resolution Image Synthesis" hold a `state_dict` of
-encoder, decoder, codebook and discriminator (`loss.…`, left out here).
+encoder, decoder, codebook and discriminator (`loss.…`, left out here). That of "MAGE: MAsked
+Generative Encoder to Unify Representation Learning and Image Synthesis" has MaskGIT's layers under
+the same names.
 """
 
 from __future__ import annotations
@@ -31,7 +33,34 @@ def read_released(path: Path) -> dict[str, Tensor]:
     kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
     if "quantize.embedding.weight" not in kept:
         raise UserError(f"{path} holds no quantize.embedding.weight: it is no released VQGAN")
-    return kept
+    if "quant_conv.weight" in kept or "encoder.mid.attn_1.norm.weight" in kept:
+        return kept
+    last = _count(kept, r"decoder\.up\.(\d+)\.") - 1
+    return {_maskgit_name(name, last): tensor for name, tensor in kept.items()}
+
+
+_MASKGIT_PARTS = {
+    "norm1": "norm_0",
+    "conv1": "conv_0",
+    "norm2": "norm_1",
+    "conv2": "conv_1",
+    "nin_shortcut": "shortcut",
+    "norm_out": "norm",
+}
+
+
+def _maskgit_name(name: str, last: int) -> str:
+    """Return our name of a tensor of MAGE's file; `last` is the number of its coarsest level.
+
+    There the decoder's levels are numbered from the finest one.
+    """
+    name = re.sub(r"down\.(\d+)\.block", r"levels.\1", name)
+    name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{last - int(found[1])}", name)
+    name = re.sub(
+        r"up\.(\d+)\.upsample\.conv", lambda found: f"enlargers.{last - int(found[1])}", name
+    )
+    name = re.sub(r"mid\.block_(\d)", lambda found: f"middle.{int(found[1]) - 1}", name)
+    return ".".join(_MASKGIT_PARTS.get(part, part) for part in name.split("."))
 
 
 def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
@@ -59,6 +88,18 @@ def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
 def _sizes(tensors: Mapping[str, Tensor]) -> VQGANShape:
     entries, code = tensors["quantize.embedding.weight"].shape
     filters = tensors["encoder.conv_in.weight"].shape[0]
+    if "encoder.levels.0.0.conv_0.weight" in tensors:
+        levels = _count(tensors, r"encoder\.levels\.(\d+)\.")
+        widths = [tensors[f"encoder.levels.{i}.0.conv_0.weight"].shape[0] for i in range(levels)]
+        return VQGANShape(
+            codebook_size=entries,
+            code_size=code,
+            filters=filters,
+            multipliers=tuple(width // filters for width in widths),
+            blocks_per_level=_count(tensors, r"encoder\.levels\.0\.(\d+)\."),
+            latent_channels=code,
+            layers="maskgit",
+        )
     levels = _count(tensors, r"encoder\.down\.(\d+)\.")
     widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
     return VQGANShape(

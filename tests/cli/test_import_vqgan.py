@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from megavis.cli import main
@@ -29,6 +30,100 @@ def test_a_checkpoint_becomes_a_tokenizer(released, tmp_path, capsys):
     vectors = network.vectors(images.permute(0, 3, 1, 2) / 255)
     assert torch.equal(tokenizer.encode(images), network.quantize(vectors).ids.flatten(1))
     assert "parameters from" in capsys.readouterr().out
+
+
+def plain_block(tensors, name, x):
+    """A residual block of MAGE's network, by its names."""
+    hidden = x
+    for number in (1, 2):
+        norm = f"{name}.norm{number}"
+        hidden = F.group_norm(hidden, 32, tensors[f"{norm}.weight"], tensors[f"{norm}.bias"], 1e-6)
+        hidden = F.conv2d(F.silu(hidden), tensors[f"{name}.conv{number}.weight"], padding=1)
+    if f"{name}.nin_shortcut.weight" in tensors:
+        x = F.conv2d(hidden, tensors[f"{name}.nin_shortcut.weight"])
+    return x + hidden
+
+
+def plain_end(tensors, name, x):
+    norm = f"{name}.norm_out"
+    x = F.silu(F.group_norm(x, 32, tensors[f"{norm}.weight"], tensors[f"{norm}.bias"], 1e-6))
+    weight = tensors[f"{name}.conv_out.weight"]
+    return F.conv2d(x, weight, tensors[f"{name}.conv_out.bias"], padding=weight.shape[-1] // 2)
+
+
+def plain_mage(tensors, pixels):
+    """Ids and reconstruction of MAGE's VQGAN, layer by layer from the names in its file."""
+    x = F.conv2d(pixels, tensors["encoder.conv_in.weight"], padding=1)
+    for level in range(2):
+        for block in range(2):
+            x = plain_block(tensors, f"encoder.down.{level}.block.{block}", x)
+        x = F.avg_pool2d(x, 2) if level == 0 else x
+    for block in (1, 2):
+        x = plain_block(tensors, f"encoder.mid.block_{block}", x)
+    x = plain_end(tensors, "encoder", x)
+    book = tensors["quantize.embedding.weight"]
+    ids = torch.cdist(x.flatten(2).mT, book[None]).argmin(-1)
+    x = book[ids].mT.unflatten(2, x.shape[2:])
+    x = F.conv2d(x, tensors["decoder.conv_in.weight"], tensors["decoder.conv_in.bias"], padding=1)
+    for block in (1, 2):
+        x = plain_block(tensors, f"decoder.mid.block_{block}", x)
+    for level in (1, 0):
+        for block in range(2):
+            x = plain_block(tensors, f"decoder.up.{level}.block.{block}", x)
+        if level:
+            name = "decoder.up.1.upsample.conv"
+            x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+            x = F.conv2d(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"], padding=1)
+    return ids, plain_end(tensors, "decoder", x)
+
+
+def mage_tensors():
+    """A file of MAGE's with 32 and 64 channels, 20 entries of 6 numbers."""
+    shapes = {"encoder.conv_in.weight": (32, 3, 3, 3), "quantize.embedding.weight": (20, 6)}
+
+    def block(name, inputs, outputs):
+        for number, width in ((1, inputs), (2, outputs)):
+            shapes[f"{name}.norm{number}.weight"] = shapes[f"{name}.norm{number}.bias"] = (width,)
+            shapes[f"{name}.conv{number}.weight"] = (outputs, width, 3, 3)
+        if inputs != outputs:
+            shapes[f"{name}.nin_shortcut.weight"] = (outputs, outputs, 1, 1)
+
+    def end(name, width, outputs, side):
+        shapes[f"{name}.norm_out.weight"] = shapes[f"{name}.norm_out.bias"] = (width,)
+        shapes[f"{name}.conv_out.weight"] = (outputs, width, side, side)
+        shapes[f"{name}.conv_out.bias"] = (outputs,)
+
+    for level, widths in enumerate(((32, 32), (32, 64))):
+        block(f"encoder.down.{level}.block.0", *widths)
+        block(f"encoder.down.{level}.block.1", widths[1], widths[1])
+    for level, widths in ((1, (64, 64)), (0, (64, 32))):
+        block(f"decoder.up.{level}.block.0", *widths)
+        block(f"decoder.up.{level}.block.1", widths[1], widths[1])
+    for part in ("encoder", "decoder"):
+        for number in (1, 2):
+            block(f"{part}.mid.block_{number}", 64, 64)
+    shapes["decoder.conv_in.weight"], shapes["decoder.conv_in.bias"] = (64, 6, 3, 3), (64,)
+    shapes["decoder.up.1.upsample.conv.weight"] = (64, 64, 3, 3)
+    shapes["decoder.up.1.upsample.conv.bias"] = (64,)
+    end("encoder", 64, 6, 1)
+    end("decoder", 32, 3, 3)
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+
+
+def test_mage_s_file_becomes_a_tokenizer(tmp_path):
+    tensors = mage_tensors()
+    torch.save(tensors, tmp_path / "vqgan_jax_strongaug.ckpt")
+    source, run = str(tmp_path / "vqgan_jax_strongaug.ckpt"), str(tmp_path / "run")
+    assert main(["import", "vqgan", source, run]) == 0
+    tokenizer = open_tokenizer(tmp_path / "run")
+    images = torch.randint(256, (2, 8, 8, 3), dtype=torch.uint8)
+    ids, made = plain_mage(tensors, images.permute(0, 3, 1, 2) / 255)
+    assert torch.equal(tokenizer.encode(images), ids)
+    shown = (made.clamp(0, 1) * 255).round().permute(0, 2, 3, 1)
+    assert (tokenizer.decode(ids).int() - shown).abs().max() <= 1
+    plain = {**tokenizer.settings}
+    assert plain.pop("layers") == "maskgit"
 
 
 @pytest.mark.parametrize(

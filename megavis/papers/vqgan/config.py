@@ -21,7 +21,10 @@ class VQGANConfig(AutoencoderConfig):
     code_size: Positive = 256
     """d, numbers of an entry."""
     latent_channels: Positive = 256
-    """Channels between the networks and the codebook's own."""
+    """Channels between the networks and the codebook's own; with `layers: taming`."""
+    layers: Literal["taming", "maskgit"] = "taming"
+    """Those of the released VQGAN, or of MaskGIT's tokenizer, which MAGE and GVP take: without
+    attention, and with nothing between networks and codebook."""
     codebook_weight: AtLeast0 = 1.0
     """Of the squared distance that pulls entries to the vectors that chose them."""
     commitment_weight: AtLeast0 = 0.25
@@ -43,4 +46,5 @@ class VQGANConfig(AutoencoderConfig):
             blocks_per_level=self.blocks_per_level,
             latent_channels=self.latent_channels,
             norm_groups=self.norm_groups,
+            layers=self.layers,
         )

@@ -39,7 +39,7 @@ class VQGANLayer(nn.Module):
             the unused entries; ids int64 `[b, h, w]`.
         """
         (pixels,) = inputs
-        pixels = pixels.to(self.network.encoder.conv_in.weight.dtype)
+        pixels = pixels.to(self.network.quantize.embedding.weight.dtype)
         made, vectors, quantized = self.network(pixels)
         vectors, codes = vectors.float(), quantized.codes.float()
         pulls = (
