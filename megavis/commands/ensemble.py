@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
             members[str(folder)] = found
             sources.add(source)
     if len(sources) > 1:
-        raise UserError("the runs were judged by different images; name one folder with --images")
+        raise UserError(
+            "the runs were evaluated on different images; name one folder with --images"
+        )
     if len(members) > 1:
         try:
             members["together"] = average(list(members.values()))

@@ -117,15 +117,15 @@ def _train(point: Point, launch: Any, args: argparse.Namespace) -> None:
             sys.stdout.flush()
         with open_job(loaded, launch, device=args.device) as context:
             train_run(loaded, context)
-        # An engine lies in cycles of references, and the next one needs its memory.
+        # An engine contains reference cycles, and the next one needs its memory.
         gc.collect()
 
 
 def _draw(points: Sequence[Point], args: argparse.Namespace) -> int:
     scores = [_score(point, args) if point.is_finished else math.nan for point in points]
     if all(map(math.isnan, scores)):
-        raise UserError("no run of the grid is finished yet, so there is nothing to draw")
-    # The grid's name is what all its runs' names begin with.
+        raise UserError("no run of the grid is finished yet, so there is nothing to plot")
+    # The grid's name is the common prefix of its runs' names.
     config = points[0].runs[-1].config
     name = config.name.removesuffix(
         "".join(f"-{a.short}-{v}" for a, v in zip(args.grid, points[0].values, strict=True))

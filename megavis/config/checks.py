@@ -165,7 +165,7 @@ def _check_positions(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _check_data(data: DataConfig) -> Iterator[ConfigIssue]:
     if not data.train:
-        yield "data.train", "names no folder: give one, or a list of `path` and `weight`"
+        yield "data.train", "names no folder: give one, or a list with `path` and `weight`"
     if data.images_per_class is not None and not isinstance(data.train, str):
         text = "draws images of one folder, and data.train names several"
         yield "data.images_per_class", text

@@ -90,8 +90,8 @@ class DataConfig(Section):
     """Probability of replacing a rectangle of a training image by noise, for JPEG shards only,
     after all other augmentation."""
     repeats: Positive = 1
-    """Repeated Augmentation: so many samples with draws of their own come from one image, 32
-    samples apart; an epoch of so many samples sees that share of the images."""
+    """Repeated Augmentation: number of samples with separate draws from one image, 32 samples
+    apart; an epoch then covers the corresponding share of the images."""
     images_per_class: Positive | None = None
     """Train on so many images of each class alone, drawn by `seed`; on all when absent (iGPT,
     section 4.7)."""
