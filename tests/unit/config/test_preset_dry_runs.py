@@ -129,8 +129,9 @@ def shards_of(config, folder):
 def write_shards(config, folder):
     """Write a folder's shards, of as many samples as any preset needs in a batch."""
     readers = [config for config in RUNS.values() if folder in folders_of(config)]
-    count = max(map(batch_of, readers))
     classes = max(map(classes_of, readers)) or 1
+    each = max(config.data.images_per_class or 0 for config in readers)
+    count = max(*map(batch_of, readers), each * classes)
     digest = hashlib.sha256(folder.encode())
     suffix, length, says = shards_of(config, folder)
     write_payloads(

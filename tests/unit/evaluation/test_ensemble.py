@@ -55,7 +55,7 @@ finetune: {{num_classes: 3}}
         told = json.loads((tmp_path / name / "evaluation" / "finetune_test.json").read_text())
         assert row["top1"] == pytest.approx(told["top1"])
         assert f"top-1 {row['top1']:.1%}" in printed
-        assert (told["num_train"] == 6) == (name == "second")
+        assert (told["num_train"] == 6) == (name == runs[1])
     (tmp_path / "second" / "evaluation" / "finetune_test.json").unlink()
     assert main(["ensemble", runs[0], "--device", "cpu", "--json", str(tmp_path / "e.json")]) == 0
     (row,) = json.loads((tmp_path / "e.json").read_text())["rows"]
