@@ -155,7 +155,7 @@ def test_features_of_blocks_are_what_the_blocks_give(build, tmp_path, images, na
     ("words", "message"),
     [
         (("finetune.layer=4",), r"finetune\.layer: is 4; the model has layers 0 to 3"),
-        (("finetune.layer=1", "finetune.generative_weight=1"), "leaves out blocks"),
+        (("finetune.layer=1", "finetune.generative_weight=1"), "drops blocks"),
         ((*LINEAR, "finetune.concatenate=2", "finetune.layer=1"), "have no middle"),
         ((*LINEAR, "finetune.concatenate=3"), "not within 0 to 3"),
         (
