@@ -16,9 +16,8 @@ if (($# == 0)); then
   exit 2
 fi
 
-# These are explained in torchrun.sh.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# shellcheck source=launch/environment.sh
+source "$(dirname "$0")/environment.sh"
 
 options=()
 if [[ -n ${HOSTFILE:-} ]]; then
@@ -29,6 +28,8 @@ if [[ -n ${PROCESSES:-} ]]; then
   options+=(--num_accelerators "$PROCESSES")
 fi
 # megavis reads LOCAL_RANK from the environment, so the launcher need not add an argument. `env`,
-# because ssh takes OMP_NUM_THREADS to no node, where each process would then use all processors.
+# because ssh takes these to no node: each process there would use all processors.
 exec deepspeed ${options[@]+"${options[@]}"} --no_local_rank --no_python \
-  env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "$(command -v python)" -m megavis.cli train "$@"
+  env "OMP_NUM_THREADS=$OMP_NUM_THREADS" "PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF" \
+  "TORCH_FR_BUFFER_SIZE=$TORCH_FR_BUFFER_SIZE" "TORCH_FR_DUMP_TEMP_FILE=$TORCH_FR_DUMP_TEMP_FILE" \
+  "TORCH_NCCL_DUMP_ON_TIMEOUT=$TORCH_NCCL_DUMP_ON_TIMEOUT" "$(command -v python)" -m megavis.cli train "$@"

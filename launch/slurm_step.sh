@@ -7,9 +7,8 @@
 #   SRUN_OPTIONS="…"           more words for srun, as --container-image=… where there is pyxis
 set -euo pipefail
 
-# What these are for, and what a network may need besides: docs/scaling.md, "Networks".
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# shellcheck source=launch/environment.sh
+source "$(dirname "$0")/environment.sh"
 # From SLURM 22.05 on srun does not take it over from sbatch, and would bind each task to one core.
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK

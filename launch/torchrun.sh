@@ -28,16 +28,13 @@ if [[ -z ${PROCESSES:-} ]]; then
 fi
 num_nodes=${NUM_NODES:-1}
 
-# torchrun sets OMP_NUM_THREADS=1 with a warning where it is absent; one thread a process leaves the
-# data thread its core.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# shellcheck source=launch/environment.sh
+source "$(dirname "$0")/environment.sh"
 # Where a process dies, the launcher ends the others; where one hangs, megavis ends all after
 # training.hang_timeout. RESTARTS=3 starts them again so many times, from the newest checkpoint.
-# What a network may need besides: docs/scaling.md, "Networks".
 # Not set here: CUDA_DEVICE_MAX_CONNECTIONS. Megatron-Core recommends 1 with sequence parallelism,
 # so that a collective is issued before the matrix product it overlaps with; ZeRO-3, whose gathers
 # overlap with the layer before, is better off without.
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Seconds from a SIGTERM that torchrun passes on until it kills: a step and a checkpoint must fit in.
 # Its own 30 are few for that.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}

@@ -159,7 +159,7 @@ def _all_reduce(device: torch.device) -> str:
 
 def apex() -> SystemCheck:
     """Look for NVIDIA Apex through a module that the unrelated PyPI package of that name lacks."""
-    name, purpose = "NVIDIA Apex", "optimizer.implementation: apex"
+    name, purpose = "NVIDIA Apex", "training.kernels: apex"
     found, _ = _attempt(lambda: importlib.import_module("apex.optimizers"))
     if found:
         return SystemCheck(name, True, "apex.optimizers", purpose)

@@ -11,3 +11,4 @@ DecoderKind = Literal["linear", "mlp", "transformer"]
 
 DashboardKind = Literal["tensorboard", "wandb", "mlflow", "jsonl"]
 """Where the numbers of a run are shown; `jsonl` is the record that every run writes."""
+KernelLibrary = Literal["auto", "torch", "apex"]

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from megavis.config.choices import DashboardKind, PositionKind
+from megavis.config.choices import DashboardKind, KernelLibrary, PositionKind
 from megavis.config.data import DataConfig
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.section import (
@@ -164,7 +164,7 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam, from torch or NVIDIA Apex; for linear evaluation SGD or LARS."""
+    """Adam; for linear evaluation SGD or LARS."""
 
     algorithm: Literal["adam", "sgd", "lars"] = "adam"
     """`sgd`: plain momentum, for linear evaluation (iGPT, section 3.4). `lars` scales each matrix's
@@ -184,8 +184,6 @@ class OptimizerConfig(Section):
     ema_decay: Fraction = 0.0
     """Decay per step of a moving average of the weights, which replaces the weights in validation,
     image grids and wherever the run is opened; 0: none."""
-    implementation: Literal["torch", "apex"] = "torch"
-    """`apex` uses NVIDIA Apex's fused Adam, which must be installed."""
 
 
 class ScheduleConfig(Section):
@@ -223,6 +221,9 @@ class TrainingConfig(Section):
     deterministic: bool = False
     """On GPUs use only deterministic kernels, so a resumed run continues bit for bit; slower. A CPU
     is always deterministic."""
+    kernels: KernelLibrary = "auto"
+    """On GPUs: `auto`, torch's fastest kernels and regions that it compiles; `torch`, plain
+    operators; `apex`, as `auto` with the norms and Adam of NVIDIA Apex, which must be installed."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     validate_every: NonNegative = 0

@@ -91,7 +91,8 @@ class Guided:
 def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tuple[Tensor, Tensor]:
     """Draw one value of each guided density.
 
-    The tries are made in a few rounds, for those numbers alone that have none yet.
+    The tries are made in a few rounds: on a CPU for those numbers alone that have none yet, on a
+    GPU for all, since to know which have none would wait for the device. Values are the same.
 
     Args:
         guided: of m numbers, `[m]` each.
@@ -106,8 +107,11 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
     log_bound = guided.log_bound()
+    counts = keys.new_zeros(3)
+    counts[0] = len(keys)
+    if keys.is_cuda:
+        return _draw_for_all(guided, keys, values, counts, seed=seed, purpose=purpose)
     waiting = torch.arange(len(keys), device=keys.device)
-    counts = torch.tensor([len(keys), 0, 0], device=keys.device)
     for tries in _ROUNDS:
         if not len(waiting):
             break
@@ -120,6 +124,27 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
         tried = torch.where(hit, place + 1, tries)
         counts += torch.stack([counts.new_zeros(()), hit.sum(), tried.sum()])
         waiting = waiting[~hit]
+    return values, counts
+
+
+def _draw_for_all(
+    guided: Guided, keys: Tensor, values: Tensor, counts: Tensor, *, seed: int, purpose: str
+) -> tuple[Tensor, Tensor]:
+    """Replace `values` `[m]` by accepted proposals, and count; nothing is read by the host."""
+    log_bound = guided.log_bound()
+    is_found = torch.zeros_like(keys, dtype=torch.bool)
+    for tries in _ROUNDS:
+        name = f"{purpose}/{tries}"
+        noise = normal(keys, tries, seed=seed, purpose=f"{name}/value")
+        heights = uniform(keys, tries, seed=seed, purpose=f"{name}/height")
+        accepted, proposals = _try(guided, log_bound, noise.t(), heights.t())
+        hit, place = accepted.max(dim=0)
+        is_new = hit & ~is_found
+        values = torch.where(is_new, proposals.gather(0, place[None])[0], values)
+        tried = torch.where(hit, place + 1, tries).masked_fill(is_found, 0)
+        counts[1] += is_new.sum()
+        counts[2] += tried.sum()
+        is_found = is_found | hit
     return values, counts
 
 

@@ -9,13 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.model.kernels import is_fused, region
+
 QUICK_GELU_FACTOR = 1.702
 
 
 def quick_gelu(x: Tensor) -> Tensor:
     """Return x · sigmoid(1.702 x), the approximation of GELU that iGPT uses."""
+    if is_fused(x):
+        return _quick_gelu(x)
     result: Tensor = _QuickGelu.apply(x)
     return result
+
+
+@region
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(QUICK_GELU_FACTOR * x)
 
 
 class _QuickGelu(torch.autograd.Function):

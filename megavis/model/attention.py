@@ -20,12 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megavis.model.init import Initialization
+from megavis.model.kernels import group_blocks, suits_flex, turn, two_stream_attention
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
-from megavis.model.positions import rotate
+from megavis.model.positions import turns
 from megavis.model.relative import RelativeBias
 from megavis.model.sequence_parallel import all_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines, `[b or 1, 1, s, d / 2]`."""
 
 
 class Attention(nn.Module):
@@ -106,19 +110,30 @@ class Attention(nn.Module):
         )
         query = self._heads(self.linear_q(read)[0], 1)[0]
         key, value = self._heads(self.linear_kv(visible(hidden_states, dim=0))[0], 2)
-        bias = None
-        if attention_context.coordinates is not None:
-            places = attention_context.coordinates
-            read_places, visible_places = (
-                places[:, attention_context.query_start :],
-                visible(places, dim=1),
-            )
-            if self.relative_bias is not None:
-                bias = self.relative_bias(read_places, visible_places)
-            else:
-                query = rotate(query, read_places, scale=self.rotary_scale)
-                key = rotate(key, visible_places, scale=self.rotary_scale)
+        bias, places = None, attention_context.coordinates
+        if places is not None and self.relative_bias is not None:
+            read_places = places[:, attention_context.query_start :]
+            bias = self.relative_bias(read_places, visible(places, dim=1))
+        elif places is not None:
+            of_queries, of_keys = self._turns(attention_context, places)
+            query, key = turn(query, *of_queries), turn(key, *of_keys)
         return self._project(query, key, value, attention_context, bias)
+
+    def _turns(self, context: AttentionContext, places: Tensor) -> tuple[Turns, Turns]:
+        """Return by what queries and keys are turned, made once a step."""
+        start, visibility = context.query_start, context.visibility
+
+        def make() -> tuple[Turns, Turns]:
+            cos, sin = turns(places, self.head_size, scale=self.rotary_scale)
+            seen = visibility.visible_tokens(places, dim=1)
+            of_keys = (cos, sin)
+            if seen is not places:
+                of_keys = turns(seen, self.head_size, scale=self.rotary_scale)
+            return (cos[:, :, start:], sin[:, :, start:]), of_keys
+
+        tensors = [places] if visibility.context is None else [places, visibility.context]
+        made: tuple[Turns, Turns] = context.once(f"turns from {start}", make, *tensors)
+        return made
 
     def _project(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Map what `_attend` gives for these arguments to what `forward` returns."""
@@ -129,9 +144,14 @@ class Attention(nn.Module):
         return self.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Cut `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`."""
-        heads = projected.unflatten(2, (-1, parts, self.head_size)).permute(3, 1, 2, 0, 4)
-        return heads.unbind(0)
+        """Cut `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
+
+        In this order the gradients of the parts are put together in one pass, and that of a single
+        part in none.
+        """
+        heads = projected.unflatten(2, (-1, parts, self.head_size))
+        each = heads.unbind(3) if parts > 1 else (heads.squeeze(3),)
+        return tuple(part.permute(1, 2, 0, 3) for part in each)
 
     def _attend(
         self,
@@ -154,12 +174,13 @@ class Attention(nn.Module):
                 return F.scaled_dot_product_attention(
                     query, key, value, attn_mask=bias.to(query.dtype), dropout_p=dropout
                 )
-            return self._kernel(query, key, value, attention_context.visibility, dropout)
+            return self._kernel(query, key, value, attention_context, dropout)
 
     def _kernel(
-        self, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, dropout: float
     ) -> Tensor:
         """Choose the fastest kernel for the visibility; shapes as in `_attend`."""
+        visibility, once = context.visibility, context.once
         kind, num_queries, num_keys = visibility.kind, query.shape[2], key.shape[2]
         if kind in ("full", "context") or (kind == "causal" and num_queries == 1):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
@@ -167,15 +188,33 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout, is_causal=True
             )
-        # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
-        mask = visibility.mask(num_queries, num_keys)
-        assert mask is not None
-        mask = mask.to(query.device)
         if kind == "causal":
+            mask = visibility.mask(num_queries, num_keys)
+            assert mask is not None
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout
+                query, key, value, attn_mask=mask.to(query.device), dropout_p=dropout
             )
-        return _attend_where_seen(query, key, value, mask[:, None], dropout)
+        groups, of_queries = visibility.content_groups, visibility.query_groups
+        assert groups is not None
+        assert of_queries is not None
+        if suits_flex(query, dropout):
+            blocks = once(
+                f"blocks of {num_queries}",
+                lambda: group_blocks(groups, visibility.reach(num_queries)),
+                groups,
+                of_queries,
+            )
+            return two_stream_attention(query, key, value, blocks)
+        # A dense mask keeps SDPA off its flash kernels: only where no flag says the same.
+        seen, blind = once(
+            f"mask of {num_queries}",
+            lambda: _seen_and_blind(visibility.mask(num_queries, num_keys)),
+            groups,
+            of_queries,
+        )
+        # A branch on data would wait for the device: all are filled, also where none is blind.
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+        return mixed.masked_fill(blind, 0.0)
 
 
 class CrossAttention(Attention):
@@ -236,16 +275,12 @@ def split_keys_values(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     return keys.flatten(0, 1), values.flatten(0, 1)
 
 
-def _attend_where_seen(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float
-) -> Tensor:
-    """Attend under a mask `[b, 1, q, c]`; a query that sees nothing gets zeros.
+def _seen_and_blind(mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return who sees whom `[b, 1, q, c]`, and which queries see nothing `[b, 1, q, 1]`.
 
-    A softmax over nothing is 0/0. Such a query is shown everything, and what it saw is dropped:
-    no branch on data, hence no wait for the device.
+    A softmax over nothing is 0/0. Such a query is shown everything, and what it saw is dropped.
     """
+    assert mask is not None
+    mask = mask[:, None]
     blind = ~mask.any(dim=-1, keepdim=True)
-    mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask | blind, dropout_p=dropout
-    )
-    return mixed.masked_fill(blind, 0.0)
+    return mask | blind, blind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,7 +23,13 @@ from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
 from megavis.model.sequence_parallel import all_tokens, own_tokens
-from megavis.model.visibility import AttentionContext, KeyValueCache, Visibility, VisibilityKind
+from megavis.model.visibility import (
+    AttentionContext,
+    KeyValueCache,
+    OncePerStep,
+    Visibility,
+    VisibilityKind,
+)
 
 BLOCKS = "blocks"
 """Name of a paper's first stack, in the names of parameters."""
@@ -70,6 +76,7 @@ class Core:
     stack: StackSpec
     megatron: TransformerConfig
     """The stack's sizes in Megatron's words."""
+    once: OncePerStep = field(default_factory=OncePerStep, init=False, repr=False, compare=False)
 
     @classmethod
     def create(cls, config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec) -> Core:
@@ -120,7 +127,7 @@ class Core:
             query_groups=carried.get("query_groups"),
             context=carried.get("context"),
         )
-        return AttentionContext(visibility, carried.get("coordinates"), cache)
+        return AttentionContext(visibility, carried.get("coordinates"), cache, once=self.once)
 
 
 def megatron_config(

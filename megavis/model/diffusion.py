@@ -40,6 +40,7 @@ class BetaNoise:
         logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
         table = betaincinv(a, b, expit(logits))
         self._table = torch.tensor(table, dtype=torch.float32, device=device)
+        self._schedules: dict[int, Tensor] = {}
 
     def quantile(self, probability: Tensor) -> Tensor:
         """Return γ float32 with P(Beta ≤ γ) = probability, of which any shape lies in [0, 1]."""
@@ -58,8 +59,14 @@ class BetaNoise:
         A process whose time s is uniform in [0, 1] and whose γ(s) is the quantile of 1 - s meets
         each γ as often as training does (section 3.3); its steps are 1 / `num_steps` (appendix F).
         Where the quantile is 0 or 1 to 6 digits, steps would change nothing and are left out, so
-        there are `num_steps + 1` numbers or fewer.
+        there are `num_steps + 1` numbers or fewer. How many waits for the device: they are made
+        once.
         """
+        if num_steps not in self._schedules:
+            self._schedules[num_steps] = self._make_schedule(num_steps)
+        return self._schedules[num_steps]
+
+    def _make_schedule(self, num_steps: int) -> Tensor:
         gammas = self.quantile(torch.arange(1, num_steps, device=self._table.device) / num_steps)
         inside = gammas[(gammas > _NOTHING) & (gammas < 1.0 - _NOTHING)]
         return torch.cat([inside.new_zeros(1), inside, inside.new_ones(1)])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch import Tensor, nn
 
+from megavis.model.kernels import is_fused
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import rank_local_rng, uniform
 
@@ -106,7 +107,13 @@ def add_to_residual(dropout: float) -> Callable[[bool, bool], Callable[..., Tens
     """
 
     def build(training: bool, fused: bool) -> Callable[..., Tensor]:
-        add = get_bias_dropout_add(training, fused)
-        return lambda mixed, residual, _: add(mixed, residual, dropout)
+        def add(mixed: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+            # Without bias and dropout one kernel is left.
+            many = mixed[1] is not None or (training and dropout > 0.0)
+            chosen = get_bias_dropout_add(training, fused or (many and is_fused(residual)))
+            result: Tensor = chosen(mixed, residual, dropout)
+            return result
+
+        return add
 
     return build

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from megavis.model.core import Core
 from megavis.model.init import Fill
+from megavis.model.kernels import nats
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.linear import ColumnParallelLinear
 from megavis.model.norms import Norm
@@ -69,8 +69,7 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
         nats, `[s, b]`.
     """
     if core.groups.tp.size() == 1:
-        wide = logits.float().flatten(0, 1)
-        return F.cross_entropy(wide, targets.flatten(), reduction="none").view_as(targets)
+        return nats(logits, targets)
     return vocab_parallel_cross_entropy(logits.float(), targets)
 
 

@@ -1,4 +1,8 @@
-"""Megatron's linear layers, plain on a CPU, and with whole bias gradients."""
+"""Megatron's linear layers, plain on a CPU, and with whole bias gradients.
+
+On a GPU a process that shares its layers with no other adds biases inside the product, those too
+that the caller would add: one kernel less a layer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias left over."""
-        learns = torch.is_grad_enabled()
+        learns, alone = torch.is_grad_enabled(), self.tp_group.size() == 1
+        if alone and not input_.is_cpu:
+            return F.linear(input_, self.weight, self.bias), None
         if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
         # What Megatron does around the product serves the gradient on a GPU, and outside of
@@ -50,6 +56,8 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map `[s, b, input_size / tensor size]` to `[s, b, output_size]` and the bias."""
         splits = splits_tokens(self)
+        if self.tp_group.size() == 1 and not input_.is_cpu:
+            return F.linear(input_, self.weight, self.bias), None
         # Megatron's own forward pass reads the flag of the layer, which says what training does.
         if not splits and (input_.is_cpu or self.sequence_parallel):
             part = F.linear(input_, self.weight)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megavis.config.choices import PositionKind
 from megavis.model.declarations import set_start
 from megavis.model.init import Fill, filled
+from megavis.model.kernels import turn
 from megavis.model.relative import OFF_GRID
 
 LEARNED = "embedding.positions.weight"
@@ -183,11 +184,13 @@ def rotate(heads: Tensor, coordinates: Tensor, *, scale: float = 1.0) -> Tensor:
     Returns:
         The same shape and dtype; computed in float32.
     """
-    turns = angles(coordinates, heads.shape[-1], scale=scale)[:, None]
-    real, imaginary = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = turns.cos(), turns.sin()
-    turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
-    return turned.flatten(-2).to(heads.dtype)
+    return turn(heads, *turns(coordinates, heads.shape[-1], scale=scale))
+
+
+def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles of `angles`, `[b or 1, 1, s, d / 2]` each."""
+    by = angles(coordinates, head_size, scale=scale)[:, None]
+    return by.cos(), by.sin()
 
 
 def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor:

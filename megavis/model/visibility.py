@@ -15,9 +15,10 @@ Legend: b images (1 where all images share a tensor), s tokens, c tokens that ca
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +78,17 @@ class Visibility:
             everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
             return everything.tril(num_keys - num_queries)
         if self.kind == "two_stream":
-            content, query = self._groups()
-            # A content token sees its own group, a query token must not: one comparison for both.
-            reach = torch.cat([content + 1, query], dim=1)[:, -num_queries:]
-            return content[:, None, :] < reach[:, :, None]
+            content = self._groups()[0]
+            return content[:, None, :] < self.reach(num_queries)[:, :, None]
         return None
+
+    def reach(self, num_queries: int) -> Tensor:
+        """Return the first group that each of the last tokens does not see: int64 `[b, q]`.
+
+        Of two streams: a content token sees its own group, a query token must not.
+        """
+        content, query = self._groups()
+        return torch.cat([content + 1, query], dim=1)[:, -num_queries:]
 
     def _groups(self) -> tuple[Tensor, Tensor]:
         assert self.content_groups is not None
@@ -121,6 +128,34 @@ def _take(tokens: Tensor, places: Tensor | None, *, dim: int) -> Tensor:
     return whole.gather(0, index.expand(-1, -1, *rest))
 
 
+class OncePerStep:
+    """Keeps what was made of some tensors, which all blocks of a step are given alike.
+
+    A tensor that is another object, or was written to, is another tensor.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[list[tuple[Any, int]], Any]] = {}
+
+    def __call__(self, name: str, make: Callable[[], Any], *tensors: Tensor) -> Any:
+        """Return what `make` gives; what it gave last under this name if it was of these tensors.
+
+        Args:
+            name: of what is made, with all that it depends on besides the tensors.
+            make: makes it of them.
+            tensors: of which it is made.
+        """
+        known, made = self._made.get(name, ([], None))
+        if len(known) == len(tensors) and all(
+            seen() is tensor and version == tensor._version
+            for (seen, version), tensor in zip(known, tensors, strict=True)
+        ):
+            return made
+        made = make()
+        self._made[name] = ([(weakref.ref(t), t._version) for t in tensors], made)
+        return made
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """What attention has to know about tokens besides their hidden states.
@@ -133,6 +168,7 @@ class AttentionContext:
             values.
         kept: `[p, b, 1]`, what the block's p parts are multiplied by before they are added, where
             some images leave some out: attention, MLP, cross-attention.
+        once: of all blocks of a stack: tables of rotary positions, masks.
     """
 
     visibility: Visibility
@@ -140,6 +176,7 @@ class AttentionContext:
     cache: KeyValueCache | None = None
     query_start: int = 0
     kept: Tensor | None = None
+    once: OncePerStep = field(default_factory=OncePerStep)
 
     def keep(self, added: Tensor, *, part: int) -> Tensor:
         """Return what a part of a block adds `[s, b, h]` without what images leave out."""

@@ -84,9 +84,8 @@ def _attention_activations(shape: StackShape, layout: Layout, read: int) -> floa
         kernel = read * (size * width * copies + states) / layout.tensor
         if shape.visibility == "two_stream":
             kernel += read * (size * work.num_visible + 1)
-    # Sines and cosines in float32, half as many as a head has channels, for queries and for keys.
-    angles = shape.is_rotary * 4 * (width // shape.num_heads) * (read + work.num_visible)
-    return size * width * (inputs + split / layout.tensor) + kernel + angles
+    # Sines and cosines of positions are one pair for all blocks: too little to count.
+    return size * width * (inputs + split / layout.tensor) + kernel
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
 from megavis.densities.base import Drawing, Drawn, Draws
 from megavis.model.inference import Inference
+from megavis.model.kernels import decoding_kernels
 from megavis.model.layer_state import PackedState
 from megavis.schedules.base import GenerationProgress, Step
 
@@ -102,7 +103,10 @@ def generate_in_steps(
             ) -> tuple[Tensor, ...]:
                 return drawing(head, state, draws).pack()
 
-            made = runner.predictions(rows, cache=cache, finish=finish, whole=True, phase="step")
+            with decoding_kernels(images.device):
+                made = runner.predictions(
+                    rows, cache=cache, finish=finish, whole=True, phase="step"
+                )
             drawn = Drawn.unpack(made)
             moved = lanes.write(step, drawn)
             if cache is not None and moved is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megavis.config.schema import ParallelConfig, RunConfig
+from megavis.config.schema import ModelConfig, RunConfig
 
 # Smaller tensors stay whole on every process under ZeRO-3: gathering a norm's gain costs more in
 # latency than it saves in memory.
@@ -12,7 +12,11 @@ _PERSISTENCE_THRESHOLD = 10_000
 
 
 def deepspeed_config(
-    config: RunConfig, data_parallel_size: int, *, carries_gradient: bool = False
+    config: RunConfig,
+    data_parallel_size: int,
+    *,
+    carries_gradient: bool = False,
+    on_gpu: bool = False,
 ) -> dict[str, Any]:
     """Return the dictionary that `deepspeed.initialize` takes.
 
@@ -20,6 +24,8 @@ def deepspeed_config(
         config: the run.
         data_parallel_size: copies of the model.
         carries_gradient: whether a tensor other than the hidden states has a gradient to send back.
+        on_gpu: copies to and from the host are pinned, and gradients are summed while others are
+            computed.
     """
     # DeepSpeed partitions tensors sent between stages over the tensor group, assuming that
     # all its processes hold the same (under sequence parallelism they hold different tokens), and
@@ -40,7 +46,7 @@ def deepspeed_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         # Absent: the compute precision.
         "communication_data_type": "fp32" if training.reduce_precision == "float32" else None,
-        "zero_optimization": _zero(config.parallel),
+        "zero_optimization": _zero(config, on_gpu=on_gpu),
         "pipeline": {"pipe_partitioned": cuts_stages, "grad_partitioned": cuts_stages},
         "zero_allow_untested_optimizer": True,
         # torch's fused Adam runs on CPU tensors too and needs no compiler.
@@ -55,16 +61,26 @@ def micro_batch_size(config: RunConfig, data_parallel_size: int) -> int:
     return config.training.micro_batch_size or config.training.batch_size // data_parallel_size
 
 
-def _zero(parallel: ParallelConfig) -> dict[str, Any]:
+def block_parameters(model: ModelConfig) -> int:
+    """Return the numbers in the matrices of a block: four of attention, two of the MLP."""
+    return model.hidden_size * (4 * model.hidden_size + 2 * model.mlp_size)
+
+
+def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    parallel = config.parallel
     section: dict[str, Any] = {"stage": parallel.zero_stage, "contiguous_gradients": True}
+    if on_gpu and parallel.zero_stage and parallel.pipeline_model_parallel_size == 1:
+        section["overlap_comm"] = True
     if parallel.zero_stage == 3:
         section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
+        # The next block's weights are on their way while this one computes.
+        section["stage3_prefetch_bucket_size"] = block_parameters(config.model)
     for key, target in (
         ("offload_optimizer", parallel.offload_optimizer),
         ("offload_param", parallel.offload_parameters),
     ):
         if target != "none":
-            section[key] = {"device": target, "pin_memory": False}
+            section[key] = {"device": target, "pin_memory": on_gpu}
             if target == "nvme":
                 section[key]["nvme_path"] = parallel.nvme_path
     return section

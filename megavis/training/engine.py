@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.manifest import LossScale
@@ -22,6 +23,7 @@ from megavis.checkpoint.state.parameter_states import ParameterStates
 from megavis.composition.trainable import Trainable
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
+from megavis.model.core import Block
 from megavis.model.layer_state import PackedState
 from megavis.model.stack import LayerPlan, LayerStack, LocalLayers
 from megavis.parallel.context import ParallelContext
@@ -31,6 +33,7 @@ from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.stages import stage_bounds
 from megavis.training.deepspeed_config import deepspeed_config
 from megavis.training.ema import WeightAverage
+from megavis.training.forward_clock import ForwardClock
 from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import build_optimizer, learning_rate
 from megavis.training.stage_outputs import with_one_backward
@@ -43,14 +46,19 @@ class Engine:
         layers: the layers that this process holds.
         deepspeed: DeepSpeed's engine.
         states: weights and optimizer states by parameter, for checkpoints.
+        forward_clock: times forward passes; not with pipeline stages.
     """
 
     def __init__(self, config: RunConfig, objective: Trainable, context: ParallelContext) -> None:
         self.config, self.objective, self.context = config, objective, context
         self._pipelined = context.pipeline.size > 1
+        self.forward_clock = ForwardClock(context.device)
         plans = objective.layer_plans()
         settings = deepspeed_config(
-            config, context.data.size, carries_gradient=objective.backbone.carries_gradient
+            config,
+            context.data.size,
+            carries_gradient=objective.backbone.carries_gradient,
+            on_gpu=context.device.type == "cuda",
         )
         self.accumulation_steps: int = settings["gradient_accumulation_steps"]
         self.micro_batch_size: int = settings["train_micro_batch_size_per_gpu"]
@@ -61,6 +69,7 @@ class Engine:
             config.optimizer,
             stages=context.pipeline.group if self._pipelined else None,
             parts=context.data.group if config.parallel.zero_stage else None,
+            kernels=config.training.kernels,
         )
         self._norm_of_zero_0: GradientNorm | None = None
         if config.parallel.zero_stage == 0:
@@ -126,8 +135,9 @@ class Engine:
             return self.deepspeed.train_batch(self._pairs(batches)).detach()
         total = torch.zeros((), device=self.context.device)
         for _ in range(self.accumulation_steps):
-            inputs, targets = next(self._pairs(batches))
-            loss = self.deepspeed(inputs, targets)
+            with self.forward_clock.running():
+                inputs, targets = next(self._pairs(batches))
+                loss = self.deepspeed(inputs, targets)
             self.deepspeed.backward(loss)
             self.deepspeed.step()
             total += loss.detach()
@@ -202,7 +212,7 @@ class Engine:
 
     def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[Any, Any]]:
         while True:
-            batch = next(batches).to(self.context.device)
+            batch = next(batches).to(self.context.device, non_blocking=True)
             sequence = self.objective.training_sequence(batch)
             yield sequence.inputs, sequence.targets
 
@@ -226,13 +236,19 @@ class _Split:
     """
 
     def __init__(self, config: RunConfig, context: ParallelContext) -> None:
-        self._settings = deepspeed_config(config, context.data.size)
+        self._settings = deepspeed_config(
+            config, context.data.size, on_gpu=context.device.type == "cuda"
+        )
         self._dtype = DTYPES[config.training.precision]
         self._context = context
         self._swapper: Any = None
 
     def __call__(self, layer: nn.Module) -> None:
         layer.to(self._context.device)
+        if isinstance(layer, Block) and not layer.core.carried_names:
+            # Its weights are gathered at once, in half of the host's time; of blocks that are
+            # given tensors besides hidden states DeepSpeed frees them too early.
+            set_z3_leaf_module(layer, True)
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(self._dtype)
         split = deepspeed.zero.Init(

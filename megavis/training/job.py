@@ -16,6 +16,7 @@ from megavis.data.codecs.transforms import Transform, evaluation_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.subset import few_of_each_class
+from megavis.model.kernels import choose_kernels
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device
 from megavis.parallel.launch import Launch
@@ -52,6 +53,7 @@ def open_job(
     loaded.require_world(launch.world_size)
     select_device(choose_device(device, local_rank=launch.local_rank))
     _require_precision(loaded)
+    choose_kernels(loaded.config.training.kernels)
     parallel, training = loaded.config.parallel, loaded.config.training
     context = open_context(
         launch,

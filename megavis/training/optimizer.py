@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megavis.checkpoint.state.parameter_states import logical_shape
+from megavis.config.choices import KernelLibrary
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.model.declarations import ParamGroupOptions, is_without_decay, options_of
@@ -29,6 +30,7 @@ def build_optimizer(
     *,
     stages: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
+    kernels: KernelLibrary = "auto",
 ) -> torch.optim.Optimizer:
     """Return decoupled-decay Adam, SGD or LARS over the trainable parameters.
 
@@ -37,6 +39,7 @@ def build_optimizer(
         config: common settings.
         stages: the pipeline group, whose processes hold different layers.
         parts: the group over which ZeRO partitions optimizer states.
+        kernels: `apex` takes NVIDIA Apex's Adam, any other torch's.
 
     Raises:
         UserError: NVIDIA Apex is requested but absent.
@@ -61,7 +64,7 @@ def build_optimizer(
         "betas": config.betas,
         "eps": config.epsilon,
     }
-    if config.implementation == "apex":
+    if kernels == "apex":
         return _apex_adam(groups, options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
@@ -126,8 +129,8 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
         from apex.optimizers import FusedAdam
     except ImportError:
         raise UserError(
-            "optimizer.implementation: apex needs NVIDIA Apex, which is not installed;"
-            " use torch, or install Apex from NVIDIA's sources"
+            "training.kernels: apex needs NVIDIA Apex, which is not installed; use auto, or install"
+            " Apex from NVIDIA's sources"
         ) from None
     return skipping(FusedAdam)(groups, adam_w_mode=True, **options)
 

@@ -34,6 +34,7 @@ from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
 from megavis.training.callbacks.base import Callback, StepState
 from megavis.training.callbacks.eval_worker import evaluate_during
+from megavis.training.callbacks.hardware import WatchHardware
 from megavis.training.callbacks.progress import (
     CollectGarbage,
     LogMetrics,
@@ -228,7 +229,8 @@ class Trainer:
             tokens_per_image=paper.backbone.num_tokens,
         )
         replaced = ReportReplacedSamples(settings.log_every, self.train_data, self.context)
-        callbacks: list[Callback] = [log, save.record_stall, replaced]
+        hardware = WatchHardware(settings.log_every)
+        callbacks: list[Callback] = [hardware, log, save.record_stall, replaced]
         if validate is not None:
             callbacks.append(validate)
         callbacks += [*self._stopping, interruption]

@@ -59,7 +59,7 @@ def test_the_unrelated_apex_of_pypi_is_told_from_nvidia_s(package):
     finding = doctor.apex()
     assert not finding.found
     assert finding.detail == "the installed 'apex' is another project of that name, not NVIDIA's"
-    assert finding.purpose == "optimizer.implementation: apex"
+    assert finding.purpose == "training.kernels: apex"
 
 
 def test_nvidia_apex_is_known_by_its_optimizers(package):

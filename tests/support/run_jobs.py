@@ -20,7 +20,8 @@ def train_run(launch: Launch, path: str, overrides: list[str]) -> None:
 def deterministic_metrics(run_folder: Path) -> list[dict[str, float]]:
     """Return the lines of `metrics.jsonl` without the speeds, which differ by right."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    speeds = ("samples_per_s", "tokens_per_s", "mfu", "save_stall_s")
+    speeds = ("samples_per_s", "tokens_per_s", "mfu", "save_stall_s", "forward_s")
+    speeds += ("slowest_forward_s", "slowest_rank")
     return [{k: v for k, v in json.loads(line).items() if k not in speeds} for line in lines]
 
 

@@ -132,6 +132,8 @@ def test_deepspeed_takes_a_hostfile(start, programs, tmp_path):
     assert start("deepspeed.sh", "a.yaml", PROCESSES="2").wait(PATIENCE) == 0
     assert logged(tmp_path, "deepspeed") == (
         "--num_accelerators 2 --no_local_rank --no_python env OMP_NUM_THREADS=1"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TORCH_FR_BUFFER_SIZE=2000"
+        " TORCH_FR_DUMP_TEMP_FILE=/tmp/megavis_collectives_rank_ TORCH_NCCL_DUMP_ON_TIMEOUT=1"
         f" {shutil.which('python')} -m megavis.cli train a.yaml"
     )
     (tmp_path / "log").unlink()

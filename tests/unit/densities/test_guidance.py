@@ -88,3 +88,17 @@ def test_a_draw_depends_on_its_key_alone():
     again, _ = draw_guided(some, keys, seed=3, purpose="t")
     # Two numbers may take another way through a vector unit than ten.
     torch.testing.assert_close(whole[keys], again)
+
+
+def test_draws_for_all_are_those_for_the_ones_that_wait(monkeypatch):
+    """A GPU draws without knowing which numbers have a proposal; values and counts are the same."""
+    count = 500
+    one = guided(0.0, 0.1, 3.0, 0.3, 0.8)
+    many = Guided(*(t.expand(count) for t in _tensors(one)), one.weight)
+    wanted = draw_guided(many, torch.arange(count), seed=3, purpose="test")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = draw_guided(many, torch.arange(count), seed=3, purpose="test")
+    assert torch.equal(found[0], wanted[0])
+    assert found[1].tolist() == wanted[1].tolist()
+    # Some wait for the last round, and some for more than the first.
+    assert wanted[1][2] > 16 * count / 10

@@ -83,10 +83,10 @@ def test_groups_by_what_decays():
 
 def test_apex_that_is_not_there_is_a_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
-    config = OptimizerConfig(learning_rate=1e-3, implementation="apex")
+    config = OptimizerConfig(learning_rate=1e-3)
     named = [("w.linear.weight", nn.Parameter(torch.ones(1)))]
     with pytest.raises(UserError, match="NVIDIA Apex, which is not installed"):
-        build_optimizer(named, config)
+        build_optimizer(named, config, kernels="apex")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -109,8 +109,8 @@ def test_apex_takes_no_step_with_gradients_that_are_not_finite(context, monkeypa
     monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", module)
     weight = nn.Parameter(torch.ones(2))
-    config = OptimizerConfig(learning_rate=0.5, implementation="apex")
-    optimizer = build_optimizer([("w.linear.weight", weight)], config)
+    config = OptimizerConfig(learning_rate=0.5)
+    optimizer = build_optimizer([("w.linear.weight", weight)], config, kernels="apex")
     assert isinstance(optimizer, FusedAdam)
     norm = GradientNorm(optimizer, context.model.group, clip=0.0)
     for slope in (math.inf, math.nan):

@@ -1,0 +1,71 @@
+"""What is asked of DeepSpeed for a GPU, and what a run's hardware is watched for."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megavis.config.load import load_config
+from megavis.training.callbacks import hardware
+from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.hardware import WatchHardware
+from megavis.training.deepspeed_config import deepspeed_config
+from megavis.training.forward_clock import ForwardClock
+
+pytestmark = pytest.mark.once
+CPU = torch.device("cpu")
+
+
+def zero(*words, **options):
+    config = load_config("yaml_configs/igpt/demo.yaml", words).config
+    return config, deepspeed_config(config, 1, **options)["zero_optimization"]
+
+
+def test_gradients_are_summed_while_others_are_computed_on_gpus_alone():
+    assert "overlap_comm" not in zero("parallel.zero_stage=2")[1]
+    assert zero("parallel.zero_stage=2", on_gpu=True)[1]["overlap_comm"]
+    stages = ["parallel.pipeline_model_parallel_size=2", "parallel.zero_stage=1"]
+    assert "overlap_comm" not in zero(*stages, on_gpu=True)[1], "DeepSpeed's pipeline has none"
+
+
+def test_offload_is_pinned_on_gpus_alone():
+    words = ["parallel.zero_stage=3", "parallel.offload_optimizer=cpu"]
+    assert not zero(*words)[1]["offload_optimizer"]["pin_memory"]
+    assert zero(*words, on_gpu=True)[1]["offload_optimizer"]["pin_memory"]
+
+
+def test_as_much_is_fetched_ahead_as_a_block_has(context):
+    from megavis.papers import build_objective
+
+    config, section = zero("parallel.zero_stage=3")
+    plans = build_objective(config, context).layer_plans()
+    block = next(plan for plan in plans if plan.stack is not None).build()
+    matrices = sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    assert section["stage3_prefetch_bucket_size"] == matrices
+
+
+def test_the_clock_gives_the_mean_since_it_was_read():
+    clock = ForwardClock(CPU)
+    assert clock.read() == 0.0
+    for seconds in (0.01, 0.03):
+        with clock.running():
+            time.sleep(seconds)
+    assert clock.read() >= 0.02
+    assert clock.read() == 0.0
+
+
+def test_the_slowest_process_is_named(monkeypatch):
+    def gather(seconds, mine, group=None):
+        seconds[:] = [mine, 3 * mine, 2 * mine]
+
+    monkeypatch.setattr(hardware.dist, "all_gather_object", gather)
+    clock = SimpleNamespace(read=lambda: 0.5)
+    context = SimpleNamespace(device=CPU, world=SimpleNamespace(size=3))
+    engine = SimpleNamespace(context=context, forward_clock=clock)
+    watch, loss = WatchHardware(2), torch.zeros(())
+    early, due = StepState(1, 9, loss, engine), StepState(2, 9, loss, engine)
+    for state in (early, due):
+        watch(state)
+    assert early.record == {}
+    assert due.record == {"forward_s": 1.0, "slowest_forward_s": 1.5, "slowest_rank": 1}
