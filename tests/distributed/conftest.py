@@ -4,6 +4,7 @@ They are forks of one server that has imported everything.
 """
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -19,13 +20,11 @@ HANGS_AFTER = 1200.0
 
 PRELOADED = ("megavis.training.trainer",)
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Start the server, which imports while this process imports the tests."""
-    # The process that shares tests out to others runs none.
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-        forkserver.ensure_running()
+multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+# The server of a worker of xdist imports while the worker imports the tests. It is started here,
+# where pytest captures what it and its processes print. Otherwise the first job starts it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
