@@ -72,8 +72,7 @@ def generate_in_steps(
         order: int64 `[b or 1, n]`, of the schedule.
         known: the condition, one row an image.
         given: the first tokens `[b, p, ...]` in the order.
-        cached: keep keys and values where the paper allows; without, all positions run again in
-            each step (to compare with).
+        cached: keep keys and values where the paper allows; else each step runs all positions.
 
     Yields:
         Tokens `[b, n, ...]` in the order, as the model predicts them, after each step, and the
@@ -87,9 +86,7 @@ def generate_in_steps(
     step = schedule.first(
         order, num_images=len(images), num_given=num_given, options=settings.schedule
     )
-    cache = None
-    if cached and paper.keeps_keys:
-        cache = runner.cache(paper.num_tokens)
+    cache = runner.cache(paper.num_tokens) if cached and paper.keeps_keys else None
     if step is None:
         yield lanes.best(), None
     with runner.evaluating():

@@ -81,6 +81,7 @@ def test_a_figure_that_does_not_apply_is_refused_with_those_that_do(run, capsys)
 def test_what_draws_a_declared_figure_is_there():
     declared = {spec.name: spec for spec in paper_figures()}
     names = {"patches", "reconstructions", "groups", "positions", "jigsaw", "mixture"}
+    names |= {"posterior", "deviations"}
     assert set(declared) == names
     for spec in declared.values():
         module, _, function = spec.draw.partition(":")

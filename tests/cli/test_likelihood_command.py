@@ -72,7 +72,7 @@ def test_it_is_the_sum_of_all_densities(run_folder, capsys):
     assert result["bits_per_dimension"] == pytest.approx(expected / math.log(2), rel=1e-5)
     assert result["nats_per_image"] == pytest.approx(nats / NUM_IMAGES, rel=1e-5)
     assert (result["num_images"], result["dimensions_per_image"]) == (NUM_IMAGES, 64)
-    assert "number of the VAE's latents; 64 an image, given the class" in said
+    assert "number of the VAE's latents; 64 per image, given the class" in said
 
 
 def test_the_run_remembers_who_measured_it(run_folder):

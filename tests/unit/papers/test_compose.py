@@ -223,7 +223,7 @@ def build(build_paper):
                 "parallel.sequence_parallel=true",
             ],
             "",
-            "1 patches of the encoder do not divide",
+            "1 patches of the encoder are not divisible",
         ),
         ([PATCHES, CONTEXT, BRIDGE, ERROR, MEMORY], [], "condition.kind", "above a bridge"),
         ([PATCHES, CONTEXT, ITSELF, PLACE, MEMORY], [], "condition.kind", "asks is self"),
