@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -245,13 +246,21 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1)[:, None].int(), order[:, None].int()
 
 
-def _apex_norms() -> Any:
+def apex_part(module: str, name: str) -> Any:
+    """Return `name` of `apex.module`: NVIDIA Apex is imported where it is chosen, and nowhere else.
+
+    Raises:
+        UserError: NVIDIA Apex is not installed.
+    """
     # The exact submodule: the package that PyPI calls apex is an unrelated web toolkit.
     try:
-        from apex.normalization import fused_layer_norm
-    except ImportError:
+        return getattr(importlib.import_module(f"apex.{module}"), name)
+    except (ImportError, AttributeError):
         raise UserError(
             "training.kernels: apex needs NVIDIA Apex, which is not installed; use auto, or install"
             " Apex from NVIDIA's sources"
         ) from None
-    return fused_layer_norm
+
+
+def _apex_norms() -> Any:
+    return apex_part("normalization", "fused_layer_norm")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.state.parameter_states import logical_shape
 from megavis.config.choices import KernelLibrary
-from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.model.declarations import ParamGroupOptions, is_without_decay, options_of
+from megavis.model.kernels import apex_part
 
 
 def build_optimizer(
@@ -124,15 +124,8 @@ def _largest(count: int, processes: dist.ProcessGroup) -> int:
 
 
 def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
-    # The exact submodule: the package that PyPI calls apex is an unrelated web toolkit.
-    try:
-        from apex.optimizers import FusedAdam
-    except ImportError:
-        raise UserError(
-            "training.kernels: apex needs NVIDIA Apex, which is not installed; use auto, or install"
-            " Apex from NVIDIA's sources"
-        ) from None
-    return skipping(FusedAdam)(groups, adam_w_mode=True, **options)
+    fused_adam = apex_part("optimizers", "FusedAdam")
+    return skipping(fused_adam)(groups, adam_w_mode=True, **options)
 
 
 def skipping(kind: Any) -> Any:
