@@ -2,7 +2,7 @@
 
 The folder is a run folder whose one file of weights lies at its top, as on the Hub. What the first
 layer adds (positions, a start or class token, "no class") and who sees whom are written as tensors
-beside the weights, so that `plain_loader.py` needs to know no paper.
+with the weights, so `plain_loader.py` needs no code specific to a paper.
 
 Legend: s rows, n tokens, h hidden size, d head size.
 """

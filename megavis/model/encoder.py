@@ -1,8 +1,8 @@
 """An encoder of images: a stack of blocks of its own, to whose output the blocks above it attend.
 
-Its patches are embedded in the first layer, beside the rows that predict. Its blocks are layers of
-the model's list, so that a pipeline cuts through them: the rows travel past them, with their
-gradient, and what else is carried for the blocks above. The layer above its blocks turns this
+Its patches are embedded in the first layer, together with the rows that predict. Its blocks are
+layers of the model's list, so that a pipeline cuts through them: the rows travel past them, with
+their gradient, and what else is carried for the blocks above. The layer above its blocks turns this
 around: the rows become the hidden states, and what was encoded is carried as `MEMORY`.
 
 Legend: b images, H and W pixels, c patches of an image, w width of the encoder, h that of the

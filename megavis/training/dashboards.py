@@ -117,7 +117,7 @@ class MLflow(Dashboard):
     package = "mlflow"
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
-        # Its newer versions want a database unless told that files will do.
+        # Newer versions refuse a file store unless this is set.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = importlib.import_module("mlflow")
         here = (run_folder / "mlflow").resolve().as_uri()

@@ -111,7 +111,7 @@ def test_torchrun(tiny_config: Path, tmp_path: Path, one_process: list) -> None:
     same_losses(tmp_path / "two", one_process)
 
 
-# Writes down, beside itself, what a process is started with.
+# Writes a process's arguments and environment to its own folder.
 STARTED = """\
 import json, os, sys
 with open(f"{os.path.dirname(__file__)}/rank-{os.environ['RANK']}.json", "w") as file:

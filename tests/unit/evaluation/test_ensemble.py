@@ -52,10 +52,10 @@ finetune: {{num_classes: 3}}
     assert [row["run"] for row in result["rows"]] == [*runs, "together"]
     assert result["num_images"] == 18
     for name, row in zip(runs, result["rows"], strict=False):
-        told = json.loads((tmp_path / name / "evaluation" / "finetune_test.json").read_text())
-        assert row["top1"] == pytest.approx(told["top1"])
+        alone = json.loads((tmp_path / name / "evaluation" / "finetune_test.json").read_text())
+        assert row["top1"] == pytest.approx(alone["top1"])
         assert f"top-1 {row['top1']:.1%}" in printed
-        assert (told["num_train"] == 6) == (name == runs[1])
+        assert (alone["num_train"] == 6) == (name == runs[1])
     (tmp_path / "second" / "evaluation" / "finetune_test.json").unlink()
     assert main(["ensemble", runs[0], "--device", "cpu", "--json", str(tmp_path / "e.json")]) == 0
     (row,) = json.loads((tmp_path / "e.json").read_text())["rows"]
