@@ -29,6 +29,7 @@ from megavis.config.schema import (
     TrainingConfig,
 )
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.hub.agreement import check_agreement, random_images
 from megavis.hub.folders import compared_vit_mae
 from megavis.hub.vit import from_transformers
 from megavis.notebook import Run
@@ -38,7 +39,6 @@ from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.papers.givt.weights import ReleasedModel
 from megavis.papers.igpt.imagegpt import from_imagegpt, has_biases, model_section
 from megavis.papers.igpt.imagegpt_folder import (
-    check_agreement,
     folder_logits,
     read_clusters,
     read_folder,
@@ -289,9 +289,7 @@ def _timm_config(args: argparse.Namespace, model: TimmViT) -> RunConfig:
 
 
 def _compare_timm(args: argparse.Namespace, model: TimmViT) -> float:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, model.image_size, model.image_size, 3)
-    images = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    images = random_images(model.image_size)
     run = Run.open(args.run_folder, device="cpu")
     theirs = timm_features(model, images)
     difference = check_agreement(run.features(images, layer=model.num_layers), theirs.mean(1))

@@ -17,12 +17,13 @@ from megavis.checkpoint.format.reader import read_weights
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
+from megavis.hub.agreement import check_agreement, random_images
 from megavis.hub.card import CARD, model_card
 from megavis.hub.plain import WEIGHTS, PlainForm, write_run
 from megavis.hub.vit import (
     as_vit,
     classifies,
-    disagreement,
+    compared_vit,
     timm_settings,
     to_transformers,
     transformers_settings,
@@ -30,8 +31,6 @@ from megavis.hub.vit import (
 from megavis.notebook import Run
 from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
 from megavis.papers.igpt.imagegpt_folder import (
-    TOLERANCE,
-    check_agreement,
     folder_logits,
     folder_settings,
     write_folder,
@@ -75,7 +74,7 @@ def write_huggingface(run: Run, folder: Path) -> Exported:
         vit = as_vit(run, weights)
     except UserError as error:
         return _write_own(run, weights, folder, why=str(error))
-    difference = _agreeing(disagreement(run, vit))
+    difference = check_agreement(*compared_vit(run, vit))
     settings = transformers_settings(vit)
     _write(folder, settings, to_transformers(vit), _image_processor(run))
     class_name, options = settings["architectures"][0], ""
@@ -99,7 +98,7 @@ def write_timm(run: Run, folder: Path) -> Exported:
         settings = timm_settings(vit)
     except UserError as error:
         raise UserError(f"--to timm: {error}") from None
-    difference = _agreeing(disagreement(run, vit))
+    difference = check_agreement(*compared_vit(run, vit))
     _write(folder, settings, dict(vit.tensors), None)
     _write_card(run, weights, folder, library="timm", use=_TIMM_USE, limits=_sees_more(run))
     return Exported("timm's VisionTransformer", difference)
@@ -148,9 +147,7 @@ def compared_vit_mae(
     run: Run, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Return the predictions of a run and of a ViTMAE folder on random images."""
-    size, index = run.config.data.image_size, torch.arange(2)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (2, size, size, 3), generator=generator, dtype=torch.uint8)
+    images, index = random_images(run.config.data.image_size), torch.arange(2)
     order = run.objective.backbone.composition().schedule.draw(index).order
     theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
     return run.outputs(images, sample_index=index), theirs
@@ -191,15 +188,6 @@ def _sees_more(run: Run) -> tuple[str, ...]:
         "In pretraining a token saw only tokens before it; in this network all see all, as in"
         " fine-tuning.",
     )
-
-
-def _agreeing(difference: float) -> float:
-    if not difference <= TOLERANCE:
-        raise UserError(
-            f"the converted network's features differ by {difference:.1e} from the run's on random"
-            f" images, more than {TOLERANCE:.0e}; nothing was kept"
-        )
-    return difference
 
 
 def _write(

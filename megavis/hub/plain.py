@@ -32,6 +32,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import dump_config
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import PALETTE_NAME
+from megavis.hub.agreement import check_agreement
 from megavis.hub.plain_loader import features as plain_features
 from megavis.model.inference import Inference
 from megavis.model.layer_state import LayerState
@@ -40,7 +41,6 @@ from megavis.model.stack import watch_features
 from megavis.notebook import Run
 
 WEIGHTS = "model.safetensors"
-TOLERANCE = 1e-4
 _PREFIX = "plain."
 
 
@@ -163,13 +163,7 @@ class PlainForm:
         Raises:
             UserError: it is above 1e-4.
         """
-        difference = float((plain_features(str(folder), self.tokens) - self.expected).abs().max())
-        if not difference <= TOLERANCE:
-            raise UserError(
-                f"{folder}: the plain loader's features differ by {difference:.1e} from the run's,"
-                f" more than {TOLERANCE:.0e}; nothing was kept"
-            )
-        return difference
+        return check_agreement(plain_features(str(folder), self.tokens), self.expected)
 
 
 def norm_name(runner: Inference) -> str:

@@ -23,6 +23,7 @@ from megavis.composition.reader import Reader
 from megavis.composition.tokens import Patches
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
+from megavis.hub.agreement import random_images
 from megavis.hub.plain import norm_name
 from megavis.model.inference import Inference
 from megavis.model.stack import LayerStack, LocalLayers, watch_features
@@ -122,17 +123,15 @@ def _positions(paper: Composition, reader: Reader) -> Tensor:
 
 
 @torch.no_grad()
-def disagreement(run: Run, vit: TimmViT) -> float:
-    """Return the largest difference between both networks' features on random images.
+def compared_vit(run: Run, vit: TimmViT) -> tuple[Tensor, Tensor]:
+    """Return both networks' features of random images, `[2, b, h]`.
 
-    Compared are the class token and the mean over all tokens of the last norm's output.
+    They are the first token and the mean over all tokens of the last norm's output.
     """
-    side = run.config.data.image_size
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (2, side, side, 3), generator=generator, dtype=torch.uint8)
-    ours, theirs = all_seeing_tokens(run, images), timm_features(vit, images)
-    first = (ours[:, 0] - theirs[:, 0]).abs().max()
-    return float(torch.maximum(first, (ours.mean(1) - theirs.mean(1)).abs().max()))
+    images = random_images(run.config.data.image_size)
+    tokens = (all_seeing_tokens(run, images), timm_features(vit, images))
+    ours, theirs = (torch.stack([each[:, 0], each.mean(1)]) for each in tokens)
+    return ours, theirs
 
 
 @torch.no_grad()

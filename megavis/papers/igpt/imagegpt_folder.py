@@ -18,7 +18,6 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import Palette
 
-TOLERANCE = 1e-4
 CENTERS_NAME = "kmeans_centers.npy"
 _PROCESSOR_NAME = "preprocessor_config.json"
 _BICUBIC = 3  # Pillow's number
@@ -195,18 +194,3 @@ def folder_logits(
         hidden = project(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc")
         x = x + project(hidden * (1.702 * hidden).sigmoid(), f"h.{layer}.mlp.c_proj")
     return norm(x, "ln_f") @ tensors["lm_head.weight"].t()
-
-
-def check_agreement(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of two sets of logits.
-
-    Raises:
-        UserError: when it is above 1e-4.
-    """
-    difference = float((ours - theirs).abs().max())
-    if not difference <= TOLERANCE:
-        raise UserError(
-            f"the converted model's logits differ by {difference:.1e} from the folder's on random"
-            f" input, more than {TOLERANCE:.0e}; nothing was kept"
-        )
-    return difference
