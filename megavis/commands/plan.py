@@ -144,7 +144,7 @@ def _as_table(
         f" {device.network_gb_per_s:g} GB/s for each between nodes",
         "",
         "As configured:",
-        *([f"  not legal: {asked}"] if isinstance(asked, str) else _details(asked, cluster)),
+        *([f"  not legal: {asked}"] if isinstance(asked, str) else _details(asked)),
         "",
         f"{len(found.fitting)} of {len(found.plans)} legal settings fit."
         + (" The fastest:" if found.fitting else " The smallest:"),
@@ -157,11 +157,11 @@ def _as_table(
         "",
     ]
     if found.best is not None:
-        lines += [f"Recommended: {found.best.layout.name}", *_details(found.best, cluster)]
+        lines += [f"Recommended: {found.best.layout.name}", *_details(found.best)]
     return "\n".join([*lines, *(f"  {reason}" for reason in found.reasons)]) + "\n"
 
 
-def _details(plan: Plan, cluster: Cluster) -> list[str]:
+def _details(plan: Plan) -> list[str]:
     memory, time = plan.memory, plan.time
     states, kept = memory.states, memory.activations
     verdict = "fits" if plan.fits else "DOES NOT FIT"

@@ -266,7 +266,7 @@ def _normalisation(norm: Norm) -> tuple[Callable[[Tensor], Tensor], float]:
 
 
 def _rotate_(heads: Tensor, turn: Tensor) -> None:
-    """Turn queries and keys `[b, 2, n, d]` as `positions.rotate` does."""
+    """Turn queries and keys `[b, 2, n, d]` as `kernels.turn` does."""
     pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
     heads.copy_(torch.view_as_real(pairs * turn).flatten(-2))
 

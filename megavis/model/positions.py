@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from megavis.config.choices import PositionKind
 from megavis.model.declarations import set_start
 from megavis.model.init import Fill, filled
-from megavis.model.kernels import turn
 from megavis.model.relative import OFF_GRID
 
 LEARNED = "embedding.positions.weight"
@@ -72,7 +71,7 @@ class Positions(nn.Module):
             hidden_size: of what is added.
             fill: of learned positions.
             scale: multiplies coordinates of sines and cosines; trained size / present size
-                interpolates them. Rotary ones are scaled where they turn (`rotate`).
+                interpolates them. Rotary ones are scaled in `turns`.
         """
         super().__init__()
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
@@ -170,36 +169,31 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
     return waves.flatten(-2).float()
 
 
-def rotate(heads: Tensor, coordinates: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Rotate queries or keys by their positions.
+def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles by which `kernels.turn` turns queries and keys.
 
     Neighbouring channels (2i, 2i + 1) are a complex number, turned by coordinate · θ_i with
     θ_i = 10000^(-2i/d); the channels of a head are shared out evenly over the axes (appendix D).
 
     Args:
-        heads: `[b, n, s, d]`; d must divide by 2 · axes.
         coordinates: `[b or 1, s, axes]`.
+        head_size: d; must be divisible by 2 · axes.
         scale: multiplies coordinates; trained size / present size interpolates them.
 
     Returns:
-        The same shape and dtype; computed in float32.
+        float32 `[b or 1, 1, s, d / 2]` each.
     """
-    return turn(heads, *turns(coordinates, heads.shape[-1], scale=scale))
-
-
-def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles of `angles`, `[b or 1, 1, s, d / 2]` each."""
     by = angles(coordinates, head_size, scale=scale)[:, None]
     return by.cos(), by.sin()
 
 
 def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor:
-    """Return by how much `rotate` turns each pair of channels.
+    """Return by how much each pair of channels is turned.
 
     Args:
         coordinates: `[..., axes]`.
         head_size: d.
-        scale: see `rotate`.
+        scale: see `turns`.
 
     Returns:
         float32 `[..., d / 2]`, radians.

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megavis.model.init import normal
-from megavis.model.positions import NOWHERE, START, Positions, rotate, sincos
+from megavis.model.kernels import turn
+from megavis.model.positions import NOWHERE, START, Positions, sincos, turns
 
 
 def cells(height, width):
@@ -16,6 +17,10 @@ def cells(height, width):
 
 def draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def rotate(heads, coordinates, scale=1.0):
+    return turn(heads, *turns(coordinates, heads.shape[-1], scale=scale))
 
 
 def rotate_with_complex_numbers(head, coordinates):
