@@ -27,7 +27,7 @@ from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_classes_argument, read_class_names
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.pairs import PairsCodec, join, split
+from megavis.data.codecs.jpeg import PairsCodec, join, split
 
 _SIZES_DIFFER = "image and target differ in size"
 _NO_TARGET, _NO_IMAGE = "image without a target", "target without an image"

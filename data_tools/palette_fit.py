@@ -1,21 +1,27 @@
-"""`palette fit`: 512 colours that represent all the colours of an image folder."""
+"""`palette fit`: 512 colours that represent all the colours of an image folder.
+
+The error of a palette over its number of colours, as a CSV and a plot.
+"""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data_tools import palette_curve
 from data_tools.decode import RefusedImageError, decode_image
+from data_tools.line_figure import line_figure
 from data_tools.report import ProgressBar, say
 from data_tools.resize import resize_and_crop
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, SourceImage, SourcePart
 from megavis.config.errors import UserError
+from megavis.data.format.files import write_atomically
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
 
 # Neighbouring pixels say little about each other's colour cluster; more images beat more pixels.
@@ -33,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampled pixels and the fit")
     parser.add_argument(
         "--curve",
-        type=palette_curve.color_counts,
+        type=color_counts,
         metavar="K,K,...",
         help="also fit palettes of these sizes, and write their errors next to --out: CSV and PNG",
     )
@@ -58,13 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _write_curve(
-    arguments: argparse.Namespace, pixels: np.ndarray, *, known: palette_curve.Point
-) -> None:
-    points = palette_curve.measure(pixels, arguments.curve, seed=arguments.seed, known=known)
+def _write_curve(arguments: argparse.Namespace, pixels: np.ndarray, *, known: Point) -> None:
+    points = measure(pixels, arguments.curve, seed=arguments.seed, known=known)
     for count, error in points:
         say(f"  {count} colours: mean squared error {error:.1f}")
-    table, picture = palette_curve.write(points, arguments.out)
+    table, picture = write(points, arguments.out)
     say(f"{table}, {picture}")
 
 
@@ -123,3 +127,45 @@ def _summary(palette: Palette, error: float, num_pixels: int, out: Path) -> str:
         f"{out}: {len(palette)} colours from {num_pixels} pixels, mean squared error "
         f"{error:.1f} (summed over red, green, blue in 0..255), SHA-256 {palette.sha256}"
     )
+
+
+Point = tuple[int, float]
+"""Number of colours, and mean squared error summed over red, green, blue in 0..255."""
+
+
+def color_counts(text: str) -> tuple[int, ...]:
+    """Read `64,128,256`. Raises argparse.ArgumentTypeError."""
+    try:
+        counts = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        counts = ()
+    if not counts or not 1 <= counts[0] <= counts[-1] <= MAX_COLORS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers in 1..{MAX_COLORS}, like 64,128,256,512"
+        )
+    return counts
+
+
+def measure(pixels: np.ndarray, counts: Sequence[int], *, seed: int, known: Point) -> list[Point]:
+    """Fit a palette of each size to pixels uint8 `[n, 3]`; `known` is not fitted again."""
+    points = []
+    for count in counts:
+        error = known[1]
+        if count != known[0]:
+            _, error = fit_palette(pixels, num_colors=count, seed=seed)
+        points.append((count, error))
+    return points
+
+
+def write(points: Sequence[Point], palette_path: Path) -> tuple[Path, Path]:
+    """Write `<palette>_curve.csv` and `.png` next to the palette; return both paths."""
+    table = palette_path.with_name(f"{palette_path.stem}_curve.csv")
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["num_colors", "mean_squared_error"])
+    rows.writerows((count, f"{error:.3f}") for count, error in points)
+    write_atomically(table, text.getvalue().encode())
+    picture = table.with_suffix(".png")
+    error = "mean squared error (RGB, 0..255)"
+    write_atomically(picture, line_figure(points, xlabel="colours", ylabel=error, doubling=True))
+    return table, picture

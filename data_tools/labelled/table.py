@@ -18,8 +18,16 @@ from data_tools.labelled.data_set import (
     VALIDATION,
     LabelledSet,
 )
-from data_tools.labelled.folders import list_caltech101, list_caltech102, list_fifths
-from data_tools.labelled.lists import list_aircraft, list_dtd, list_food, list_pets, list_sun397
+from data_tools.labelled.lists import (
+    list_aircraft,
+    list_caltech101,
+    list_caltech102,
+    list_dtd,
+    list_fifths,
+    list_food,
+    list_pets,
+    list_sun397,
+)
 from data_tools.labelled.matlab import list_cars, list_flowers, list_svhn
 from data_tools.labelled.records import list_dmlab
 from data_tools.labelled.retina import list_retinopathy

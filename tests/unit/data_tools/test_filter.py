@@ -16,7 +16,7 @@ from PIL import Image
 import megavis
 from data_tools import measurements, run_features
 from data_tools.__main__ import main
-from data_tools.likeness import fit_likeness
+from data_tools.filter_decision import fit_likeness
 from data_tools.measurements import MeasurementEncoder, features, read_measurements
 from data_tools.photographs import Photograph, load_photograph
 from data_tools.run_features import RunFeatures

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.close_ups import cut_close_ups
 from data_tools.photographs import (
+    cut_close_ups,
     cut_crops,
     cut_region,
     load_photograph,

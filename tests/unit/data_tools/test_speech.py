@@ -11,7 +11,7 @@ from scipy.io import wavfile
 from data_tools.__main__ import main
 from data_tools.cepstra import cepstra, one_second, read_wav
 from data_tools.decode import RefusedImageError
-from data_tools.speech_variants import vary
+from data_tools.speech_shards import vary
 from megavis.data.loading.dataset import ShardDataset
 
 pytestmark = pytest.mark.once
