@@ -49,7 +49,7 @@ class MAE(nn.Module):
     def __init__(self, objective: Any, mask_ratio: float) -> None:
         super().__init__()
         from megavis.model.core import Block
-        from megavis.model.patches import LastNorm, PatchEmbedding
+        from megavis.model.embeddings import LastNorm, PatchEmbedding
 
         core = objective.core.with_stack(visibility_kind="full", carried_names=())
         size = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 16}

@@ -107,7 +107,7 @@ def weights(run: Any) -> dict[str, np.ndarray]:
 
 def sample_words(words: list[str]) -> list[str]:
     """Return options of `megavis sample` in the checkout's own words."""
-    if importlib.util.find_spec("megavis.sampling.options") is None:
+    if importlib.util.find_spec("megavis.sampling.sampler") is None:
         return words
     return ["--temperature" if word == "--scale" else word for word in words]
 

@@ -20,7 +20,7 @@ from megavis.data.loading.batch import Batch
 from megavis.model.stack import LayerStack
 from megavis.parallel.launch import Launch
 from megavis.parallel.random import normal, uniform
-from megavis.training.random_data import random_batch
+from megavis.training.bench import random_batch
 
 FLOAT32, BF16_LOSS, BF16_GRADIENT = 1e-5, 0.02, 0.1
 """Largest relative differences that pass."""

@@ -19,8 +19,7 @@ from benchmarks.gpu_check.stages import Measure
 from benchmarks.timing import machine
 from megavis.commands.doctor import examine
 from megavis.parallel.launch import Launch
-from megavis.training.bench import processor_name
-from megavis.training.random_data import random_batch
+from megavis.training.bench import processor_name, random_batch
 
 # What is shown to whom: config, words, and what torch's source says of an H200 in bf16.
 _VISIBILITIES: Mapping[str, tuple[str, tuple[str, ...], str]] = {

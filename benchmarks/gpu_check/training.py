@@ -20,8 +20,8 @@ from megavis.model.stack import LayerStack
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.training import engine as engine_module
+from megavis.training.bench import random_batch
 from megavis.training.engine import Engine
-from megavis.training.random_data import random_batch
 
 
 class Trainer:

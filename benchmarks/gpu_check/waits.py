@@ -18,7 +18,7 @@ from benchmarks.gpu_check.results import Row, Settings
 from benchmarks.gpu_check.stages import Measure
 from benchmarks.gpu_check.training import Trainer
 from megavis.parallel.launch import Launch
-from megavis.training.random_data import random_batch
+from megavis.training.bench import random_batch
 
 _PRESETS = (
     "igpt/xl_64.yaml",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
-from megavis.data.loading.subset import Subset, halves, shuffled
+from megavis.data.loading.dataset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassProbabilities, average, predict_classes
 from megavis.notebook import Run
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
 from megavis.checkpoint.format.reader import read_weights
-from megavis.checkpoint.state.import_weights import write_weights
+from megavis.checkpoint.state.convert import write_weights
 from megavis.config.data import DataConfig
 from megavis.config.errors import UserError
 from megavis.config.load import dump_config, load_config

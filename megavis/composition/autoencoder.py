@@ -30,16 +30,16 @@ from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.declarations import ParamGroupOptions
-from megavis.model.discriminator import (
+from megavis.model.perceptual import (
     Discriminator,
+    PerceptualDistance,
     discriminator_loss,
     frozen,
     generator_loss,
     squared_slope,
 )
-from megavis.model.perceptual import PerceptualDistance
 from megavis.model.stack import LayerPlan
-from megavis.tokenizers.grids import to_images
+from megavis.tokenizers.base import to_images
 
 State = tuple[Tensor, ...]
 NUM_SCORES = 4

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megavis.config.schema import FinetuneConfig
-from megavis.model.batch_norm import BatchNorm
 from megavis.model.core import Core
 from megavis.model.declarations import set_start
+from megavis.model.embeddings import WholeLinear
 from megavis.model.heads import Head
 from megavis.model.init import Fill, normal, zeros
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.norms import Norm
-from megavis.model.patches import WholeLinear
-from megavis.model.sequence_parallel import all_tokens
+from megavis.model.norms import BatchNorm, Norm
 from megavis.model.stack import FeatureLayer, watch_features
+from megavis.model.tensor_parallel import all_tokens
 
 
 class Classifier(nn.Module):

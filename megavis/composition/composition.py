@@ -30,11 +30,11 @@ from megavis.data.loading.batch import Batch
 from megavis.model.core import MEMORY
 from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.orders import take_places, to_raster
 from megavis.model.parts import stacks_of
 from megavis.model.stack import LayerPlan
 from megavis.schedules.base import Arrangement, Question
-from megavis.tokenizers.latents import to_grid
+from megavis.schedules.orders import take_places, to_raster
+from megavis.tokenizers.patches import to_grid
 
 RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
 

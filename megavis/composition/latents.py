@@ -20,7 +20,7 @@ from megavis.composition.tokens import Vectors
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
-from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
+from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import LatentTokenizer

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.model.diffusion import BetaNoise
+from megavis.densities.diffusion import BetaNoise
 from megavis.parallel.random import uniform
 
 

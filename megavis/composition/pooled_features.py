@@ -19,7 +19,7 @@ from megavis.composition.tokens import check_images
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
-from megavis.model.patches import WholeLinear
+from megavis.model.embeddings import WholeLinear
 
 if TYPE_CHECKING:
     from megavis.tokenizers.base import IdTokenizer

@@ -21,7 +21,7 @@ from megavis.model.core import MEMORY, Core
 from megavis.model.embeddings import to_stream
 from megavis.model.init import Fill, filled
 from megavis.model.layer_state import LayerState, PackedState, as_bits
-from megavis.tokenizers.latents import to_grid, to_tokens
+from megavis.tokenizers.patches import to_grid, to_tokens
 
 Role = Literal[
     "content", "positions", "asked_positions", "start", "query", "mask", "front", "transform",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megavis.config.schema import ConfigIssue, Positive, RunConfig
 from megavis.config.section import Section
-from megavis.schedules.context_size import context_size
+from megavis.schedules.boundaries import context_size
 
 _ADDED = ("learned", "sincos")
 

@@ -22,12 +22,16 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
-from megavis.model.embeddings import token_embedding
+from megavis.model.embeddings import PatchEmbedding, token_embedding
 from megavis.model.init import Fill, normal, xavier_uniform
-from megavis.model.patches import PatchEmbedding
-from megavis.tokenizers.frames import standardize_frames
 from megavis.tokenizers.palette import Palette
-from megavis.tokenizers.patches import patchify, standardize, to_uint8, unpatchify
+from megavis.tokenizers.patches import (
+    patchify,
+    standardize,
+    standardize_frames,
+    to_uint8,
+    unpatchify,
+)
 
 
 class Tokens(ABC):

@@ -2,23 +2,34 @@
 
 Every error names the file, the line and the key, and says what would be right. All errors of
 one reading are raised as one `UserError`.
+
+Known keys, and error messages for unknown keys and values.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 import reprlib
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megavis.config.checks import check_config, check_world
-from megavis.config.names import SchemaNames, did_you_mean
+from megavis.config.data import UNION_LABELS
 from megavis.config.papers import PAPER_CONFIGS
 from megavis.config.schema import ConfigIssue, ObjectiveConfig, RunConfig
-from megavis.config.shorthand import CountImages, Shorthand, take_shorthand, write_out_epochs
+from megavis.config.shorthand import (
+    CountImages,
+    Shorthand,
+    shorthand_keys,
+    take_shorthand,
+    write_out_epochs,
+)
 from megavis.config.yaml_tree import ConfigSource, apply_override, dump_tree, read_tree
 
 
@@ -105,3 +116,131 @@ def dump_config(config: RunConfig) -> str:
     """Return the resolved config as YAML that `load_config` reads back to the same config."""
     tree = config.model_dump(mode="json")
     return dump_tree(tree)
+
+
+class SchemaNames:
+    """The keys of each section, for suggesting the nearest one on a typo."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.tree, section = tree, tree.get("objective")
+        self.paper = section.get("name") if isinstance(section, dict) else None
+        self.objective = PAPER_CONFIGS.get(str(self.paper))
+
+    def explain(self, errors: Iterable[Any], prefix: Sequence[str] = ()) -> list[ConfigIssue]:
+        """Turn pydantic's errors into keys and sentences.
+
+        A misspelt required key is both unknown and missing; only the first is reported.
+        """
+        placed = [([*prefix, *self._keys_of(error["loc"], prefix)], error) for error in errors]
+        unknown = [place for place, error in placed if error["type"] == "extra_forbidden"]
+        meant = {self._nearest(place) for place in unknown}
+        complaints = [self._explain_one(place, error) for place, error in placed]
+        return [
+            complaint
+            for complaint, (place, error) in zip(complaints, placed, strict=True)
+            if error["type"] != "missing" or ".".join(place) not in meant
+        ]
+
+    def _explain_one(self, location: list[str], error: Mapping[str, Any]) -> ConfigIssue:
+        key = ".".join(location) or "config"
+        if error["type"] == "extra_forbidden":
+            return key, self._unknown(location)
+        if error["type"] == "missing":
+            return key, "is missing and has no default"
+        if error["type"].startswith("union_tag"):
+            return f"{key}.kind", _wrong_kind(error)
+        given = reprlib.repr(error.get("input"))
+        if error["type"] == "model_type":
+            return key, f"must hold keys, not {given}; known here: {self._listed(location)}"
+        text = str(error["msg"]).removeprefix("Value error, ")
+        meant = did_you_mean(error.get("input"), _legal_words(error))
+        return key, f"{text[0].lower()}{text[1:]}, not {given}{meant}"
+
+    def _unknown(self, location: list[str]) -> str:
+        sections = location[:-1]
+        meant = self._nearest(location)
+        if meant is None:
+            return f"unknown key; known here: {self._listed(sections)}"
+        in_place = meant.removeprefix("".join(f"{section}." for section in sections))
+        return f"unknown key; did you mean '{in_place}'?"
+
+    def _nearest(self, location: list[str]) -> str | None:
+        """Return the intended key: of the same name elsewhere, or similar here."""
+        *sections, last = location
+        for section in RunConfig.model_fields:
+            if last in self._keys([section]):
+                return f"{section}.{last}"
+        near = difflib.get_close_matches(last, self._keys(sections), n=1, cutoff=0.5)
+        return ".".join([*sections, *near]) if near else None
+
+    def _keys_of(self, location: Iterable[Any], prefix: Sequence[str]) -> list[str]:
+        """Return the keys of a location, without pydantic's union labels."""
+        model: type[BaseModel] | None = self.objective if prefix else RunConfig
+        keys, is_kind = [], False
+        for part in location:
+            if is_kind or part in UNION_LABELS:
+                is_kind = False
+                continue
+            keys.append(str(part))
+            field = model.model_fields.get(str(part)) if model else None
+            is_kind = field is not None and field.discriminator is not None
+            model = None
+        return keys
+
+    def _listed(self, sections: list[str]) -> str:
+        return ", ".join(self._keys(sections))
+
+    def _keys(self, sections: list[str]) -> list[str]:
+        model: type[BaseModel] = RunConfig
+        tree: Any = self.tree
+        for section in sections:
+            tree = tree.get(section) if isinstance(tree, Mapping) else None
+            if section.isdigit():  # an index into a list, whose entries the model describes
+                continue
+            kind = tree.get("kind") if isinstance(tree, Mapping) else None
+            inner = self.objective if section == "objective" else _model_of(model, section, kind)
+            if inner is None:
+                return []
+            model = inner
+        return [*model.model_fields, *shorthand_keys(".".join(sections))]
+
+
+def did_you_mean(given: Any, legal: Iterable[str]) -> str:
+    """Suggest the nearest legal word; empty if none is similar."""
+    if not isinstance(given, str):
+        return ""
+    near = difflib.get_close_matches(given.lower(), list(legal), n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _wrong_kind(error: Mapping[str, Any]) -> str:
+    """Return the error for a section's kind."""
+    given = error["input"].get("kind") if isinstance(error["input"], Mapping) else error["input"]
+    kinds = re.findall("'([^']*)'", error["ctx"].get("expected_tags", ""))
+    said = f"must be one of {', '.join(kinds)}" if kinds else "is missing and has no default"
+    return said if given is None else f"{said}, not {given!r}{did_you_mean(given, kinds)}"
+
+
+def _legal_words(error: Mapping[str, Any]) -> list[str]:
+    """Return the legal words of a key; empty if it accepts others."""
+    is_one_of = error["type"] == "literal_error"
+    return re.findall("'([^']*)'", error["ctx"]["expected"]) if is_one_of else []
+
+
+def _model_of(model: type[BaseModel], section: str, kind: object = None) -> type[BaseModel] | None:
+    """Return the section under a key; of several, the one of this kind."""
+    annotation = model.model_fields[section].annotation if section in model.model_fields else None
+    found = _models_in(annotation)
+    return next((each for each in found if _kind_of(each) == kind), found[0] if found else None)
+
+
+def _kind_of(model: type[BaseModel]) -> object:
+    field = model.model_fields.get("kind")
+    return typing.get_args(field.annotation)[0] if field else None
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections inside unions, tuples and annotations."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for each in typing.get_args(annotation) for model in _models_in(each)]

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from megavis.config.choices import DecoderKind
 from megavis.model.core import Block, Core, FeedForward
+from megavis.model.embeddings import LastNorm, WholeLinear
 from megavis.model.flops import Workload
 from megavis.model.heads import Head
 from megavis.model.layer_state import LayerState, PackedState, from_bits
 from megavis.model.norms import Norm
-from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stack import PlannedStack
 from megavis.model.visibility import AttentionContext, Visibility
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavis.config.errors import UserError
-from megavis.data.loading.subset import draw_of_each_class
+from megavis.data.loading.dataset import draw_of_each_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import (
     STANDARDIZED,

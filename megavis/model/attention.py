@@ -21,10 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megavis.model.init import Initialization
 from megavis.model.kernels import group_blocks, suits_flex, turn, two_stream_attention
-from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
-from megavis.model.positions import turns
-from megavis.model.relative import RelativeBias
-from megavis.model.sequence_parallel import all_tokens
+from megavis.model.positions import RelativeBias, turns
+from megavis.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, all_tokens
 from megavis.model.visibility import AttentionContext, Visibility, VisibilityKind
 from megavis.parallel.random import rank_local_rng
 

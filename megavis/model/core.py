@@ -20,9 +20,13 @@ from megavis.model.attention import Attention, CrossAttention
 from megavis.model.dropout import SAMPLES, SplitDropout, add_to_residual, draw_kept, drop_path_of
 from megavis.model.init import Initialization
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.linear import ColumnParallelLinear, RowParallelLinear
 from megavis.model.norms import GainNorm, Norm
-from megavis.model.sequence_parallel import all_tokens, own_tokens
+from megavis.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    all_tokens,
+    own_tokens,
+)
 from megavis.model.visibility import (
     AttentionContext,
     KeyValueCache,

@@ -1,16 +1,31 @@
-"""Embeddings of ids and positions into the residual stream."""
+"""Embeddings of ids and positions into the residual stream.
+
+From patches to the residual stream, and from there to numbers for each token.
+
+Both layers are held whole by every process of the tensor group, which all compute the same: they
+are small compared with a block.
+
+Legend: b images, s tokens, h hidden size, d numbers of a patch.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import VocabParallelEmbedding
-from torch import Tensor
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
 
 from megavis.config.choices import PositionKind
 from megavis.model.core import Core
 from megavis.model.declarations import without_decay
-from megavis.model.init import Fill
+from megavis.model.heads import Head
+from megavis.model.init import Fill, xavier_uniform
+from megavis.model.layer_state import LayerState, PackedState
+from megavis.model.norms import Norm
 from megavis.model.positions import Positions
-from megavis.model.sequence_parallel import own_tokens
+from megavis.model.tensor_parallel import all_tokens, own_tokens
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:
@@ -51,3 +66,77 @@ def grid_positions(
 def to_stream(hidden: Tensor, core: Core) -> Tensor:
     """Turn `[b, s, h]` into Megatron's `[s, b, h]`, split by tokens under sequence parallelism."""
     return own_tokens(hidden.transpose(0, 1).contiguous(), core.megatron, core.groups.tp)
+
+
+class WholeLinear(nn.Linear):
+    """A linear map with a bias of zeros, computed in the precision of its weights.
+
+    It fills its own matrix: ZeRO-3 splits weights as soon as the module that holds them is built,
+    and a fill from outside would find nothing left to fill.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, fill: Fill = xavier_uniform) -> None:
+        super().__init__(num_inputs, num_outputs)
+        fill(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map `[..., num_inputs]` to `[..., num_outputs]`."""
+        return F.linear(inputs.to(self.weight.dtype), self.weight, self.bias)
+
+
+class PatchEmbedding(WholeLinear):
+    """A linear map of each patch: `[b, s, d]` to `[b, s, h]`."""
+
+
+class LastNorm(Norm):
+    """The norm in front of a head; gives all tokens to every process of the tensor group."""
+
+    def __init__(self, core: Core) -> None:
+        config: TransformerConfig = core.megatron
+        super().__init__(config, config.hidden_size, config.layernorm_epsilon)
+        self.config, self.tensor_group = config, core.groups.tp
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Normalise `[s, b, h]` and return it batch first and whole: `[b, s, h]`."""
+        normalised = self(hidden)
+        return all_tokens(normalised, self.config, self.tensor_group).transpose(0, 1)
+
+
+class TokenHead(Head):
+    """The last norm and a linear map of each token, for example to pixels or to positions."""
+
+    norm: LastNorm
+
+    def __init__(
+        self,
+        core: Core,
+        num_outputs: int,
+        fill: Fill = xavier_uniform,
+        *,
+        num_skipped: int = 0,
+        hands_on: str | None = None,
+    ) -> None:
+        """Build.
+
+        Args:
+            core: sizes and groups.
+            num_outputs: numbers for each token.
+            fill: of the matrix.
+            num_skipped: tokens in front that predict nothing.
+            hands_on: name of a tensor that is carried here, and given after the predictions.
+        """
+        super().__init__(core, LastNorm(core))
+        self.num_skipped, self.hands_on = num_skipped, hands_on
+        self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
+
+    def forward(self, state: PackedState) -> Any:
+        """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, whole on every process.
+
+        Where something is handed on, a pair.
+        """
+        stream = LayerState.unpack(state, self.core.carried_names)
+        predictions = self.linear(self.norm.whole(stream.hidden))[:, self.num_skipped :]
+        if self.hands_on is None:
+            return predictions
+        return predictions, stream.carried[self.hands_on]

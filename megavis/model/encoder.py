@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from megavis.model.core import MEMORY, Core
-from megavis.model.embeddings import to_stream
+from megavis.model.embeddings import LastNorm, PatchEmbedding, WholeLinear, to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parts import block_plans
-from megavis.model.patches import LastNorm, PatchEmbedding, WholeLinear
 from megavis.model.positions import Positions
 from megavis.model.stack import LayerPlan
 from megavis.tokenizers.patches import patchify

@@ -12,8 +12,8 @@ from megavis.model.core import Core
 from megavis.model.init import Fill
 from megavis.model.kernels import nats
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.linear import ColumnParallelLinear
 from megavis.model.norms import Norm
+from megavis.model.tensor_parallel import ColumnParallelLinear
 
 
 class Head(nn.Module):

@@ -20,8 +20,8 @@ from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
-from megavis.model.sequence_parallel import splits_tokens, whole_tokens
 from megavis.model.stack import LocalLayers, Phase, Predictions, watch_features
+from megavis.model.tensor_parallel import splits_tokens, whole_tokens
 from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 

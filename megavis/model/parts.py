@@ -17,11 +17,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from megavis.model.core import Block, Core
-from megavis.model.embeddings import to_stream
+from megavis.model.embeddings import LastNorm, WholeLinear, to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Fill, xavier_uniform
 from megavis.model.layer_state import LayerState, PackedState
-from megavis.model.patches import LastNorm, WholeLinear
 from megavis.model.stack import LayerPlan, Phase, PlannedStack
 
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megavis.planning.layouts import Layout
-from megavis.planning.memory import BUCKET, MOST_GATHERED
 from megavis.planning.shape import ModelShape, StackShape
-from megavis.planning.states import FLOAT32, parameters_held
+from megavis.planning.states import BUCKET, FLOAT32, MOST_GATHERED, parameters_held
 
 _ALL_REDUCE, _GATHER = 2.0, 1.0
 

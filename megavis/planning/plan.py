@@ -9,8 +9,8 @@ from megavis.config.schema import RunConfig
 from megavis.planning.communication import Transfer, transfers
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout, all_layouts, with_offload
-from megavis.planning.memory import RankMemory, rank_memory
 from megavis.planning.shape import ModelShape
+from megavis.planning.states import RankMemory, rank_memory
 from megavis.planning.time import StepTime, step_time
 
 _DAY = 86_400.0

@@ -24,8 +24,7 @@ from megavis.sampling.grids import (
     patches_to_pixels,
     sample_grid,
 )
-from megavis.sampling.options import settings_of
-from megavis.sampling.sampler import Sampler
+from megavis.sampling.sampler import Sampler, settings_of
 
 
 class Gallery:

@@ -1,11 +1,14 @@
 """Generate images with a run of any paper: in batches, distributed over the processes.
 
 Legend: b images, n positions of the sequence, p positions given, H and W pixels.
+
+Options of generation: each belongs to the density, the schedule or the search of a paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -13,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.model.inference import Inference
-from megavis.model.orders import take_places, to_raster
 from megavis.parallel.context import Axis
-from megavis.sampling.generate import generate_in_steps
-from megavis.sampling.options import settings_of
+from megavis.sampling.generate import GenerationSettings, generate_in_steps
+from megavis.schedules.orders import take_places, to_raster
 
 
 class Acceptance:
@@ -299,3 +302,71 @@ def _gather(mine: Tensor, data: Axis) -> Tensor:
     parts = [torch.empty_like(mine) for _ in range(data.size)]
     dist.all_gather(parts, mine.contiguous(), group=data.group)
     return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Beam search, of schedules that draw one token after the other.
+
+    Raises:
+        UserError: a number is below 1.
+    """
+
+    beams: int = 1
+    """Sequences that are kept of each image; 1 searches nothing."""
+    fans: int = 1
+    """Candidates that are drawn for each of them."""
+
+    def __post_init__(self) -> None:
+        if min(self.beams, self.fans) < 1:
+            raise UserError("beams and fans must be at least 1")
+
+
+def settings_of(
+    paper: Composition,
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    spell: Callable[[str], str] = str,
+) -> GenerationSettings:
+    """Give each option to its owner.
+
+    Args:
+        paper: what is generated.
+        options: by name; those that are None are left to the paper.
+        seed: decides every draw.
+        spell: how an option is written where the user gave it.
+
+    Raises:
+        UserError: an option does not apply to this paper, or a value is out of range.
+    """
+    chosen = {name: value for name, value in options.items() if value is not None}
+    density_type, schedule_type = paper.density.options_type, paper.schedule.options_type
+    owners = [density_type, schedule_type]
+    if paper.schedule.is_sequential:
+        owners.append(Search)
+    names = [field.name for owner in owners for field in fields(owner)]
+    if others := [spell(name) for name in chosen if name not in names]:
+        verb = "does" if len(others) == 1 else "do"
+        takes = ", ".join(map(spell, names)) or "no options"
+        raise UserError(
+            f"{', '.join(others)} {verb} not apply to this run of {paper.config.objective.name},"
+            f" which takes {takes}"
+        )
+    search = _take(Search, chosen)
+    searches = max(search.beams, search.fans) > 1
+    scored = searches or paper.schedule.needs_score
+    drawing = paper.density.drawing(_take(density_type, chosen), scored=scored)
+    if searches and drawing.num_lanes > 1:
+        raise UserError(
+            f"{spell('guidance')} draws from a density without a scale, which a search cannot"
+            f" compare: leave out {spell('beams')} and {spell('fans')}"
+        )
+    return GenerationSettings(
+        drawing, _take(schedule_type, chosen), search.beams, search.fans, seed
+    )
+
+
+def _take(owner: type, chosen: Mapping[str, Any]) -> Any:
+    names = {field.name for field in fields(owner)}
+    return owner(**{name: value for name, value in chosen.items() if name in names})

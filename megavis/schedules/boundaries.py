@@ -1,6 +1,8 @@
 """Boundaries of groups of tokens: arithmetic that configs need without torch.
 
 Legend: T tokens, K predicted groups, which end at n_0 < n_1 < ... < n_{K-1}.
+
+How many tokens a context holds; without torch, so that configs can be checked quickly.
 """
 
 from __future__ import annotations
@@ -50,3 +52,8 @@ def bounds_of(
     if boundaries is None and cut == "fixed":
         boundaries = fixed_boundaries(num_tokens, num_groups)
     return (0, num_tokens) if boundaries is None else (boundaries[0], boundaries[-1])
+
+
+def context_size(num_positions: int, mask_ratio: float) -> int:
+    """Return how many of the positions are read: 1 - mask_ratio of them, and at least one."""
+    return max(1, round((1.0 - mask_ratio) * num_positions))

@@ -11,7 +11,7 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
 from megavis.schedules.base import Arrangement, Schedule
-from megavis.schedules.context_size import context_size
+from megavis.schedules.boundaries import context_size
 
 
 class Context(Schedule):

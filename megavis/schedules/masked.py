@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.model.orders import take_places
 from megavis.parallel.random import uniform
 from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
-from megavis.schedules.orders import Orders
+from megavis.schedules.orders import Orders, take_places
 
 
 class Masked(Schedule):

@@ -6,6 +6,12 @@ A network becomes a tokenizer by deriving from `LatentTokenizer` or `IdTokenizer
 `TOKENIZERS`.
 
 Legend: b images, s side of an image in pixels, c channels, h and w of the latent grid, n ids.
+
+Shared by tokenizers that downsample an image to a grid: sizes, checks, pixel conversion.
+
+Legend: b images, s side of an image in pixels.
+
+Files of network weights that a user brings.
 """
 
 from __future__ import annotations
@@ -13,13 +19,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint
@@ -166,3 +175,73 @@ def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
         )
     module, _, attribute = TOKENIZERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+Shape = TypeVar("Shape")
+
+
+def shape_of(
+    shape_type: type[Shape], section: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> Shape:
+    """Return the sizes of a network from the `objective` section of its run.
+
+    Args:
+        shape_type: a dataclass with a field for each size, `multipliers` among them.
+        section: of the run's config.
+        names: of keys that are not the fields' own, by field.
+    """
+    known = names or {}
+    # There is no type for "any dataclass".
+    keys = [field.name for field in fields(shape_type)]  # type: ignore[arg-type]
+    sizes = {key: section[known.get(key, key)] for key in keys if known.get(key, key) in section}
+    return shape_type(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
+
+
+def grid_side(image_size: int, downsampling: int, *, network: str) -> int:
+    """Return how many places the grid has on a side.
+
+    Raises:
+        UserError: the side of the images is no multiple of `downsampling`.
+    """
+    side, rest = divmod(image_size, downsampling)
+    if rest or not side:
+        raise UserError(
+            f"this {network} takes images whose side is a multiple of {downsampling}, not"
+            f" {image_size}"
+        )
+    return side
+
+
+def to_pixels(images: Tensor, network: nn.Module) -> Tensor:
+    """Return float32 `[b, 3, s, s]` in [0, 1], where the network is, of uint8 `[b, s, s, 3]`."""
+    device = next(network.parameters()).device
+    return images.to(device).permute(0, 3, 1, 2).float() / 255.0
+
+
+def to_images(pixels: Tensor) -> Tensor:
+    """Return uint8 `[b, s, s, 3]`, clipped, of pixels `[b, 3, s, s]` in about [0, 1]."""
+    return (pixels.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def read_weights_file(path: str | Path) -> dict[str, Tensor]:
+    """Read a `.safetensors` file, or one of plain tensors that `torch.save` has written.
+
+    Of a training checkpoint, the tensors under `state_dict` are taken.
+
+    Raises:
+        UserError: the file is missing, or holds something else; nothing but tensors is unpickled.
+    """
+    try:
+        if str(path).endswith(".safetensors"):
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return dict(content.get("state_dict", content))
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than tensors, which is not unpickled; save its state_dict alone, as"
+            " .safetensors, where you trust the file"
+        ) from None
+    # Damaged files end in many kinds of errors, of which all mean the same to the user.
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} is no file of network weights: {reason}") from None

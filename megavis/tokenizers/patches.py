@@ -2,6 +2,19 @@
 
 Legend: b images, p side of a patch in pixels, n patches of an image, d = 3 · p² numbers of a patch
 (row by row, within a row pixel by pixel, each its three channels).
+
+Between a VAE's latents on a grid and the sequence of tokens that GIVT models.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 3.2: the grid is read row by row. At
+512² pixels (appendix B, table 5) neighbours of a row are stacked into one token, which makes half
+as many of twice the size.
+
+Legend: b images, c channels of a latent, h and w the grid, k latents in a token, n tokens of d
+numbers: n = h · w / k, d = k · c.
+
+Spectrograms as sequences of frames; no parameters.
+
+Legend: b recordings, n frames, d numbers of a frame (for example cepstral coefficients).
 """
 
 from __future__ import annotations
@@ -101,3 +114,53 @@ def _channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return mean and deviation; sent to a device once, since a copy waits for the host."""
     mean = torch.tensor(CHANNEL_MEAN, device=device)
     return mean, torch.tensor(CHANNEL_DEVIATION, device=device)
+
+
+def stack(latents: Tensor, count: int) -> Tensor:
+    """Stack `count` neighbours of a row: `[b, c, h, w]` to `[b, c · k, h, w / k]`.
+
+    The numbers of one channel are adjacent, as in the released code.
+    """
+    if count == 1:
+        return latents
+    pairs = latents.unflatten(3, (-1, count))
+    return pairs.permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+
+def unstack(stacked: Tensor, count: int) -> Tensor:
+    """Undo `stack`."""
+    if count == 1:
+        return stacked
+    pairs = stacked.unflatten(1, (-1, count))
+    return pairs.permute(0, 1, 3, 4, 2).flatten(3, 4)
+
+
+def to_tokens(grid: Tensor) -> Tensor:
+    """Read a grid `[b, d, h, w]` row by row: `[b, h · w, d]`."""
+    return grid.flatten(2).transpose(1, 2)
+
+
+def to_grid(tokens: Tensor, *, height: int) -> Tensor:
+    """Undo `to_tokens`."""
+    return tokens.transpose(1, 2).unflatten(2, (height, -1))
+
+
+_NORM_EPSILON = 1e-5
+
+
+def standardize_frames(frames: Tensor) -> Tensor:
+    """Give each of the d numbers mean 0 and deviation 1 over the frames of a recording.
+
+    Cepstral mean and variance normalisation: it takes away loudness, and the colouring that
+    microphone and room give to all frames alike.
+
+    Args:
+        frames: float `[b, n, d]`.
+
+    Returns:
+        float32 `[b, n, d]`; zeros where a number is the same in all frames.
+    """
+    wide = frames.float()
+    centred = wide - wide.mean(1, keepdim=True)
+    variance = centred.square().mean(1, keepdim=True)
+    return centred / (variance + _NORM_EPSILON).sqrt()

@@ -1,19 +1,27 @@
-"""GIVT's VAE as a tokenizer: images to mean and scale of their latents, and latents to images."""
+"""GIVT's VAE as a tokenizer: images to mean and scale of their latents, and latents to images.
+
+The convolutional β-VAE of GIVT: images to real-valued latents and back.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 3.1 and table 6; the layers are those
+of MaskGIT's tokenizer without the quantizer. An image is halved once between two levels, so five
+levels give latents of a sixteenth of its side, at any image size.
+
+Legend: b images, H and W pixels, h and w latents, d channels of a latent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megavis.parallel.device import full_float32
-from megavis.tokenizers.base import LatentTokenizer
-from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
+from megavis.tokenizers.base import LatentTokenizer, grid_side, shape_of, to_images, to_pixels
 from megavis.tokenizers.shapes import VAEShape
-from megavis.tokenizers.vae_network import VAENetwork
 
 _CONFIG_KEYS = {"groups": "norm_groups"}  # where the config has a longer name
 
@@ -56,3 +64,165 @@ class VAE(LatentTokenizer):
         """Return images uint8 `[b, s, s, 3]` of latents `[b, c, h, w]`, clipped."""
         device = next(self.parameters()).device
         return to_images(self.network.decoder(latents.to(device).float()))
+
+
+_EPSILON = 1e-6
+_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """q(z | image): a normal for each number of the latents.
+
+    Attributes:
+        mean: `[b, d, h, w]`.
+        log_variance: `[b, d, h, w]`, in [-30, 20].
+    """
+
+    mean: Tensor
+    log_variance: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """Return the standard deviations `[b, d, h, w]`."""
+        return torch.exp(0.5 * self.log_variance)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Return mean + scale · noise for standard normals `[b, d, h, w]`."""
+        return self.mean + self.scale * noise
+
+    def kl(self) -> Tensor:
+        """Return KL(q ‖ N(0, 1)) for each number, nats `[b, d, h, w]`, float32.
+
+        "Auto-Encoding Variational Bayes", appendix B: (μ² + σ² - 1 - log σ²) / 2.
+        """
+        mean, log_variance = self.mean.float(), self.log_variance.float()
+        return 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance)
+
+
+class VAEResidualBlock(nn.Module):
+    """Norm, swish, 3×3 convolution, twice; added to the input."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm_0 = _norm(inputs, groups)
+        self.conv_0 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm_1 = _norm(outputs, groups)
+        self.conv_1 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        # As released, where the width changes: the skip reads the block's own output.
+        self.shortcut = None if inputs == outputs else nn.Conv2d(outputs, outputs, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, inputs, h, w]` to `[b, outputs, h, w]`."""
+        hidden = self.conv_0(F.silu(self.norm_0(x)))
+        hidden = self.conv_1(F.silu(self.norm_1(hidden)))
+        return hidden + (x if self.shortcut is None else self.shortcut(hidden))
+
+
+class VAEEncoder(nn.Module):
+    """Images to the moments of the posterior, or to as many numbers as are asked for."""
+
+    def __init__(self, shape: VAEShape, *, outputs: int | None = None) -> None:
+        """Build; `outputs` channels at the coarse end, 2 · d when absent."""
+        super().__init__()
+        self.conv_in = nn.Conv2d(3, shape.filters, 3, padding=1, bias=False)
+        self.levels = nn.ModuleList()
+        width = shape.filters
+        for multiplier in shape.multipliers:
+            self.levels.append(_blocks(width, shape.filters * multiplier, shape))
+            width = shape.filters * multiplier
+        self.middle = _blocks(width, width, shape)
+        self.norm = _norm(width, shape.groups)
+        self.conv_out = nn.Conv2d(width, outputs or 2 * shape.latent_channels, 1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map `[b, 3, H, W]` in [0, 1] to means and log-variances `[b, 2 · d, h, w]`.
+
+        With `outputs` to `[b, outputs, h, w]`.
+        """
+        x = self.conv_in(pixels)
+        for number, level in enumerate(self.levels):
+            x = level(x)
+            if number < len(self.levels) - 1:
+                # An odd last row or column is averaged over what there is of it.
+                x = F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)
+        return self.conv_out(F.silu(self.norm(self.middle(x))))
+
+
+class VAEDecoder(nn.Module):
+    """Latents to images."""
+
+    def __init__(self, shape: VAEShape) -> None:
+        super().__init__()
+        width = shape.filters * shape.multipliers[-1]
+        self.conv_in = nn.Conv2d(shape.latent_channels, width, 3, padding=1)
+        self.middle = _blocks(width, width, shape)
+        self.levels = nn.ModuleList()
+        self.enlargers = nn.ModuleList()
+        for number, multiplier in reversed(list(enumerate(shape.multipliers))):
+            self.levels.append(_blocks(width, shape.filters * multiplier, shape))
+            width = shape.filters * multiplier
+            if number > 0:
+                self.enlargers.append(nn.Conv2d(width, width, 3, padding=1))
+        self.norm = _norm(width, shape.groups)
+        self.conv_out = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """Map `[b, d, h, w]` to pixels `[b, 3, 16 h, 16 w]`, about [0, 1] and not clipped."""
+        x = self.middle(self.conv_in(latents))
+        for number, level in enumerate(self.levels):
+            x = level(x)
+            if number < len(self.enlargers):
+                x = self.enlargers[number](F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return self.conv_out(F.silu(self.norm(x)))
+
+
+class VAENetwork(nn.Module):
+    """Encoder and decoder."""
+
+    def __init__(self, shape: VAEShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.encoder = VAEEncoder(shape)
+        self.decoder = VAEDecoder(shape)
+        initialize(self)
+
+    def posterior(self, pixels: Tensor) -> Posterior:
+        """Encode pixels `[b, 3, H, W]` in [0, 1]."""
+        mean, log_variance = self.encoder(pixels).float().chunk(2, dim=1)
+        return Posterior(mean, log_variance.clamp(_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE))
+
+    def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Posterior]:
+        """Reconstruct from a sample of the posterior.
+
+        Args:
+            pixels: `[b, 3, H, W]` in [0, 1].
+            noise: standard normals `[b, d, h, w]`.
+
+        Returns:
+            Pixels like the input, not clipped, and the posterior.
+        """
+        posterior = self.posterior(pixels)
+        latents = posterior.sample(noise).to(pixels.dtype)
+        return self.decoder(latents), posterior
+
+
+def _norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups, channels, eps=_EPSILON)
+
+
+def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
+    count = shape.blocks_per_level
+    widths = [inputs] + [outputs] * count
+    return nn.Sequential(
+        *(VAEResidualBlock(widths[i], widths[i + 1], shape.groups) for i in range(count))
+    )
+
+
+def initialize(network: nn.Module) -> None:
+    """Start convolutions as the released code does: LeCun's normal (fan in), biases zero."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,19 +1,41 @@
-"""The VQGAN as a tokenizer: images to ids, and ids to images."""
+"""The VQGAN as a tokenizer: images to ids, and ids to images.
+
+The convolutional VQGAN: images to ids of a codebook and back.
+
+"Taming Transformers for High-Resolution Image Synthesis" (2021), table 7: residual blocks, one
+halving between two levels, attention in the coarsest level and in the middle. Modules bear the
+names of the released checkpoints, so that such a file is read as it is. MaskGIT's tokenizer
+("MaskGIT: Masked Generative Image Transformer", 2022), which MAGE and GVP take, has the layers of
+GIVT's VAE instead, pixels in [0, 1], and no maps around the codebook.
+
+Legend: b images, H and W pixels, h and w of the grid of ids, z channels of the networks' coarse
+end, d numbers of a codebook entry, K entries.
+
+Vectors to ids of a learned codebook, by the nearest entry.
+
+Legend: b images, h and w of the grid of ids, d numbers of a codebook entry, K entries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megavis.parallel.device import full_float32
-from megavis.tokenizers.base import IdTokenizer
-from megavis.tokenizers.grids import grid_side, shape_of, to_images, to_pixels
-from megavis.tokenizers.shapes import VQGANShape
-from megavis.tokenizers.vqgan_network import VQGANNetwork
+from megavis.tokenizers.base import (
+    IdTokenizer,
+    grid_side,
+    shape_of,
+    to_images,
+    to_pixels,
+)
+from megavis.tokenizers.shapes import VAEShape, VQGANShape
+from megavis.tokenizers.vae import VAEDecoder, VAEEncoder, initialize
 
 
 class VQGAN(IdTokenizer):
@@ -77,3 +99,259 @@ class VQGAN(IdTokenizer):
         side = round(ids.shape[1] ** 0.5)
         grid = ids.to(next(self.parameters()).device).unflatten(1, (side, side))
         return to_images(self.network.decode(self.network.quantize.codes(grid)))
+
+
+_EPSILON = 1e-6
+
+
+class VQGANNetwork(nn.Module):
+    """Encoder, codebook, decoder."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        self.shape, code = shape, shape.code_size
+        self.is_maskgit = shape.layers == "maskgit"
+        coarse = code if self.is_maskgit else shape.latent_channels
+        vae = VAEShape(
+            code, shape.filters, shape.multipliers, shape.blocks_per_level, shape.norm_groups
+        )
+        self.encoder: nn.Module = (
+            VAEEncoder(vae, outputs=code) if self.is_maskgit else VQGANEncoder(shape)
+        )
+        self.quant_conv = self._around(coarse, code)
+        self.quantize = Codebook(shape.codebook_size, code)
+        self.post_quant_conv = self._around(code, coarse)
+        self.decoder: nn.Module = VAEDecoder(vae) if self.is_maskgit else VQGANDecoder(shape)
+        if self.is_maskgit:
+            initialize(self)
+
+    def _around(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a map in front of the codebook or behind it; MaskGIT has none."""
+        return nn.Identity() if self.is_maskgit else nn.Conv2d(inputs, outputs, 1)
+
+    def vectors(self, pixels: Tensor) -> Tensor:
+        """Return what is to be quantized, `[b, d, h, w]`, of pixels `[b, 3, H, W]` in [0, 1]."""
+        vectors: Tensor = self.quant_conv(
+            self.encoder(pixels if self.is_maskgit else 2.0 * pixels - 1.0)
+        )
+        return vectors
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return pixels `[b, 3, H, W]`, about [0, 1] and not clipped, of codes `[b, d, h, w]`."""
+        pixels: Tensor = self.decoder(self.post_quant_conv(codes))
+        return pixels if self.is_maskgit else (pixels + 1.0) / 2.0
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Quantized]:
+        """Reconstruct, the gradient passing the codebook as if it were not there.
+
+        Args:
+            pixels: `[b, 3, H, W]` in [0, 1].
+
+        Returns:
+            Pixels like the input, not clipped; vectors `[b, d, h, w]`; what became of them.
+        """
+        vectors = self.vectors(pixels)
+        quantized = self.quantize(vectors)
+        straight = vectors + (quantized.codes.detach().to(vectors.dtype) - vectors.detach())
+        return self.decode(straight), vectors, quantized
+
+
+class VQGANResidualBlock(nn.Module):
+    """Norm, swish, 3×3 convolution, twice; added to the input."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = _norm(inputs, groups), _conv(inputs, outputs)
+        self.norm2, self.conv2 = _norm(outputs, groups), _conv(outputs, outputs)
+        self.nin_shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, inputs, h, w]` to `[b, outputs, h, w]`."""
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        return hidden + (x if self.nin_shortcut is None else self.nin_shortcut(x))
+
+
+class AttentionBlock(nn.Module):
+    """One head of attention over all places; added to the input."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.norm = _norm(width, groups)
+        self.q, self.k, self.v = (nn.Conv2d(width, width, 1) for _ in range(3))
+        self.proj_out = nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to the same."""
+        normed = self.norm(x)
+        query, key, value = (f(normed).flatten(2).mT[:, None] for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(query, key, value)[:, 0]
+        return x + self.proj_out(mixed.mT.unflatten(2, x.shape[2:]))
+
+
+class Middle(nn.Module):
+    """Residual block, attention, residual block."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.block_1 = VQGANResidualBlock(width, width, groups)
+        self.attn_1 = AttentionBlock(width, groups)
+        self.block_2 = VQGANResidualBlock(width, width, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to the same."""
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
+class Halve(nn.Module):
+    """A 3×3 convolution of stride 2, with a row and a column of zeros at the end."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to half the sides."""
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Double(nn.Module):
+    """Every place twice in both directions, then a 3×3 convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = _conv(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, width, h, w]` to twice the sides."""
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """Residual blocks, each followed by attention in the coarsest level."""
+
+    def __init__(self, inputs: int, outputs: int, count: int, groups: int, attends: bool) -> None:
+        super().__init__()
+        widths = [inputs] + [outputs] * count
+        self.block = nn.ModuleList(
+            VQGANResidualBlock(widths[i], widths[i + 1], groups) for i in range(count)
+        )
+        self.attn = nn.ModuleList(AttentionBlock(outputs, groups) for _ in range(count * attends))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[b, inputs, h, w]` to `[b, outputs, h, w]`."""
+        for number, block in enumerate(self.block):
+            x = block(x)
+            if len(self.attn):
+                x = self.attn[number](x)
+        return x
+
+
+class VQGANEncoder(nn.Module):
+    """Pixels to the coarse end."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        groups, width = shape.norm_groups, shape.filters
+        self.conv_in = _conv(3, width)
+        self.down = nn.ModuleList()
+        last = len(shape.multipliers) - 1
+        for number, multiplier in enumerate(shape.multipliers):
+            outputs = shape.filters * multiplier
+            level = Level(width, outputs, shape.blocks_per_level, groups, number == last)
+            width = outputs
+            if number < last:
+                level.downsample = Halve(width)
+            self.down.append(level)
+        self.mid = Middle(width, groups)
+        self.norm_out, self.conv_out = _norm(width, groups), _conv(width, shape.latent_channels)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map `[b, 3, H, W]` in [-1, 1] to `[b, z, h, w]`."""
+        x = self.conv_in(pixels)
+        for number, level in enumerate(self.down):
+            x = level(x)
+            if number < len(self.down) - 1:
+                x = level.get_submodule("downsample")(x)
+        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
+
+
+class VQGANDecoder(nn.Module):
+    """The coarse end to pixels. The levels are numbered as the encoder's, finest first."""
+
+    def __init__(self, shape: VQGANShape) -> None:
+        super().__init__()
+        groups, last = shape.norm_groups, len(shape.multipliers) - 1
+        width = shape.filters * shape.multipliers[last]
+        self.conv_in = _conv(shape.latent_channels, width)
+        self.mid = Middle(width, groups)
+        levels = []
+        for number, multiplier in reversed(list(enumerate(shape.multipliers))):
+            outputs = shape.filters * multiplier
+            level = Level(width, outputs, shape.blocks_per_level + 1, groups, number == last)
+            width = outputs
+            if number > 0:
+                level.upsample = Double(width)
+            levels.append(level)
+        self.up = nn.ModuleList(reversed(levels))
+        self.norm_out, self.conv_out = _norm(width, groups), _conv(width, 3)
+
+    def forward(self, coarse: Tensor) -> Tensor:
+        """Map `[b, z, h, w]` to pixels `[b, 3, H, W]` in about [-1, 1]."""
+        x = self.mid(self.conv_in(coarse))
+        for number, level in reversed(list(enumerate(self.up))):
+            x = level(x)
+            if number > 0:
+                x = level.get_submodule("upsample")(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+def _norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups, channels, eps=_EPSILON)
+
+
+def _conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A grid of vectors, quantized.
+
+    Attributes:
+        codes: nearest entries `[b, d, h, w]`, whose gradient goes to the codebook.
+        ids: their numbers, int64 `[b, h, w]`.
+    """
+
+    codes: Tensor
+    ids: Tensor
+
+
+class Codebook(nn.Module):
+    """K vectors; each input vector becomes the nearest one."""
+
+    def __init__(self, size: int, code_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size, code_size)
+        nn.init.uniform_(self.embedding.weight, -1.0 / size, 1.0 / size)
+
+    def forward(self, vectors: Tensor) -> Quantized:
+        """Map `[b, d, h, w]` to the nearest entries by squared distance, in float32."""
+        entries = self.embedding.weight.float()
+        flat = vectors.detach().float().permute(0, 2, 3, 1).flatten(0, 2)
+        # |v|² is the same for all entries.
+        distances = entries.square().sum(1) - 2.0 * flat @ entries.detach().t()
+        ids = distances.argmin(1).unflatten(0, (len(vectors), *vectors.shape[2:]))
+        return Quantized(self.codes(ids), ids)
+
+    def codes(self, ids: Tensor) -> Tensor:
+        """Return the entries `[b, d, h, w]` of ids `[b, h, w]`."""
+        return self.embedding(ids).permute(0, 3, 1, 2)
+
+
+def usage(ids: Tensor, size: int) -> Tensor:
+    """Return how often each of `size` entries is among the ids: float32 `[size]`."""
+    flat = ids.flatten()
+    counts = torch.zeros(size, device=ids.device)
+    # Without a look at the largest id, which would wait for the device.
+    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
+from megavis.tokenizers.base import read_weights_file
 from megavis.tokenizers.shapes import VQGANShape
-from megavis.tokenizers.vqgan_network import VQGANNetwork
-from megavis.tokenizers.weight_files import read_weights_file
+from megavis.tokenizers.vqgan import VQGANNetwork
 
 _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
 

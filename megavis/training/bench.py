@@ -3,6 +3,8 @@
 Utilization is strict: operations are counted as `megavis.model.flops` says (the visible half of
 causal attention, no recomputation, no embeddings), against the vendor's dense peak and against a
 matrix product of this model's size that is measured in the same run.
+
+Random batches in the form of a config's shards.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megavis.composition.tokens import Vocabulary
+from megavis.composition.trainable import Trainable
 from megavis.config.load import LoadedConfig
 from megavis.data.loading.batch import Batch
 from megavis.model.flops import peak_flops
@@ -33,7 +38,6 @@ from megavis.planning.boundary_activations import DTYPES
 from megavis.planning.layouts import layout_name
 from megavis.training.engine import Engine
 from megavis.training.job import open_job
-from megavis.training.random_data import random_batch
 
 WARM_UP = 3
 """Warm-up steps, not measured: they compile, choose kernels and fill caches."""
@@ -278,3 +282,25 @@ def _product_rate(
 def _peak(device_name: str, precision: str) -> float | None:
     peak = None if precision == "float32" else peak_flops(device_name)
     return None if peak is None else peak / 1e12
+
+
+def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
+    """Return `count` samples of random numbers on the CPU, in the form of the config's shards."""
+    blank = objective.backbone.blank_batch(count, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    inputs = _random_like(blank.inputs, objective, generator)
+    return Batch(inputs, blank.labels, torch.arange(count))
+
+
+def _random_like(blank: Tensor, objective: Trainable, generator: torch.Generator) -> Tensor:
+    shape, dtype = tuple(blank.shape), blank.dtype
+    if dtype == torch.uint8:
+        return torch.randint(256, shape, generator=generator, dtype=dtype)
+    if dtype == torch.int64:
+        ids = objective.backbone.composition().reads
+        assert isinstance(ids, Vocabulary)
+        return torch.randint(ids.vocabulary_size, shape, generator=generator)
+    numbers = torch.randn(shape, generator=generator)
+    if dtype == torch.float16:  # latents: means, then scales
+        numbers[:, 1] = 0.1
+    return numbers.to(dtype)

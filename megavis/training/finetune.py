@@ -24,9 +24,8 @@ from megavis.config.load import LoadedConfig, load_config
 from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
 from megavis.data.loading.blended_dataset import Samples
-from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
 from megavis.data.loading.leakage import refuse_overlap, training_shards
-from megavis.data.loading.subset import Subset, halves, shuffled
 from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS

@@ -14,8 +14,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.codecs.transforms import Transform, evaluation_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
-from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.subset import few_of_each_class
+from megavis.data.loading.dataset import ShardDataset, few_of_each_class
 from megavis.model.kernels import choose_kernels
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device

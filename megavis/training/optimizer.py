@@ -4,24 +4,36 @@ LARS scales the step of each matrix by its norm, for linear evaluation with larg
 "Large Batch Training of Convolutional Networks" (You, Gitman, Ginsburg), equation 6. MAE's linear
 probing, which "Denoising Autoregressive Representation Learning" follows (table 13), excludes
 biases from the scaling.
+
+For ZeRO-0: gradient norms and skipping of non-finite steps, as in DeepSpeed's other stages.
+
+Exponential moving average of the weights, kept with the optimizer's master weights.
+
+θ̄ ← decay · θ̄ + (1 - decay) · θ after every step, starting from the weights after the first one.
+The average is another optimizer state, so it is partitioned like the master weights at any ZeRO
+stage, and offloaded with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavis.checkpoint.state.parameter_states import logical_shape
+from megavis.checkpoint.format.manifest import TensorKind
+from megavis.checkpoint.state.parameter_states import AVERAGE, ParameterStates, logical_shape
 from megavis.config.choices import KernelLibrary
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.model.declarations import ParamGroupOptions, is_without_decay, options_of
 from megavis.model.kernels import apex_part
+from megavis.model.stack import LocalLayers
+from megavis.parallel.tensors import is_first_copy
 
 
 def build_optimizer(
@@ -227,3 +239,83 @@ class LARS(torch.optim.Optimizer):
         if self.processes is not None:
             dist.all_reduce(squares, group=self.processes)
         return squares.sqrt()
+
+
+class GradientNorm:
+    """Computes and clips the global gradient norm just before each optimizer step.
+
+    A parameter partitioned over the tensor group counts with all its parts; one that every process
+    of the group holds counts once. If the norm is not finite, the optimizer gets `found_inf` and
+    leaves weights and moments unchanged: torch's fused ones and LARS without synchronization,
+    Apex's through `optimizer.skipping`.
+
+    Attributes:
+        value: the norm of the last step, before clipping, on the device.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model_group: dist.ProcessGroup, clip: float
+    ) -> None:
+        self.value: Tensor = torch.zeros(())
+        self._group, self._clip = model_group, clip
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        counted = [p.grad for p in parameters if p.grad is not None and is_first_copy(p)]
+        device = parameters[0].device
+        total = torch.zeros((), device=device)
+        if counted:
+            total = torch.stack([g.float().pow(2).sum() for g in counted]).sum()
+        dist.all_reduce(total, group=self._group)
+        self.value = total.sqrt()
+        # Optimizers read this attribute, which their type does not declare.
+        optimizer.found_inf = (~self.value.isfinite()).float()  # type: ignore[attr-defined]
+        if self._clip:
+            scale = (self._clip / (self.value + 1e-6)).clamp(max=1.0)
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+
+class WeightAverage:
+    """Follows an optimizer, and replaces the weights during evaluation."""
+
+    def __init__(self, decay: float, layers: LocalLayers, states: ParameterStates) -> None:
+        self.decay, self.layers, self.states = decay, layers, states
+        states.optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Under ZeRO the optimizer steps one flat partition after another, with a call for each;
+        # under ZeRO-0 it is also called for a non-finite step, and skips it.
+        share: Any = 1.0 - self.decay
+        if hasattr(optimizer, "found_inf"):
+            share = share * (1.0 - optimizer.found_inf)
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                state = optimizer.state[master]
+                if AVERAGE in state:
+                    state[AVERAGE].lerp_(master.detach(), share)
+                elif state:
+                    state[AVERAGE] = master.detach().clone()
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Use the average as the weights within the block; called on every process.
+
+        Before the first step there is no average, and the weights stay.
+        """
+        if not self.states.has(AVERAGE):
+            yield
+            return
+        self._show(AVERAGE)
+        try:
+            yield
+        finally:
+            self._show("weight")
+
+    def _show(self, kind: TensorKind) -> None:
+        for _, parameter in self.layers.named_parameters():
+            if parameter.requires_grad:
+                self.states.show(parameter, kind)

@@ -16,8 +16,7 @@ import torch
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
-from megavis.checkpoint.state.load import load_training_state
-from megavis.checkpoint.state.recovery import Found, newest_intact_checkpoint
+from megavis.checkpoint.state.load import Found, load_training_state, newest_intact_checkpoint
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError

@@ -11,7 +11,7 @@ from small_network import Small
 
 from megavis.checkpoint.format.folder import step_folder
 from megavis.cli import main
-from megavis.commands import checkpoint_measures, evaluate_samples
+from megavis.commands import evaluate_samples, evaluate_watch
 from megavis.config.evaluation import EvaluationConfig
 from megavis.config.load import load_config
 from megavis.evaluation.feature_cache import cached_features
@@ -56,7 +56,7 @@ def test_each_checkpoint_is_measured_once(run_folder, copied, capsys):
 
 
 def test_the_distance_is_that_of_evaluate_samples(copied, shards, tmp_path, monkeypatch, capsys):
-    for command in (checkpoint_measures, evaluate_samples):
+    for command in (evaluate_watch, evaluate_samples):
         monkeypatch.setattr(command, "open_network", lambda *_: Small())
     reference, npz, out = (tmp_path / name for name in ("reference.npz", "drawn.npz", "out.json"))
     words = ["--num-images", "30", "--out", str(reference)]

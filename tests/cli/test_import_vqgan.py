@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from megavis.cli import main
 from megavis.tokenizers.base import open_tokenizer
 from megavis.tokenizers.shapes import VQGANShape
-from megavis.tokenizers.vqgan_network import VQGANNetwork
+from megavis.tokenizers.vqgan import VQGANNetwork
 
 SHAPE = VQGANShape(codebook_size=20, code_size=6, filters=32, multipliers=(1, 2), latent_channels=8)
 

@@ -10,8 +10,8 @@ import pytest
 
 from data_tools.__main__ import main as data_tools
 from megavis.cli import main
+from megavis.commands.transfer import LabelledFolders, read_data_sets
 from megavis.config.errors import UserError
-from megavis.evaluation.data_sets import LabelledFolders, read_data_sets
 
 pytestmark = pytest.mark.once
 

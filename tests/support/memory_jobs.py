@@ -16,13 +16,14 @@ from megavis.papers import build_objective
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import Launch
 from megavis.planning.boundary_activations import (
+    LiveStorages,
     boundary_activations_of_layouts,
     num_bytes,
     saved_tensors,
+    storage_of,
 )
-from megavis.planning.live_storages import LiveStorages, storage_of
-from megavis.planning.memory import BUCKET
 from megavis.planning.shape import shape_of
+from megavis.planning.states import BUCKET
 from megavis.training.engine import Engine
 
 

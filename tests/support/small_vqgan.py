@@ -2,9 +2,9 @@
 
 import torch
 
-from megavis.checkpoint.state.import_weights import write_weights
+from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.tokenizers.vqgan_network import VQGANNetwork
+from megavis.tokenizers.vqgan import VQGANNetwork
 
 SMALL = """\
 name: small

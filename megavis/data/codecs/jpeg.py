@@ -2,11 +2,20 @@
 
 simplejpeg decodes, strictly: it refuses damaged files that Pillow silently accepts. Pillow reads
 what simplejpeg does not know, such as the PNG that ImageNet holds under a JPEG's name.
+
+Shards of pairs: an image and a target image, pixel by pixel.
+
+The `.pair` payload is the length of the image's JPEG file as a little-endian uint32, that file, and
+the target's PNG file. A target may be a map of labels, in which another colour is another label, so
+it is stored without loss and never resized: both are cut and mirrored alike.
+
+Legend: b samples.
 """
 
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 
 import numpy as np
@@ -91,3 +100,58 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
         except Exception as error:
             # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, ...
             raise DamagedImageError(str(error)) from None
+
+
+_LENGTH = struct.Struct("<I")
+
+
+class PairsCodec(Codec):
+    """An image and its target: uint8 `[b, 2, size, size, 3]`, the image first.
+
+    Args:
+        transform: how both are cut and moved, which resizes nothing; None for writing alone.
+    """
+
+    suffix = "pair"
+
+    def __init__(self, transform: Transform | None = None) -> None:
+        self._transform = transform
+
+    def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
+        """Return pixels uint8 `[b, 2, size, size, 3]`."""
+        move = self._transform
+        assert move is not None
+        pixels = np.empty((len(payloads), 2, move.image_size, move.image_size, 3), np.uint8)
+        refused = {}
+        for row, (payload, draws) in enumerate(zip(payloads, move.draws(positions), strict=True)):
+            try:
+                image, target = split(bytes(payload))
+                pixels[row] = [move(decode_rgb(image), draws), move(_decode_png(target), draws)]
+            except DamagedImageError:
+                refused[row] = DAMAGED
+            except WrongSizeError as error:
+                refused[row] = str(error)
+        return pixels, refused
+
+
+def join(image: bytes, target: bytes) -> bytes:
+    """Return two files as one payload."""
+    return _LENGTH.pack(len(image)) + image + target
+
+
+def split(payload: bytes) -> tuple[bytes, bytes]:
+    """Undo `join`; of what is no payload one part is empty."""
+    start = _LENGTH.size
+    stop = start + _LENGTH.unpack(payload[:start].ljust(start, b"\0"))[0]
+    return payload[start:stop], payload[stop:]
+
+
+def _decode_png(content: bytes) -> np.ndarray:
+    """Return uint8 `[h, w, 3]`. Raises DamagedImageError."""
+    try:
+        # Loading skips the checksums of pixel data; verify() reads them all.
+        Image.open(io.BytesIO(content), formats=("PNG",)).verify()
+        return np.array(Image.open(io.BytesIO(content), formats=("PNG",)).convert("RGB"))
+    except Exception as error:
+        # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, ...
+        raise DamagedImageError(str(error)) from None

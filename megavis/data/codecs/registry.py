@@ -7,10 +7,8 @@ from dataclasses import replace
 
 from megavis.config.errors import UserError
 from megavis.data.codecs.base import Codec, IdsCodec, PaletteCodec, PaletteLike
-from megavis.data.codecs.frames import FramesCodec
-from megavis.data.codecs.jpeg import JpegCodec
-from megavis.data.codecs.latents import LatentsCodec
-from megavis.data.codecs.pairs import PairsCodec
+from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
+from megavis.data.codecs.latents import FramesCodec, LatentsCodec
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import Manifest, ShardKind
 

@@ -13,8 +13,12 @@ from typing import Literal
 import numpy as np
 
 from megavis.config.data import DataConfig
-from megavis.data.codecs import augment, erasing
-from megavis.data.codecs.augment import RandAugment
+from megavis.data.codecs.augment import (
+    NUM_AUGMENT_DRAWS,
+    NUM_ERASING_DRAWS,
+    RandAugment,
+    RandomErasing,
+)
 from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,
     WrongSizeError,
@@ -27,7 +31,6 @@ from megavis.data.codecs.crops import (
     shift,
     square_window,
 )
-from megavis.data.codecs.erasing import RandomErasing
 
 CropKind = Literal[
     "random_resized", "scaled", "window", "shifted", "center", "scaled_center", "middle", "none"
@@ -99,8 +102,8 @@ class Transform:
     def _num_draws(self) -> dict[str, int]:
         return {
             "crop": _CROP_DRAWS.get(self.crop, 0),
-            "augment": 0 if self.augment is None else augment.NUM_DRAWS,
-            "erase": 0 if self.erase is None else erasing.NUM_DRAWS,
+            "augment": 0 if self.augment is None else NUM_AUGMENT_DRAWS,
+            "erase": 0 if self.erase is None else NUM_ERASING_DRAWS,
         }
 
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:

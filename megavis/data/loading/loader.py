@@ -3,14 +3,19 @@
 Step t consumes the B = micro * data-parallel size * accumulation positions [t*B, (t+1)*B); the
 micro-batches of the ranks tile them. So the samples of a step depend on B alone, not on how it is
 cut, and the number of the step is the loader's whole state.
+
+Prefetch in worker threads, preserving order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +25,6 @@ from megavis.data.loading.batch import Batch
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.order import Order, RepeatedOrder
-from megavis.data.loading.prefetch import Prefetcher
 
 DEFAULT_THREADS = 4
 
@@ -273,3 +277,61 @@ def take_turns(dataset: ShardDataset, count: int) -> np.ndarray:
         seen[label] = seen.get(label, 0) + 1
         turns.append((seen[label], label, index))
     return np.array([index for _, _, index in sorted(turns)[:count]], dtype=np.int64)
+
+
+Item = TypeVar("Item")
+
+# Ready in addition to reads in flight, so that one slow read does not stop the consumer.
+_SPARE = 2
+
+
+class Prefetcher(Generic[Item]):
+    """Iterator over `read(first)`, `read(first + 1)`, ..., computed in threads.
+
+    Decoders and numpy let go of Python's lock, so threads share the work of one process. Results
+    come in order, whatever the number of threads. What a `read` raises is raised by the `next`
+    that would have had its result, and ends the iteration. Memory holds `threads` + 2 results.
+
+    Args:
+        read: a function of the number alone; it must bear being called from several threads, and
+            must not hold this object, or that would never be collected.
+        first: number to begin with.
+        end: number to stop before; None for no end.
+        threads: how many read at once, 1 or more.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Item], *, first: int = 0, end: int | None = None, threads: int
+    ) -> None:
+        self._read, self._next, self._end = read, first, end
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read-ahead")
+        self._pending: deque[Future[Item]] = deque()
+        self._depth = threads + _SPARE
+        self._closed = False
+        # One that is dropped without close() must not leave its threads behind.
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        self._fill()
+        if not self._pending:
+            self.close()
+            raise StopIteration
+        try:
+            return self._pending.popleft().result()
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the threads, when each is done with what it reads; may be called again."""
+        self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def _fill(self) -> None:
+        while not self._closed and len(self._pending) < self._depth and self._next != self._end:
+            self._pending.append(self._pool.submit(self._read, self._next))
+            self._next += 1

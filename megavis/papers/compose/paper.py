@@ -35,10 +35,10 @@ from megavis.densities.gaussians import GaussianMixture
 from megavis.densities.place import Place
 from megavis.densities.squared_error import SquaredError
 from megavis.model.adapter import Adapter
+from megavis.model.embeddings import TokenHead
 from megavis.model.encoder import EncoderSizes
 from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Fill, normal
-from megavis.model.patches import TokenHead
 from megavis.papers.compose.config import ComposeConfig
 from megavis.papers.compose.words import (
     AdapterTransform,

@@ -16,7 +16,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.figures import Drawing, FigureInput, Row
 from megavis.model.inference import Inference
-from megavis.model.orders import to_raster
+from megavis.schedules.orders import to_raster
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,9 +24,9 @@ from megavis.composition.reader import Role
 from megavis.composition.trainable import Likelihood
 from megavis.densities.gaussians import CorrelatedGaussian, GaussianMixture, Gaussians
 from megavis.model.adapter import Adapter
+from megavis.model.embeddings import TokenHead
 from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
-from megavis.model.patches import TokenHead
 from megavis.papers.givt.config import GIVTConfig, LatentTokensConfig
 from megavis.schedules.base import Schedule
 from megavis.schedules.one_by_one import OneByOne

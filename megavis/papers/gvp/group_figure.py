@@ -17,12 +17,12 @@ from megavis.composition.trainable import Trainable
 from megavis.data.loading.loader import read_in_turn
 from megavis.evaluation.figures import Drawing, FigureInput
 from megavis.evaluation.images.completions import score_filling
-from megavis.model.orders import random_orders, take_places
 from megavis.model.perceptual import open_perceptual
 from megavis.parallel.random import derive_seed
 from megavis.sampling.grids import completion_grid
 from megavis.sampling.pictures import pixels_of
 from megavis.sampling.sampler import Sampler
+from megavis.schedules.orders import random_orders, take_places
 
 _BATCH_SIZE = 64
 

@@ -23,8 +23,8 @@ from megavis.composition.reader import Role
 from megavis.composition.tokens import Patches
 from megavis.densities.categorical import Categorical
 from megavis.densities.squared_error import SquaredError
+from megavis.model.embeddings import TokenHead
 from megavis.model.init import normal
-from megavis.model.patches import TokenHead
 from megavis.papers.gvp.config import GVPConfig
 from megavis.schedules.segmented import Grouping
 

@@ -14,7 +14,7 @@ from megavis.composition.second_stack import SecondStack
 from megavis.composition.tokens import Patches
 from megavis.composition.visible import Visible
 from megavis.densities.squared_error import SquaredError
-from megavis.model.patches import TokenHead
+from megavis.model.embeddings import TokenHead
 from megavis.papers.mae.config import MAEConfig
 from megavis.schedules.context import Context
 

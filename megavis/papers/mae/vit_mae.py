@@ -18,7 +18,7 @@ from megavis.config.schema import ModelConfig, RunConfig
 from megavis.model.positions import cell_coordinates, sincos
 from megavis.model.vit_blocks import TRANSFORMERS, block_from, block_to, run_block
 from megavis.papers.mae.config import MAEConfig
-from megavis.schedules.context_size import context_size
+from megavis.schedules.boundaries import context_size
 from megavis.tokenizers.patches import patchify
 
 # megavis's name and theirs of what is no block.

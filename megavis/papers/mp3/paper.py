@@ -23,8 +23,8 @@ from megavis.composition.asking import InContext
 from megavis.composition.composition import Composition
 from megavis.composition.tokens import Frames, Patches
 from megavis.densities.place import Place
+from megavis.model.embeddings import TokenHead
 from megavis.model.init import Initialization, normal
-from megavis.model.patches import TokenHead
 from megavis.papers.mp3.config import MP3Config
 from megavis.schedules.context import Context
 

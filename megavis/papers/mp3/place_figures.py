@@ -23,8 +23,8 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches, read_in_turn
 from megavis.evaluation.figures import Drawing, FigureInput, plain_axes
 from megavis.model.inference import Inference
-from megavis.model.orders import take_places
 from megavis.sampling.grids import image_grid
+from megavis.schedules.orders import take_places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

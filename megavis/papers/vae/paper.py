@@ -18,7 +18,7 @@ from megavis.composition.autoencoder import AutoencoderObjective, State
 from megavis.papers.vae.config import VAEConfig
 from megavis.parallel.random import normal
 from megavis.tokenizers.shapes import VAEShape
-from megavis.tokenizers.vae_network import Posterior, VAENetwork
+from megavis.tokenizers.vae import Posterior, VAENetwork
 
 
 class VAELayer(nn.Module):

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from megavis.composition.autoencoder import AutoencoderObjective, State
 from megavis.model.declarations import ParamGroupOptions, add_options, without_decay
 from megavis.papers.vqgan.config import VQGANConfig
-from megavis.tokenizers.codebook import Codebook, usage
 from megavis.tokenizers.shapes import VQGANShape
-from megavis.tokenizers.vqgan_network import VQGANNetwork
+from megavis.tokenizers.vqgan import Codebook, VQGANNetwork, usage
 
 
 class VQGANLayer(nn.Module):

@@ -27,7 +27,7 @@ from megavis.checkpoint.format.manifest import (
     LossHistory,
     RollbackRecord,
 )
-from megavis.checkpoint.state.recovery import Found, newest_intact_checkpoint
+from megavis.checkpoint.state.load import Found, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import CheckpointConfig, TrainingConfig
 from megavis.data.format.files import write_atomically

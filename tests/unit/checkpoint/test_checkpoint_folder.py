@@ -24,8 +24,7 @@ from megavis.checkpoint.format.manifest import (
     read_manifest,
 )
 from megavis.checkpoint.format.reader import CheckpointReader
-from megavis.checkpoint.state.load import check_files
-from megavis.checkpoint.state.recovery import newest_intact_checkpoint
+from megavis.checkpoint.state.load import check_files, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
 

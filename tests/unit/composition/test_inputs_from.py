@@ -6,7 +6,7 @@ from small_batches import photographs
 from tiny import tiny
 
 from megavis.config.errors import UserError
-from megavis.model.orders import take_places
+from megavis.schedules.orders import take_places
 
 PATCHES = "patch_size: 4"
 LATENTS = "latent_channels: 4, downsampling: 4, num_classes: 3, num_components: 2"

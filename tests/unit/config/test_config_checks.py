@@ -177,7 +177,7 @@ def test_a_world_that_does_not_fit_says_which_would(read, small, tmp_path, words
 
 
 def test_a_paper_may_check_its_own_keys(tmp_path, small, monkeypatch):
-    from megavis.config import names
+    from megavis.config import load
     from megavis.config.load import load_config
     from megavis.config.schema import ObjectiveConfig
 
@@ -188,7 +188,7 @@ def test_a_paper_may_check_its_own_keys(tmp_path, small, monkeypatch):
             if self.colours % config.parallel.tensor_model_parallel_size:
                 yield "objective.colours", "are not divisible by the tensor size"
 
-    monkeypatch.setattr(names, "PAPER_CONFIGS", {"paper": Paper})
+    monkeypatch.setattr(load, "PAPER_CONFIGS", {"paper": Paper})
     path = tmp_path / "paper.yaml"
     path.write_text(small.replace("name: igpt", "name: paper\n  colours: 5"))
     word = "parallel.tensor_model_parallel_size=2"

@@ -19,7 +19,7 @@ import pytest
 from small_codebook import write_run
 from written_shards import write_payloads
 
-from megavis.checkpoint.state.import_weights import write_weights
+from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.data.format.manifest import SourceIdentity, TokenizerIdentity
 from megavis.data.format.token_packing import payload_bytes

@@ -8,7 +8,7 @@ from PIL import Image
 from timm_alone import timm_module
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.augment import NUM_DRAWS, OPERATIONS, RandAugment
+from megavis.data.codecs.augment import NUM_AUGMENT_DRAWS, OPERATIONS, RandAugment
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 
@@ -81,7 +81,7 @@ def test_augmentation_comes_last_and_depends_on_the_position_alone(image_shards)
     before, _ = without.read(np.arange(40), positions=positions)
     draws = Transform(**plain, augment=augment).draws(positions)
     expected = [
-        augment(image, draw[-NUM_DRAWS:]) for image, draw in zip(before, draws, strict=True)
+        augment(image, draw[-NUM_AUGMENT_DRAWS:]) for image, draw in zip(before, draws, strict=True)
     ]
     np.testing.assert_array_equal(images, expected)
     np.testing.assert_array_equal(

@@ -194,7 +194,7 @@ def test_a_dropped_loader_leaves_no_thread(folder):
 def test_a_process_ends_that_reads_ahead():
     script = """
 import itertools, sys, time
-from megavis.data.loading.prefetch import Prefetcher
+from megavis.data.loading.loader import Prefetcher
 items = Prefetcher(lambda number: time.sleep(0.01) or number, threads=4)
 print(list(itertools.islice(items, 5)))
 sys.exit(3)

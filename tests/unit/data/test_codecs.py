@@ -15,10 +15,8 @@ from written_shards import write_payloads
 from megavis.config.errors import UserError
 from megavis.data.codecs.augment import RandAugment
 from megavis.data.codecs.base import IdsCodec
-from megavis.data.codecs.frames import FramesCodec
-from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb
-from megavis.data.codecs.latents import LatentsCodec
-from megavis.data.codecs.pairs import join
+from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb, join
+from megavis.data.codecs.latents import FramesCodec, LatentsCodec
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader, evaluation_batches

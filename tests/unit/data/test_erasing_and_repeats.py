@@ -8,8 +8,8 @@ import torch
 from timm_alone import timm_module
 
 from megavis.config.errors import UserError
+from megavis.data.codecs.augment import NUM_ERASING_DRAWS, RandomErasing
 from megavis.data.codecs.crops import shift
-from megavis.data.codecs.erasing import NUM_DRAWS, RandomErasing
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader
@@ -46,7 +46,7 @@ def test_the_rectangle_is_timms(monkeypatch):
     theirs = timm.RandomErasing(probability=0.25, mode="pixel", device="cpu")
     ours, found = RandomErasing(0.25), 0
     for _ in range(300):
-        draws = RANDOM.random(NUM_DRAWS)
+        draws = RANDOM.random(NUM_ERASING_DRAWS)
         # timm draws top and left only of a rectangle that fits.
         replay = [draws[0]]
         for area, ratio, top, left in draws[2:].reshape(-1, 4):
@@ -67,7 +67,7 @@ def test_the_rectangle_is_timms(monkeypatch):
 
 
 def test_noise_has_imagenets_means_and_deviations():
-    draws = np.array([0.0, 0.3, 0.99, 0.5, *RANDOM.random(NUM_DRAWS - 4)])
+    draws = np.array([0.0, 0.3, 0.99, 0.5, *RANDOM.random(NUM_ERASING_DRAWS - 4)])
     image = RandomErasing(1.0)(IMAGE, draws)
     noise = image[erased(IMAGE, image)]
     assert len(noise) == pytest.approx(224 * 160 * 0.33, rel=0.02)
@@ -88,7 +88,9 @@ def test_erasing_comes_after_all_else_and_not_of_ids(image_shards, folder):
     )
     draws = Transform(**plain, erase=erase).draws(np.arange(100, 120))
     for place in range(20):
-        np.testing.assert_array_equal(some[place], erase(before[place], draws[place, -NUM_DRAWS:]))
+        np.testing.assert_array_equal(
+            some[place], erase(before[place], draws[place, -NUM_ERASING_DRAWS:])
+        )
     with pytest.raises(UserError, match=r"leave data\.random_erasing out"):
         ShardDataset(folder[0], Transform(image_size=4, erase=erase))
 

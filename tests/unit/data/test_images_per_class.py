@@ -9,8 +9,7 @@ from tiny import tiny
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.codecs.transforms import Transform
-from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.subset import few_of_each_class
+from megavis.data.loading.dataset import ShardDataset, few_of_each_class
 
 pytestmark = pytest.mark.once
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from megavis.densities.guidance import Guided, draw_guided
+from megavis.densities.gaussians import Guided, draw_guided
 
 
 def guided(mean, scale, other_mean, other_scale, weight):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
-from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.subset import Subset
+from megavis.data.loading.dataset import ShardDataset, Subset
 from megavis.evaluation.classes import evaluate_classifier
 from megavis.evaluation.figures import draw_confusion
 

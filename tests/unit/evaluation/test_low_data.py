@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.data.loading.subset import draw_of_each_class
+from megavis.data.loading.dataset import draw_of_each_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import PENALTIES
 from megavis.evaluation.low_data import score_low_data

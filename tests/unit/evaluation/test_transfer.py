@@ -12,8 +12,13 @@ from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import PENALTIES, HeldOutSplit, choose_penalty
 from megavis.evaluation.low_data import score_low_data
-from megavis.evaluation.transfer import Task, TransferSettings, first_examples, transfer
-from megavis.evaluation.transfer_table import write_transfer
+from megavis.evaluation.transfer import (
+    Task,
+    TransferSettings,
+    first_examples,
+    transfer,
+    write_transfer,
+)
 
 pytestmark = pytest.mark.once
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megavis.model.batch_norm import BatchNorm
+from megavis.model.norms import BatchNorm
 
 
 def test_like_batch_norm_without_affine(context):

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch.distributions import Normal, kl_divergence
 
-from megavis.model.diffusion import (
+from megavis.densities.diffusion import (
     BetaNoise,
     clean_from_noise,
     corrupt,

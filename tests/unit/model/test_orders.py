@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megavis.model.orders import fixed_order, random_orders, take_places, to_raster
+from megavis.schedules.orders import fixed_order, random_orders, take_places, to_raster
 
 SIDE = 16
 

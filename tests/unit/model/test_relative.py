@@ -8,8 +8,7 @@ from tiny import tiny
 
 from megavis.config.errors import UserError
 from megavis.evaluation.attention_maps import attention_weights
-from megavis.model.positions import NOWHERE, place_coordinates
-from megavis.model.relative import RelativeBias
+from megavis.model.positions import NOWHERE, RelativeBias, place_coordinates
 
 
 def config(objective="{name: mp3, patch_size: 4, mask_ratio: 0.5}"):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megavis.model.sequence_parallel import splits_tokens, whole_tokens
+from megavis.model.tensor_parallel import splits_tokens, whole_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.papers.givt.deviation_figure import applies, predicted_deviations
-from megavis.tokenizers.latents import stack, to_grid, to_tokens, unstack
+from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
 
 CONFIG = tiny(
     "{name: givt, latent_channels: 4, downsampling: 8, num_classes: 3, num_components: 2}",

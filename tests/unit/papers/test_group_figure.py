@@ -5,11 +5,11 @@ import torch
 from small_batches import photographs
 
 from megavis.config.errors import UserError
-from megavis.model.orders import random_orders, take_places
 from megavis.papers.gvp.group_figure import fill
 from megavis.parallel.random import derive_seed
 from megavis.sampling.grids import patches_to_pixels
 from megavis.sampling.sampler import Sampler
+from megavis.schedules.orders import random_orders, take_places
 
 NUM_GIVEN, IMAGES = 3, torch.arange(2)
 

@@ -13,10 +13,8 @@ from megavis.parallel import device as device_module
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.device import choose_device, full_float32, set_arithmetic
 from megavis.parallel.launch import Launch
-from megavis.tokenizers.vae import VAE
-from megavis.tokenizers.vae_network import VAEShape
-from megavis.tokenizers.vqgan import VQGAN
-from megavis.tokenizers.vqgan_network import VQGANShape
+from megavis.tokenizers.vae import VAE, VAEShape
+from megavis.tokenizers.vqgan import VQGAN, VQGANShape
 from megavis.training.parity import device_for
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.model.orders import to_raster
 from megavis.parallel.random import uniform
 from megavis.sampling.sampler import Sampler
+from megavis.schedules.orders import to_raster
 
 SHAPES = [
     # words of the config, pixels given

@@ -7,13 +7,12 @@ from small_batches import photographs, run_layers
 from tiny import tiny
 
 from megavis.config.errors import UserError
-from megavis.densities.diffusion import with_gamma
-from megavis.model.diffusion import reverse_process
-from megavis.model.orders import take_places, to_raster
+from megavis.densities.diffusion import reverse_process, with_gamma
 from megavis.parallel.random import normal
 from megavis.sampling.pictures import Gallery, pixels_of
 from megavis.sampling.sampler import Sampler
 from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.orders import take_places, to_raster
 
 CONFIG = tiny(
     "{name: darl, patch_size: 4, noise_a: 1, sampling_steps: 3}",

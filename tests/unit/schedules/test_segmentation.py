@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.model.orders import random_orders
-from megavis.schedules import segmentation
+from megavis.schedules import segmented
 from megavis.schedules.boundaries import fault_of_boundaries, fixed_boundaries
-from megavis.schedules.orders import check_order
+from megavis.schedules.orders import check_order, random_orders
 
 pytestmark = pytest.mark.once
 
@@ -19,7 +18,7 @@ SAMPLES = 20_000
 
 def draw(kind, num_tokens, num_groups, count=SAMPLES, first=0):
     index = torch.arange(first, first + count)
-    return segmentation.draw_boundaries(
+    return segmented.draw_boundaries(
         kind, index, num_tokens=num_tokens, num_groups=num_groups, seed=0
     )
 
@@ -90,15 +89,15 @@ def test_draws_belong_to_the_sample():
 @pytest.mark.parametrize("num_groups", [1, 4, 15])
 def test_typical_boundaries_are_legal(num_groups):
     for kind in ("fixed", "random", "mixed"):
-        row = segmentation.typical_boundaries(kind, 16, num_groups).tolist()
+        row = segmented.typical_boundaries(kind, 16, num_groups).tolist()
         assert fault_of_boundaries(row, 16) is None
-    assert segmentation.typical_boundaries("mixed", 196, 20)[-1] == 98
+    assert segmented.typical_boundaries("mixed", 196, 20)[-1] == 98
 
 
 def test_groups_of_the_printed_example():
     # Appendix A: G_0 = [1], G_1 = [2, 3], G_2 = [4, 5].
-    assert segmentation.groups_of(torch.tensor([[1, 3]]), 5).tolist() == [[0, 1, 1, 2, 2]]
-    assert segmentation.groups_of(torch.tensor([[0, 1, 2]]), 3).tolist() == [[1, 2, 3]]
+    assert segmented.groups_of(torch.tensor([[1, 3]]), 5).tolist() == [[0, 1, 1, 2, 2]]
+    assert segmented.groups_of(torch.tensor([[0, 1, 2]]), 3).tolist() == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("boundaries", [[], [3, 2], [2, 2], [-1, 2], [2, 5]])

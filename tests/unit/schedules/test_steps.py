@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.model.orders import random_orders
 from megavis.parallel.random import uniform
 from megavis.schedules.base import GenerationProgress, NoOptions
 from megavis.schedules.context import Context
-from megavis.schedules.groups import GroupOptions, Groups, evenly
 from megavis.schedules.one_by_one import OneByOne
-from megavis.schedules.orders import Orders
+from megavis.schedules.orders import Orders, random_orders
+from megavis.schedules.segmented import GroupOptions, Groups, evenly
 
 NOTHING = GenerationProgress(None, torch.arange(2), 0)
 

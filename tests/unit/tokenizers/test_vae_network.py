@@ -6,7 +6,7 @@ from golden_givt import GOLDEN, golden
 
 from megavis.papers.givt.released import read_arrays, vae_shape, vae_weights
 from megavis.tokenizers.shapes import VAEShape
-from megavis.tokenizers.vae_network import Posterior, VAENetwork
+from megavis.tokenizers.vae import Posterior, VAENetwork
 
 pytestmark = pytest.mark.once
 

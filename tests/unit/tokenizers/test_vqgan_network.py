@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megavis.tokenizers.codebook import Codebook
 from megavis.tokenizers.shapes import VQGANShape
-from megavis.tokenizers.vqgan_network import VQGANNetwork
+from megavis.tokenizers.vqgan import Codebook, VQGANNetwork
 
 pytestmark = pytest.mark.once
 

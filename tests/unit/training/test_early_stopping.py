@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megavis.checkpoint.format.folder import prune, saved_steps
-from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.subset import halves, shuffled
+from megavis.data.loading.dataset import ShardDataset, halves, shuffled
 from megavis.training.callbacks.early_stopping import EarlyStopping
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from megavis.config.errors import UserError
 from megavis.config.schema import OptimizerConfig, ScheduleConfig
 from megavis.model.declarations import without_decay
-from megavis.training.gradients import GradientNorm
 from megavis.training.optimizer import (
+    GradientNorm,
     build_optimizer,
     learning_rate,
     parameter_groups,

@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny
 
-from megavis.training.random_data import random_batch
+from megavis.training.bench import random_batch
 
 
 @pytest.mark.parametrize(
