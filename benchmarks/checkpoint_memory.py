@@ -28,8 +28,8 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
     """Return bytes by phase on this process; a job for `WorkerPool`."""
     import torch
 
-    from megavis.checkpoint.state.load import load_training_state
     from megavis.checkpoint.state.parameter_states import logical_shape
+    from megavis.checkpoint.state.restore import load_training_state
     from megavis.checkpoint.state.save import Snapshot, TrainingProgress
     from megavis.config.load import load_config
     from megavis.data.loading.batch import Batch

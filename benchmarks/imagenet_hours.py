@@ -28,7 +28,7 @@ from benchmarks.palette_shards import run_verb, write_crops
 from benchmarks.timing import machine
 from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.tokenizers.base import NetworkTokenizer
+from megavis.tokenizers.network_tokenizer import NetworkTokenizer
 from megavis.tokenizers.vae import VAE
 from megavis.tokenizers.vqgan import VQGAN
 

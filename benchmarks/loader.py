@@ -23,7 +23,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
 
 if TYPE_CHECKING:
-    from megavis.training.callbacks.base import StepState
+    from megavis.training.callbacks.callback import StepState
     from megavis.training.engine import Engine
 
 

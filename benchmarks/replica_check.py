@@ -27,7 +27,7 @@ def measure(
     from megavis.data.loading.dataset import ShardDataset
     from megavis.data.loading.loader import BatchLoader
     from megavis.papers import OBJECTIVES
-    from megavis.training.callbacks.base import StepState
+    from megavis.training.callbacks.callback import StepState
     from megavis.training.engine import Engine
     from megavis.training.faults.corruption_check import CheckReplicas, weight_fingerprints
 

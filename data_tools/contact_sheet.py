@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_tools.report import say
+from data_tools.job_report import say
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
@@ -75,7 +75,7 @@ def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None
     """Return the images that a tokenizer decodes from ids, or from means of latents."""
     import torch
 
-    from megavis.tokenizers.base import open_tokenizer
+    from megavis.tokenizers.network_tokenizer import open_tokenizer
 
     kind, identity = dataset.manifest.kind, dataset.manifest.identity
     if run_folder is None:

@@ -19,7 +19,7 @@ from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 
 if TYPE_CHECKING:  # torch takes seconds, and only the processes that encode need it
-    from megavis.tokenizers.base import IdTokenizer, LatentTokenizer
+    from megavis.tokenizers.network_tokenizer import IdTokenizer, LatentTokenizer
 
 
 def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,7 @@ def encoding_from(
     """
     if min(arguments.size, arguments.batch_size) < 1:
         raise UserError("--size and --batch-size must be at least 1")
-    from megavis.tokenizers.base import open_tokenizer
+    from megavis.tokenizers.network_tokenizer import open_tokenizer
 
     device = _checked_device(arguments.device)
     tokenizer = open_tokenizer(arguments.tokenizer)
@@ -145,7 +145,7 @@ def _checked_device(name: str) -> str:
 def _opened(run_folder: Path, sha256: str, device: str) -> LatentTokenizer | IdTokenizer:
     import torch
 
-    from megavis.tokenizers.base import open_tokenizer
+    from megavis.tokenizers.network_tokenizer import open_tokenizer
 
     # The sums of a convolution must not depend on how many cores a machine has: a rerun elsewhere
     # gives the same bytes. On GPUs tokenizers see to it (`full_float32`).

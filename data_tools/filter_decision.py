@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from data_tools import __version__
+from data_tools.job_report import say
 from data_tools.measurements import measured_units, read_measurements
 from data_tools.near_duplicates import find_duplicates
 from data_tools.opt_outs import Excluded
-from data_tools.report import say
 from data_tools.selection import DECISION_NAME, dropped_name
 from data_tools.sources import ImageSource
 from megavis.data.format.files import write_atomically

@@ -15,7 +15,7 @@ from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import IdsCodec
+from megavis.data.codecs.codec import IdsCodec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the shard folder and say what is in it. Raises UserError and OSError."""
-    from megavis.tokenizers.base import IdTokenizer
+    from megavis.tokenizers.network_tokenizer import IdTokenizer
 
     encoding, tokenizer = encoding_from(arguments)
     if not isinstance(tokenizer, IdTokenizer):

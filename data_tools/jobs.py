@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_tools import __version__
 from data_tools.engines import ENGINES, Failure, run_units
-from data_tools.report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
+from data_tools.job_report import JobOutcome, ProgressBar, say, write_memory_figure, write_report
 from data_tools.shard_tasks import ShardEncoder, Unit, UnitResult, plan_units
 from data_tools.sources import ImageSource
 from megavis.config.errors import UserError

@@ -19,7 +19,7 @@ from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.latents import LatentsCodec
+from megavis.data.codecs.arrays import LatentsCodec
 
 _NOT_FINITE = "latents not finite in float16"
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the shard folder and say what is in it. Raises UserError and OSError."""
-    from megavis.tokenizers.base import LatentTokenizer
+    from megavis.tokenizers.network_tokenizer import LatentTokenizer
 
     encoding, tokenizer = encoding_from(arguments)
     if not isinstance(tokenizer, LatentTokenizer):

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.decode import RefusedImageError, decode_image
+from data_tools.job_report import ProgressBar, say
 from data_tools.line_figure import line_figure
-from data_tools.report import ProgressBar, say
 from data_tools.resize import resize_and_crop
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import ImageSource, SourceImage, SourcePart

@@ -20,7 +20,7 @@ from data_tools.shard_tasks import Encoded
 from data_tools.source_formats import add_source_arguments, open_source
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import PaletteCodec
+from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.tokenizers.palette import Palette
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data_tools.job_report import ProgressBar, say
 from data_tools.made_folder import make_folder
-from data_tools.report import ProgressBar, say
 from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
 

@@ -43,7 +43,7 @@ from data_tools.jobs import add_job_arguments, run_job
 from data_tools.shard_tasks import Encoded
 from data_tools.sources import FileSource, SourceFile, SourceImage
 from megavis.config.errors import UserError
-from megavis.data.codecs.latents import FramesCodec
+from megavis.data.codecs.arrays import FramesCodec
 
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.cepstra import SAMPLE_RATE
-from data_tools.report import ProgressBar, say
+from data_tools.job_report import ProgressBar, say
 from data_tools.speech_shards import LISTS
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically

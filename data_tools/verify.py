@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.contact_sheet import whole_images
-from data_tools.report import ProgressBar, say
+from data_tools.job_report import ProgressBar, say
 from megavis.config.errors import UserError
 from megavis.data.codecs.registry import suffix_of
 from megavis.data.format.files import sha256_of_file

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
-from megavis.checkpoint.state.load import load_weights
+from megavis.checkpoint.state.restore import load_weights
 from megavis.config.checks import check_config
 from megavis.config.errors import UserError
 from megavis.config.load import load_config

@@ -22,8 +22,8 @@ from megavis.model.stack import LocalLayers
 from megavis.papers.igpt.paper import IGPT
 from megavis.parallel.launch import Launch
 from megavis.sampling.sampler import Sampler
-from megavis.schedules.base import Question
 from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.schedule import Question
 
 PRESET = "igpt/l_32.yaml"
 Way = Callable[[Inference, IGPT, int, Settings], float]

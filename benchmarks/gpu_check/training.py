@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
-from megavis.checkpoint.state.load import load_training_state
+from megavis.checkpoint.state.restore import load_training_state
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.load import dump_config

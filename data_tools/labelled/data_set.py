@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.report import say
+from data_tools.job_report import say
 from data_tools.sources import FileSource, Reading, SourceFile
 from megavis.config.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 from megavis.checkpoint.format import folder as folders
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.state.verify import damages
+from megavis.checkpoint.state.damage import damages
 from megavis.config.errors import UserError
 
 

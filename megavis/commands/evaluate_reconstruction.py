@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.images.feature_networks import open_network
 from megavis.evaluation.images.reconstruction import Distances, PairScores, reconstructions
-from megavis.model.perceptual import open_perceptual
+from megavis.model.autoencoder_losses import open_perceptual
 from megavis.notebook import Run
 
 

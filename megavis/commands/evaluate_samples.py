@@ -37,7 +37,7 @@ from megavis.evaluation.images.statistics_files import (
     write_statistics,
 )
 from megavis.parallel.device import choose_device, set_arithmetic
-from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
+from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
 
 def device_of(args: argparse.Namespace) -> torch.device:

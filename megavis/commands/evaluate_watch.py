@@ -29,7 +29,7 @@ from megavis.checkpoint.format.folder import (
     step_folder,
 )
 from megavis.commands.evaluate_samples import device_of
-from megavis.commands.networks import feature_cache, network_of, probe_data
+from megavis.commands.feature_runs import feature_cache, network_of, probe_data
 from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError

@@ -9,7 +9,7 @@ import sys
 from safetensors.torch import save_file
 
 from megavis.checkpoint.format.folder import step_folder
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state import convert as conversion
 from megavis.commands.checkpoint import chosen_step
 from megavis.commands.quiet import quietly

@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megavis.checkpoint.format.folder import saved_steps
-from megavis.commands.networks import (
+from megavis.commands.feature_runs import (
     feature_cache,
     feature_job,
     network_of,
@@ -40,7 +40,7 @@ from megavis.config.figures import FigureSpec, paper_figures
 from megavis.data.loading.leakage import refuse_overlap
 from megavis.data.loading.loader import read_in_turn
 from megavis.evaluation import figures, neighbors
-from megavis.evaluation.figures import Drawing, FigureInput, Row, write_png, write_table
+from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.completions import score_completions
 from megavis.evaluation.likelihood import CheckpointScore, score_checkpoint
 from megavis.evaluation.neighbors import NeighborAccuracy
@@ -228,7 +228,7 @@ def draw_declared(args: argparse.Namespace) -> int:
         images = open_held_out(opened, args.images, option="--images")
         subject = FigureInput(opened.folder, opened.objective, opened.runner, images)
         draw = _function(spec, spec.draw.partition(":")[2])
-        drawing: Drawing = draw(subject, args)
+        drawing: RenderedFigure = draw(subject, args)
     sys.stdout.writelines(f"{line}\n" for line in drawing.lines)
     save_figure(args.run_folder / "evaluation", spec.name, drawing.picture, drawing.rows)
     return 0

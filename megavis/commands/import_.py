@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import chosen_checkpoint
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
 from megavis.config.data import DataConfig
 from megavis.config.errors import UserError

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megavis.commands.configs import load_user_config
+from megavis.commands.feature_runs import feature_cache, network_of
 from megavis.commands.figure import save_figure
-from megavis.commands.networks import feature_cache, network_of
 from megavis.commands.opening import job_closed, open_run, open_shards
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig

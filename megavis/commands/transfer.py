@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megavis.commands.networks import (
+from megavis.commands.feature_runs import (
     feature_cache,
     feature_job,
     network_of,

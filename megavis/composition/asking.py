@@ -26,7 +26,7 @@ from torch import Tensor
 from megavis.model.flops import Workload
 from megavis.model.positions import NOWHERE, START
 from megavis.model.visibility import VisibilityKind
-from megavis.schedules.base import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, Question
 
 if TYPE_CHECKING:
     from megavis.composition.reader import PositionRole, Reader, Role

@@ -29,8 +29,7 @@ from megavis.composition.tokens import blank_batch
 from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
-from megavis.model.declarations import ParamGroupOptions
-from megavis.model.perceptual import (
+from megavis.model.autoencoder_losses import (
     Discriminator,
     PerceptualDistance,
     discriminator_loss,
@@ -38,8 +37,9 @@ from megavis.model.perceptual import (
     generator_loss,
     squared_slope,
 )
+from megavis.model.declarations import ParamGroupOptions
 from megavis.model.stack import LayerPlan
-from megavis.tokenizers.base import to_images
+from megavis.tokenizers.network_tokenizer import to_images
 
 State = tuple[Tensor, ...]
 NUM_SCORES = 4

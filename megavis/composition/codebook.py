@@ -18,7 +18,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 
 if TYPE_CHECKING:
-    from megavis.tokenizers.base import IdTokenizer
+    from megavis.tokenizers.network_tokenizer import IdTokenizer
 
 
 class TokenIds(Vocabulary):
@@ -124,7 +124,7 @@ class TokenIds(Vocabulary):
 
 def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
     """Open what `objective.tokenizer` names; raises UserError where it gives no ids."""
-    from megavis.tokenizers.base import IdTokenizer, open_tokenizer
+    from megavis.tokenizers.network_tokenizer import IdTokenizer, open_tokenizer
 
     try:
         opened = open_tokenizer(run_folder)

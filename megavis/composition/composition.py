@@ -32,8 +32,8 @@ from megavis.model.flops import Workload
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.parts import stacks_of
 from megavis.model.stack import LayerPlan
-from megavis.schedules.base import Arrangement, Question
 from megavis.schedules.orders import take_places, to_raster
+from megavis.schedules.schedule import Arrangement, Question
 from megavis.tokenizers.patches import to_grid
 
 RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]

@@ -23,7 +23,7 @@ from megavis.parallel.random import normal
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
 
 if TYPE_CHECKING:
-    from megavis.tokenizers.base import LatentTokenizer
+    from megavis.tokenizers.network_tokenizer import LatentTokenizer
 
 
 class Latents(Vectors):
@@ -163,7 +163,7 @@ class Latents(Vectors):
         Raises:
             UserError: it gives no latents, others than the config says, or has another β.
         """
-        from megavis.tokenizers.base import LatentTokenizer, open_tokenizer
+        from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
         assert self.run_folder is not None
         self._check_beta(Path(self.run_folder))
@@ -181,7 +181,7 @@ class Latents(Vectors):
 
     def _check_beta(self, run_folder: Path) -> None:
         """Raise UserError where the VAE's β is not the config's."""
-        from megavis.tokenizers.base import objective_section
+        from megavis.tokenizers.network_tokenizer import objective_section
 
         found = objective_section(run_folder).get("beta")
         if self.beta is not None and found != self.beta:

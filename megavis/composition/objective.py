@@ -21,7 +21,7 @@ from megavis.config.choices import PositionKind
 from megavis.config.errors import UserError
 from megavis.config.schema import RunConfig
 from megavis.data.loading.batch import Batch
-from megavis.densities.base import Density
+from megavis.densities.density import Density
 from megavis.model.core import BLOCKS, Core, StackSpec
 from megavis.model.dropout import SAMPLES, carries_samples
 from megavis.model.flops import Workload
@@ -31,7 +31,7 @@ from megavis.model.parts import block_plans, model_flops, stacks_of
 from megavis.model.stack import LayerPlan
 from megavis.model.visibility import VisibilityKind
 from megavis.parallel.context import ParallelContext
-from megavis.schedules.base import Schedule
+from megavis.schedules.schedule import Schedule
 
 __all__ = ["Objective", "SequenceBatch"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megavis.composition.asking import Asking, InContext
 from megavis.composition.tokens import Frames, Patches, Tokens
-from megavis.densities.base import Density
+from megavis.densities.density import Density
 from megavis.densities.place import Place
-from megavis.schedules.base import Schedule
 from megavis.schedules.context import Context
+from megavis.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

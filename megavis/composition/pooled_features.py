@@ -22,7 +22,7 @@ from megavis.model.core import Core
 from megavis.model.embeddings import WholeLinear
 
 if TYPE_CHECKING:
-    from megavis.tokenizers.base import IdTokenizer
+    from megavis.tokenizers.network_tokenizer import IdTokenizer
 
 
 class PooledFeatures(Condition):

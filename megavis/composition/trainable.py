@@ -1,6 +1,6 @@
 """Interface between a model and the engine, the training loop and its callbacks.
 
-A paper with Transformer blocks is an `Objective` (`base.py`), which fills in most of this; a
+A paper with Transformer blocks is an `Objective` (`objective.py`), which fills in most of this; a
 tokenizer in training, which has none, is a `Trainable` of its own.
 """
 

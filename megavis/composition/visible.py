@@ -15,7 +15,7 @@ from torch import Tensor
 from megavis.composition.asking import AskedRows, Asking, Embedded
 from megavis.model.flops import Workload
 from megavis.model.visibility import VisibilityKind
-from megavis.schedules.base import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, Question
 
 if TYPE_CHECKING:
     from megavis.composition.reader import Reader, Role

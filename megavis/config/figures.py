@@ -27,7 +27,7 @@ class FigureSpec:
         description: what is computed and plotted.
         num_images: default of `--num-images`.
         draw: plotting function as "module:function"; takes `FigureInput` and the options, returns
-            a `Drawing` (`megavis.evaluation.figures`).
+            a `RenderedFigure` (`megavis.evaluation.figures`).
         applies: function of the same module that takes the run's objective; returns whether it has
             such a figure.
         example: arguments after `megavis figure NAME`.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.core import Core
 from megavis.model.heads import Head, VocabularyHead, split_cross_entropy, whole_logits
 from megavis.model.init import Fill

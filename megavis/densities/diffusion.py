@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.decoders import NO_DECODER, DecoderWork
+from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform

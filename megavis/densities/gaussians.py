@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
+from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.gaussian_mixture import (
     Distribution,
     FullGaussian,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavis.densities.base import Density
+from megavis.densities.density import Density
 from megavis.model.heads import Head
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megavis.config.errors import UserError
-from megavis.densities.base import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.densities.decoders import NO_DECODER, DecoderWork
+from megavis.densities.density import Density, Drawing, Drawn, Draws, for_each_key
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.tokenizers.patches import normalize_patches, with_statistics_of

@@ -22,7 +22,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.figures import Drawing, FigureInput, Row
+from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.core import Block
 from megavis.model.inference import Inference
 
@@ -149,7 +149,7 @@ def applies(objective: Trainable) -> bool:
     return True
 
 
-def draw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Average the attention of every head over held-out images, and draw it."""
     maps = measure_attention(
         subject.runner, subject.objective, subject.images, num_images=options.num_images
@@ -161,7 +161,7 @@ def draw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
         f" nats; lowest in layer {low['layer']}, head {low['head']}, which looks"
         f" {low['mean_distance']:.1f} cells far"
     )
-    return Drawing(draw_attention(maps, name=subject.name), rows, [line])
+    return RenderedFigure(draw_attention(maps, name=subject.name), rows, [line])
 
 
 def attention_rows(maps: AttentionMaps) -> list[Row]:

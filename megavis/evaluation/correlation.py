@@ -18,7 +18,7 @@ from torch import Tensor
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.figures import Drawing, FigureInput, Row
+from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.inference import Inference
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def applies(objective: Trainable) -> bool:
     return True
 
 
-def draw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Correlate the last layer's tokens of held-out images, and draw it."""
     found = measure_correlations(
         subject.runner, subject.objective, subject.images, num_images=options.num_images
@@ -98,7 +98,7 @@ def draw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
     within, between = found.means()
     line = f"mean correlation of two places: same image {within:.3f}, two images {between:.3f}"
     picture = draw_correlations(found, name=subject.name)
-    return Drawing(picture, correlation_rows(found), [line])
+    return RenderedFigure(picture, correlation_rows(found), [line])
 
 
 def correlation_rows(found: Correlations) -> list[Row]:

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.data.loading.dataset import ShardDataset

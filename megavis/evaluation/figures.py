@@ -53,7 +53,7 @@ class FigureInput:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RenderedFigure:
     """A figure that is drawn.
 
     Attributes:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megavis.checkpoint.format.folder import step_folder
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader

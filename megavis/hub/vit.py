@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavis.checkpoint.state.load import load_weights
+from megavis.checkpoint.state.restore import load_weights
 from megavis.composition.composition import Composition
 from megavis.composition.reader import Reader
 from megavis.composition.tokens import Patches

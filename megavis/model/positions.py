@@ -3,7 +3,7 @@
 Places are data: int64 `[b, s]`, the number of a token's cell in raster order, b = 1 where all
 images share them; a permuted sequence is the same tokens with permuted places. Absolute kinds are
 added to the embedding, rotary kinds turn queries and keys by row and column, and relative ones add
-to what attention weighs (`relative.py`).
+to what attention weighs (`RelativeBias`).
 
 Sources: sin-cos, "Attention Is All You Need" (section 3.5), in two dimensions as MAE's released
 code has it; rotary, "RoFormer"; decomposed rotary, "Denoising Autoregressive Representation

@@ -1,7 +1,8 @@
 """The shape of a model for planning: sizes, tokens, parameters, activations of its ends.
 
 Blocks are the same for every paper, so what they keep for the backward pass is arithmetic
-(`activations.py`). Embedding, head and loss are the paper's own, and are measured (`ends.py`).
+(`activation_memory.py`). Embedding, head and loss are the paper's own, and are measured
+(`boundary_activations.py`).
 """
 
 from __future__ import annotations

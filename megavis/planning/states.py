@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megavis.config.schema import ParallelConfig
-from megavis.planning.activations import ActivationMemory, activation_memory
+from megavis.planning.activation_memory import ActivationMemory, activation_memory
 from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
 from megavis.planning.shape import ModelShape, number_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megavis.planning.activations import block_activations
+from megavis.planning.activation_memory import block_activations
 from megavis.planning.communication import Transfer
 from megavis.planning.hardware import Cluster
 from megavis.planning.layouts import Layout

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from megavis.composition.composition import Composition
 from megavis.composition.condition import Known
-from megavis.densities.base import Drawing, Drawn, Draws
+from megavis.densities.density import Drawing, Drawn, Draws
 from megavis.model.inference import Inference
 from megavis.model.kernels import decoding_kernels
 from megavis.model.layer_state import PackedState
-from megavis.schedules.base import GenerationProgress, Step
+from megavis.schedules.schedule import GenerationProgress, Step
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.base import Arrangement, Schedule
 from megavis.schedules.boundaries import context_size
+from megavis.schedules.schedule import Arrangement, Schedule
 
 
 class Context(Schedule):

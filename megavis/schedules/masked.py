@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
 from megavis.schedules.orders import Orders, take_places
+from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
 class Masked(Schedule):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
 from megavis.schedules.orders import Orders, check_order
+from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
 class OneByOne(Schedule):

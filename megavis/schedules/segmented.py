@@ -26,9 +26,9 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.base import Arrangement, GenerationProgress, Schedule, Step
 from megavis.schedules.boundaries import Cut, Segmentation, bounds_of, fault_of_boundaries
 from megavis.schedules.orders import Constant, check_order, random_orders
+from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule, Step
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.parallel.device import full_float32
-from megavis.tokenizers.base import LatentTokenizer, grid_side, shape_of, to_images, to_pixels
+from megavis.tokenizers.network_tokenizer import (
+    LatentTokenizer,
+    grid_side,
+    shape_of,
+    to_images,
+    to_pixels,
+)
 from megavis.tokenizers.shapes import VAEShape
 
 _CONFIG_KEYS = {"groups": "norm_groups"}  # where the config has a longer name

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavis.parallel.device import full_float32
-from megavis.tokenizers.base import (
+from megavis.tokenizers.network_tokenizer import (
     IdTokenizer,
     grid_side,
     shape_of,

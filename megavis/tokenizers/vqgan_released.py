@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
-from megavis.tokenizers.base import read_weights_file
+from megavis.tokenizers.network_tokenizer import read_weights_file
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import VQGANNetwork
 

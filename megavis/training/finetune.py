@@ -17,7 +17,7 @@ from typing import Any
 
 from megavis.checkpoint.format.folder import chosen_checkpoint, step_folder
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.state.load import load_weights, start_from_weights
+from megavis.checkpoint.state.restore import load_weights, start_from_weights
 from megavis.composition.classification import Classification
 from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig, load_config

@@ -16,7 +16,7 @@ import torch
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, prune, remove_partial
 from megavis.checkpoint.format.manifest import CheckpointManifest, LossHistory
-from megavis.checkpoint.state.load import Found, load_training_state, newest_intact_checkpoint
+from megavis.checkpoint.state.restore import Found, load_training_state, newest_intact_checkpoint
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UnfinishedError
@@ -31,7 +31,7 @@ from megavis.data.loading.loader import BatchLoader, Readable
 from megavis.papers import build_objective
 from megavis.parallel.context import ParallelContext
 from megavis.parallel.launch import Launch
-from megavis.training.callbacks.base import Callback, StepState
+from megavis.training.callbacks.callback import Callback, StepState
 from megavis.training.callbacks.eval_worker import evaluate_during
 from megavis.training.callbacks.hardware import WatchHardware
 from megavis.training.callbacks.progress import (

@@ -21,7 +21,7 @@ from megavis.evaluation.images.feature_networks import (
 )
 from megavis.evaluation.images.image_files import open_images
 from megavis.evaluation.images.set_metrics import precision_and_recall
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.once
 

@@ -90,16 +90,16 @@ def test_the_probe_is_that_of_the_likelihood_figure(copied):
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_told(copied, monkeypatch, capsys):
-    from megavis.checkpoint.format import reader
+    from megavis.checkpoint.format import tensor_reader
 
-    opened = reader.CheckpointReader.__init__
+    opened = tensor_reader.CheckpointReader.__init__
 
     def prune_first(self, folder, *args, **kwargs):
         if folder == step_folder(copied, 4):
             shutil.rmtree(folder)
         opened(self, folder, *args, **kwargs)
 
-    monkeypatch.setattr(reader.CheckpointReader, "__init__", prune_first)
+    monkeypatch.setattr(tensor_reader.CheckpointReader, "__init__", prune_first)
     assert main(["evaluate", "watch", str(copied), "--what", "loss", *FEW]) == 0
     assert "step 4 was pruned before it was read" in capsys.readouterr().out
     assert [line["step"] for line in measured(copied)] == [8, 12]

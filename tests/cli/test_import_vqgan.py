@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from megavis.cli import main
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.shapes import VQGANShape
 from megavis.tokenizers.vqgan import VQGANNetwork
 

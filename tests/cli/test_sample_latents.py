@@ -9,7 +9,7 @@ from latent_shards import write_latent_shards
 from PIL import Image
 
 from megavis.cli import main
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "givt"
 

@@ -10,7 +10,7 @@ from layout_curves import TOLERANCE, largest_difference, make_config, with_layou
 from run_jobs import deterministic_metrics, rewind, train_run
 
 from megavis.checkpoint.format.folder import latest_checkpoint, saved_steps
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.training.parity import train_briefly
 
 STEPS = 4

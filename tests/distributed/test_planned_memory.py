@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from memory_jobs import found_live, found_memory, measure_shape, read
 
-from megavis.planning.activations import activation_memory
+from megavis.planning.activation_memory import activation_memory
 from megavis.planning.layouts import Layout
 from megavis.planning.states import states_of
 

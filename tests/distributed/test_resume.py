@@ -110,7 +110,7 @@ def test_the_same_layout_continues_bit_for_bit(
 
 
 def test_all_layouts_save_the_same_tensors(unbroken: Any) -> None:
-    from megavis.checkpoint.format.reader import CheckpointReader
+    from megavis.checkpoint.format.tensor_reader import CheckpointReader
 
     one = unbroken("one") / "checkpoints" / "step-00000012"
     for layout in ("tp2-dp2-zero3", "tp2-pp2-sp"):
@@ -125,7 +125,7 @@ def test_all_layouts_save_the_same_tensors(unbroken: Any) -> None:
 
 
 def tensors_of(run_folder: Path, step: int) -> dict[str, bytes]:
-    from megavis.checkpoint.format.reader import CheckpointReader
+    from megavis.checkpoint.format.tensor_reader import CheckpointReader
 
     with CheckpointReader(run_folder / "checkpoints" / f"step-{step:08d}") as reader:
         return {key: reader.read(key).numpy().tobytes() for key in reader.manifest.tensors}

@@ -7,7 +7,7 @@ import pytest
 from run_jobs import deterministic_metrics, train_run
 
 from megavis.checkpoint.format.folder import step_folder
-from megavis.checkpoint.format.reader import CheckpointReader, read_weights
+from megavis.checkpoint.format.tensor_reader import CheckpointReader, read_weights
 
 pytestmark = pytest.mark.once
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.state.load import load_training_state
+from megavis.checkpoint.state.restore import load_training_state
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
 from megavis.config.load import LoadedConfig, load_config
 from megavis.parallel.context import ParallelContext

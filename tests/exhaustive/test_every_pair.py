@@ -13,7 +13,7 @@ from pair_jobs import go_on_from_each, save_and_go_on
 from small_configs import SMALL
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.parallel.workers import WorkerPool
 
 TOLERANCE = 1e-5

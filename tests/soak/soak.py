@@ -25,7 +25,7 @@ from job import LAYOUTS, Job, newest_step
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import read_manifest
-from megavis.checkpoint.state.verify import damages
+from megavis.checkpoint.state.damage import damages
 from megavis.training.metrics import read_metrics
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))

@@ -26,7 +26,7 @@ from image_files import encoded, real_jpegs, tree
 from PIL import Image
 
 from data_tools.__main__ import main
-from data_tools.report import say
+from data_tools.job_report import say
 from megavis.tokenizers.palette import Palette
 
 _MOST_SHARDS, _LONGEST_WAIT = 6, 0.05

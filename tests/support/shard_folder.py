@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from written_shards import write_payloads
 
-from megavis.data.codecs.base import PaletteCodec
+from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.manifest import TokenizerIdentity
 
 

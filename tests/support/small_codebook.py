@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from megavis.checkpoint.state.convert import write_weights
 from megavis.config.errors import UserError
-from megavis.tokenizers.base import IdTokenizer
+from megavis.tokenizers.network_tokenizer import IdTokenizer
 
 PATCH = 4
 

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,18 @@ def test_a_paper_is_named_by_its_own_files_alone():
     texts = {path: path.read_text().lower() for path in SOURCES if not own & set(path.parents)}
     naming = [path for path, text in texts.items() if "mp3" in text or "position pred" in text]
     assert not naming
+
+
+def test_files_that_a_docstring_or_a_comment_names_exist():
+    """A file in backticks, `name.py`, is one of megavis or data_tools."""
+    names = {path.name for path in SOURCES}
+    stale = {
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in SOURCES
+        for found in re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", path.read_text(encoding="utf-8"))
+        if found not in names
+    }
+    assert not stale
 
 
 def test_no_file_is_longer_than_400_lines():

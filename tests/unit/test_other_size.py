@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.cli import main
 from megavis.config.errors import UserError
 from megavis.data.codecs.transforms import evaluation_transform

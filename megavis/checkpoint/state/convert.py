@@ -22,7 +22,7 @@ from megavis.checkpoint.format.manifest import (
     TensorSlice,
     read_manifest,
 )
-from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.save import write_tensors
 from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically

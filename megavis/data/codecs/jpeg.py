@@ -21,7 +21,7 @@ import warnings
 import numpy as np
 from PIL import Image
 
-from megavis.data.codecs.base import Codec, PaletteLike, Payloads, Refusals
+from megavis.data.codecs.codec import Codec, PaletteLike, Payloads, Refusals
 from megavis.data.codecs.crops import WrongSizeError
 from megavis.data.codecs.transforms import Transform
 

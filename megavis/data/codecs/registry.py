@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import Codec, IdsCodec, PaletteCodec, PaletteLike
+from megavis.data.codecs.arrays import FramesCodec, LatentsCodec
+from megavis.data.codecs.codec import Codec, IdsCodec, PaletteCodec, PaletteLike
 from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
-from megavis.data.codecs.latents import FramesCodec, LatentsCodec
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import Manifest, ShardKind
 

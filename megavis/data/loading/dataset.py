@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import PaletteLike, Refusals
+from megavis.data.codecs.codec import PaletteLike, Refusals
 from megavis.data.codecs.registry import codec_of
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.files import sha256_of_file

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavis.config.errors import UserError
 from megavis.evaluation.figures import Row
-from megavis.model.perceptual import PerceptualDistance
+from megavis.model.autoencoder_losses import PerceptualDistance
 
 
 def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file
 from megavis.evaluation.images.inception import IMAGE_SIZE, Inception
-from megavis.tokenizers.base import read_weights_file
+from megavis.tokenizers.network_tokenizer import read_weights_file
 
 PUBLISHED_WEIGHTS = "6726825d"
 """How the SHA-256 of the file of torch-fidelity and pytorch-fid begins, as their names say."""

@@ -23,8 +23,8 @@ from megavis.data.loading.loader import evaluation_batches
 from megavis.evaluation.images.completions import signal_to_noise
 from megavis.evaluation.images.feature_networks import FeatureNetwork
 from megavis.evaluation.images.generation import FeatureCollector, ImageSetComparison, compare
+from megavis.model.autoencoder_losses import PerceptualDistance
 from megavis.model.inference import Inference
-from megavis.model.perceptual import PerceptualDistance
 
 _BATCH_SIZE = 64
 

@@ -1,6 +1,6 @@
 """The words of a paper as keys: any combination of tokens, schedule, asking, density, condition.
 
-Each word is a section with a `kind`, which says what other keys it has (`compose_words.py`). What
+Each word is a section with a `kind`, which says what other keys it has (`words.py`). What
 goes together is checked here, without torch.
 """
 

@@ -27,9 +27,9 @@ from megavis.composition.second_stack import SecondStack
 from megavis.composition.tokens import Colors, Frames, Patches, Tokens, Vectors
 from megavis.composition.visible import Visible
 from megavis.config.choices import PositionKind
-from megavis.densities.base import Density
 from megavis.densities.categorical import Categorical
 from megavis.densities.decoders import DecoderSpec, PatchHead
+from megavis.densities.density import Density
 from megavis.densities.diffusion import Diffusion, DiffusionProcess
 from megavis.densities.gaussians import GaussianMixture
 from megavis.densities.place import Place
@@ -64,11 +64,11 @@ from megavis.papers.compose.words import (
     ShiftAsking,
     SquaredErrorDensity,
 )
-from megavis.schedules.base import Schedule
 from megavis.schedules.context import Context
 from megavis.schedules.masked import MaskedShare, Rounds
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
+from megavis.schedules.schedule import Schedule
 from megavis.schedules.segmented import Grouping
 from megavis.tokenizers.patches import pixel_range
 

@@ -14,7 +14,7 @@ from megavis.composition.objective import Objective
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches
-from megavis.evaluation.figures import Drawing, FigureInput, Row
+from megavis.evaluation.figures import FigureInput, RenderedFigure, Row
 from megavis.model.inference import Inference
 from megavis.schedules.orders import to_raster
 
@@ -81,7 +81,7 @@ def applies(objective: Trainable) -> bool:
     return objective.backbone.composition().schedule.is_sequential
 
 
-def draw_patches(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_patches(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure and draw; raises UserError where the run's objective does not allow it."""
     errors = measure_patches(
         subject.runner,
@@ -89,7 +89,7 @@ def draw_patches(subject: FigureInput, options: argparse.Namespace) -> Drawing:
         subject.images,
         num_images=options.num_images,
     )
-    return Drawing(draw_patch_errors(errors, name=subject.name), patch_rows(errors))
+    return RenderedFigure(draw_patch_errors(errors, name=subject.name), patch_rows(errors))
 
 
 def patch_rows(errors: PatchErrors) -> list[Row]:

@@ -20,7 +20,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.loader import read_batch
 from megavis.densities.gaussians import GaussianMixture, parameters_of
-from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.model.inference import Inference
 from megavis.papers.givt.paper import GIVT
 
@@ -62,7 +62,7 @@ def predicted_deviations(
     return (weights * mixture.log_scales.exp()).sum(-2).mean(-1)
 
 
-def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict with and without class, and draw both over the tokens.
 
     Raises:
@@ -95,7 +95,7 @@ def draw_deviations(subject: FigureInput, options: argparse.Namespace) -> Drawin
         for name, values in zip(("conditional", "unconditional"), means, strict=True)
     )
     line = f"predicted standard deviation, mean over tokens of {len(chosen)} images: {words}"
-    return Drawing(_chart(means, name=subject.name), rows, [line])
+    return RenderedFigure(_chart(means, name=subject.name), rows, [line])
 
 
 def _chart(means: list[list[float]], *, name: str) -> Figure:

@@ -28,9 +28,9 @@ from megavis.model.embeddings import TokenHead
 from megavis.model.gaussian_mixture import ScaleForm
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
 from megavis.papers.givt.config import GIVTConfig, LatentTokensConfig
-from megavis.schedules.base import Schedule
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders
+from megavis.schedules.schedule import Schedule
 
 
 class GIVT(Composition):

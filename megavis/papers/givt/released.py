@@ -1,4 +1,4 @@
-"""GIVT's released layers, adapter and VAE under megavis's names; whole models: `givt_weights.py`.
+"""GIVT's released layers, adapter and VAE under megavis's names; whole models: `weights.py`.
 
 Kernels of Flax are stored input first, those of attention as width, heads, head size (the output's:
 heads, head size, width). Functions that yield tensors by name raise UserError where an array is

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.loader import read_in_turn
-from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import score_filling
-from megavis.model.perceptual import open_perceptual
+from megavis.model.autoencoder_losses import open_perceptual
 from megavis.parallel.random import derive_seed
 from megavis.sampling.grids import completion_grid
 from megavis.sampling.pictures import pixels_of
@@ -86,7 +86,7 @@ def applies(objective: Trainable) -> bool:
     return "groups" in {field.name for field in fields(schedule.options_type)}
 
 
-def draw_groups(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict in each number of groups, compare, and draw the first eight images."""
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
     inputs = read_in_turn(subject.images, options.num_images).inputs
@@ -102,7 +102,7 @@ def draw_groups(subject: FigureInput, options: argparse.Namespace) -> Drawing:
         rows.append({"groups": count, **scores})
         columns.append(images[:8].cpu().numpy())
     assert given is not None
-    return Drawing(
+    return RenderedFigure(
         completion_grid(originals[:8].cpu().numpy(), given[:8], columns),
         rows,
         [", ".join(f"{name} {value:.4g}" for name, value in row.items()) for row in rows],

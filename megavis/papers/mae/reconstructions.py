@@ -19,7 +19,7 @@ from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_in_turn
-from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import score_filling
 from megavis.model.inference import Inference
 from megavis.sampling.grids import hide, image_grid
@@ -97,7 +97,7 @@ def applies(objective: Trainable) -> bool:
     return plan.first_asked > 0 or not bool(plan.is_predicted.all())
 
 
-def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict what is hidden, compare and draw the first eight images."""
     batch = read_in_turn(subject.images, options.num_images).to(subject.runner.context.device)
     paper = subject.objective.backbone.composition()
@@ -110,7 +110,7 @@ def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> D
     ]
     words = ", ".join(f"{row['hidden']} {row['psnr']:.2f} dB" for row in rows)
     columns = (hide(originals, ~hidden), made, originals)
-    return Drawing(
+    return RenderedFigure(
         image_grid([*zip(*columns, strict=True)][:8]),
         rows,
         [f"PSNR of the hidden patches of {len(batch)} images: {words}"],

@@ -21,7 +21,7 @@ from megavis.composition.places import Places
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import evaluation_batches, read_in_turn
-from megavis.evaluation.figures import Drawing, FigureInput, plain_axes
+from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
 from megavis.sampling.grids import image_grid
 from megavis.schedules.orders import take_places
@@ -131,7 +131,7 @@ def applies(objective: Trainable) -> bool:
     return True
 
 
-def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_positions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Measure at mask ratios from 0 to 0.9 and draw."""
     objective = subject.objective.places()
     scores = [
@@ -145,14 +145,14 @@ def draw_positions(subject: FigureInput, options: argparse.Namespace) -> Drawing
         for number in range(10)
     ]
     words = ", ".join(f"{score.mask_ratio:.1f}: {score.accuracy:.1%}" for score in scores[::2])
-    return Drawing(
+    return RenderedFigure(
         draw_accuracy(scores, name=subject.name, trained_at=objective.mask_ratio),
         [asdict(score) for score in scores],
         [f"in their place by mask ratio (chance {scores[0].chance:.1%}): {words}"],
     )
 
 
-def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Take held-out images apart and put them together."""
     objective = subject.objective.places()
     rows: list[Any] = []
@@ -164,17 +164,19 @@ def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> Drawing:
         accuracies.append(found)
     means = [sum(column) / len(column) for column in zip(*accuracies, strict=True)]
     words = ", ".join(f"{r}: {mean:.1%}" for r, mean in zip(_RATIOS, means, strict=True))
-    return Drawing(image_grid(rows), lines=[f"in their place by mask ratio: {words}"])
+    return RenderedFigure(image_grid(rows), lines=[f"in their place by mask ratio: {words}"])
 
 
-def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Mix the patches of pairs of held-out images and let the model sort them."""
     objective = subject.objective.places()
     rows: list[Any] = []
     images = read_in_turn(subject.images, 2 * options.num_images).inputs
     for number, pair in enumerate(images.split(2), options.seed):
         rows += mixture_rows(subject.runner, objective, pair, _RATIOS, seed=number)
-    return Drawing(image_grid(rows), lines=[f"{options.num_images} pairs, mask ratios {_RATIOS}"])
+    return RenderedFigure(
+        image_grid(rows), lines=[f"{options.num_images} pairs, mask ratios {_RATIOS}"]
+    )
 
 
 def reassemble(patches: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

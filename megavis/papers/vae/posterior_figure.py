@@ -13,7 +13,7 @@ from torch import Tensor
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import read_in_turn
-from megavis.evaluation.figures import Drawing, FigureInput
+from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import signal_to_noise
 from megavis.model.inference import Inference
 from megavis.papers.vae.paper import VAEObjective
@@ -48,7 +48,7 @@ def decoded(
     return decode(None), [decode(first + draw * count) for draw in range(draws)]
 
 
-def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> Drawing:
+def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Decode, compare and draw the first eight images."""
     batch = read_in_turn(subject.images, options.num_images).to(subject.runner.context.device)
     mean, draws = decoded(subject.runner, subject.objective, batch, draws=options.draws)
@@ -62,7 +62,7 @@ def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> Drawing
     ]
     columns = [each.cpu().numpy() for each in (batch.inputs, mean, *draws)]
     words = ", ".join(f"{row['decoded']} {row['psnr']:.2f} dB" for row in rows)
-    return Drawing(
+    return RenderedFigure(
         image_grid([*zip(*columns, strict=True)][:8]),
         rows,
         [f"PSNR of {len(batch)} images: {words}"],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 from megavis.training.metrics import read_metrics
 
 ACCURACY = "validation_accuracy"

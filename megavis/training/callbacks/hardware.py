@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 
 
 class WatchHardware:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megavis.data.loading.blended_dataset import Samples
 from megavis.model.flops import peak_flops
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 
 _VALIDATED = ("validation_loss", "validation_accuracy")
 _OF_TRAINING = ("lr", "grad_norm", "samples_per_s")

@@ -12,7 +12,7 @@ from megavis.data.loading.loader import Readable, read_batch
 from megavis.model.inference import Inference
 from megavis.sampling.grids import save_png
 from megavis.sampling.pictures import Gallery
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 
 
 class SampleImages:

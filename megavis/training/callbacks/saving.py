@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megavis.checkpoint.state.save import Snapshot
 from megavis.parallel.agreement import AsyncFlag
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 
 
 class SaveCheckpoint:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.model.inference import Inference
-from megavis.training.callbacks.base import Callback, StepState
+from megavis.training.callbacks.callback import Callback, StepState
 from megavis.training.engine import Engine
 from megavis.training.metrics import MetricsWriter, read_metrics
 

@@ -27,13 +27,13 @@ from megavis.checkpoint.format.manifest import (
     LossHistory,
     RollbackRecord,
 )
-from megavis.checkpoint.state.load import Found, newest_intact_checkpoint
+from megavis.checkpoint.state.restore import Found, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.config.schema import CheckpointConfig, TrainingConfig
 from megavis.data.format.files import write_atomically
 from megavis.parallel.agreement import DelayedMean
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 from megavis.training.metrics import MetricsWriter, read_metrics
 
 # For a normal distribution, the standard deviation over the median distance from the median.

@@ -15,7 +15,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.parallel.agreement import AsyncFlag
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SLURM sends either of them before it reclaims the nodes."""

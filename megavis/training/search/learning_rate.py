@@ -27,7 +27,7 @@ from megavis.config.schema import RunConfig
 from megavis.data.format.files import write_atomically
 from megavis.evaluation.figures import Row, plain_axes, write_figure
 from megavis.parallel.context import ParallelContext
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.early_stopping import EarlyStopping, looks_of
 from megavis.training.faults.interruption import Signals
 from megavis.training.job import hold_run

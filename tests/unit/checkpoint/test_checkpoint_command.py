@@ -14,9 +14,9 @@ from megavis.checkpoint.format.manifest import (
     TensorSlice,
     read_manifest,
 )
-from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
+from megavis.checkpoint.state.damage import damages
 from megavis.checkpoint.state.save import write_tensors
-from megavis.checkpoint.state.verify import damages
 from megavis.cli import main
 
 pytestmark = pytest.mark.once

@@ -23,8 +23,8 @@ from megavis.checkpoint.format.manifest import (
     TensorSlice,
     read_manifest,
 )
-from megavis.checkpoint.format.reader import CheckpointReader
-from megavis.checkpoint.state.load import check_files, newest_intact_checkpoint
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
+from megavis.checkpoint.state.restore import check_files, newest_intact_checkpoint
 from megavis.config.errors import UserError
 from megavis.data.format.files import sha256_of_file, write_atomically
 

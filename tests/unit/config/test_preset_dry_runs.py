@@ -23,7 +23,7 @@ from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.data.format.manifest import SourceIdentity, TokenizerIdentity
 from megavis.data.format.token_packing import payload_bytes
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.vae import VAE
 from megavis.tokenizers.vqgan import VQGAN

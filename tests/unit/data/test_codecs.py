@@ -13,10 +13,10 @@ from shard_folder import identity, write_folder
 from written_shards import write_payloads
 
 from megavis.config.errors import UserError
+from megavis.data.codecs.arrays import FramesCodec, LatentsCodec
 from megavis.data.codecs.augment import RandAugment
-from megavis.data.codecs.base import IdsCodec
+from megavis.data.codecs.codec import IdsCodec
 from megavis.data.codecs.jpeg import DamagedImageError, decode_rgb, join
-from megavis.data.codecs.latents import FramesCodec, LatentsCodec
 from megavis.data.codecs.transforms import Transform
 from megavis.data.loading.dataset import ShardDataset
 from megavis.data.loading.loader import BatchLoader, evaluation_batches

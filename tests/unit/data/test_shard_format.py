@@ -10,7 +10,7 @@ import pytest
 import webdataset
 
 from megavis.config.errors import UserError
-from megavis.data.codecs.base import PaletteCodec
+from megavis.data.codecs.codec import PaletteCodec
 from megavis.data.format.files import atomic_writer
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader, index_path, open_shard, write_index

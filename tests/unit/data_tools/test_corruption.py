@@ -33,7 +33,7 @@ from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import open_shard, write_index
 from megavis.data.loading.dataset import ShardDataset
-from megavis.tokenizers import base
+from megavis.tokenizers import network_tokenizer
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.shapes import VAEShape
 from megavis.tokenizers.vae import VAE
@@ -172,7 +172,9 @@ def tokenizers(tmp_path_factory):
     )
     section = {"name": "vae", **vae.settings, "norm_groups": vae.settings["groups"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(base.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook")
+        patch.setitem(
+            network_tokenizer.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook"
+        )
         runs = {
             "latents": write_run(folder / "latents", vae, section),
             "ids": SmallCodebook(30).save_run(folder / "ids"),

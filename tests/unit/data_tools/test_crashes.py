@@ -88,7 +88,7 @@ def test_a_report_that_cannot_be_written_either(command, tmp_path, monkeypatch, 
         raise OSError(28, "No space left on device", "x")
 
     monkeypatch.setattr("data_tools.shard_tasks.open_shard", full)
-    monkeypatch.setattr("data_tools.report.write_atomically", full)
+    monkeypatch.setattr("data_tools.job_report.write_atomically", full)
     assert main([*words, "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().out
     assert "not finished: No space left on device: x; " in said

@@ -17,15 +17,15 @@ from vae_config import write_config
 from data_tools.__main__ import main
 from data_tools.resize import resize_and_crop
 from megavis.checkpoint.format.folder import latest_checkpoint
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.checkpoint.state.convert import write_weights
 from megavis.cli import main as megavis
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.dataset import ShardDataset
 from megavis.notebook import Run
-from megavis.tokenizers import base
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers import network_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.vae import VAE
 
 pytestmark = pytest.mark.once
@@ -194,7 +194,9 @@ def test_mistakes_are_one_line(vae_run, images, tmp_path, capsys, options, messa
 
 @pytest.fixture
 def codebook_run(images, tmp_path, monkeypatch):
-    monkeypatch.setitem(base.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook")
+    monkeypatch.setitem(
+        network_tokenizer.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook"
+    )
     pictures = [np.asarray(Image.open(path).convert("RGB")) for path in images.rglob("?.png")]
     small = np.stack([resize_and_crop(picture, size=16) for picture in pictures])
     return SmallCodebook(300).fit(torch.from_numpy(small)).save_run(tmp_path / "codebook")

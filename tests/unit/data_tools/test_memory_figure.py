@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_tools.report import JobOutcome, write_memory_figure
+from data_tools.job_report import JobOutcome, write_memory_figure
 from data_tools.shard_tasks import UnitResult
 
 pytestmark = pytest.mark.once

@@ -5,8 +5,8 @@ import torch
 
 from megavis.model.core import Block
 from megavis.model.decoding import IncrementalDecoder
-from megavis.schedules.base import Question
 from megavis.schedules.one_by_one import OneByOne
+from megavis.schedules.schedule import Question
 
 LAYER_NORM = "model.normalization=layer_norm"
 SHAPES = [

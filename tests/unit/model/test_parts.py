@@ -104,7 +104,7 @@ def test_features_are_those_of_the_lower_stack(two_stacks):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_plans_count_what_autograd_saves(two_stacks_of, checkpointing):
     """Of both stacks, the bridge and both ends, whole and cut into two stages."""
-    from megavis.planning.activations import activation_memory
+    from megavis.planning.activation_memory import activation_memory
     from megavis.planning.boundary_activations import (
         boundary_activations_of,
         num_bytes,

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megavis.config.errors import UserError
-from megavis.model.perceptual import PerceptualDistance
+from megavis.model.autoencoder_losses import PerceptualDistance
 
 pytestmark = pytest.mark.once
 

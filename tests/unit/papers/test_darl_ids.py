@@ -11,7 +11,7 @@ from tiny import tiny
 from torch.nn import functional as F
 
 from megavis.config.errors import UserError
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 
 def config(run):

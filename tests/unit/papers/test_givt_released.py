@@ -26,7 +26,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.papers import OBJECTIVES
 from megavis.parallel.context import close_context, current_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.tokenizers.base import objective_section, open_tokenizer
+from megavis.tokenizers.network_tokenizer import objective_section, open_tokenizer
 from megavis.training.job import open_data
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}

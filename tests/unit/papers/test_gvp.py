@@ -7,7 +7,7 @@ import torch
 
 from megavis.model.layer_state import LayerState
 from megavis.model.visibility import Visibility
-from megavis.schedules.base import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, Question
 from megavis.schedules.segmented import groups_of
 
 SIDE, PATCHES = 3, 9

@@ -7,7 +7,7 @@ from small_vqgan import write_untrained_run
 
 from megavis.config.errors import UserError
 from megavis.model.layer_state import LayerState
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 ONE_STREAM = ["objective.streams=one", "objective.segmentation=fixed", "objective.num_groups=9"]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from megavis.model.core import Block
 from megavis.model.layer_state import LayerState
-from megavis.schedules.base import Arrangement, Question
+from megavis.schedules.schedule import Arrangement, Question
 from megavis.schedules.segmented import groups_of
 
 PATCHES, WIDTH, HEADS = 9, 16, 2

@@ -7,7 +7,7 @@ from small_vqgan import write_untrained_run
 from torch.nn import functional as F
 
 from megavis.config.errors import UserError
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 IDS = ["objective.vocabulary_size=12", "model.positions=none"]
 

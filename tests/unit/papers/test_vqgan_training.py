@@ -7,7 +7,7 @@ import torch
 from small_vqgan import write_config
 
 from megavis.cli import main
-from megavis.tokenizers.base import IdTokenizer, open_tokenizer
+from megavis.tokenizers.network_tokenizer import IdTokenizer, open_tokenizer
 
 pytestmark = pytest.mark.once
 

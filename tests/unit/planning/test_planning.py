@@ -12,7 +12,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.config.schema import ParallelConfig
 from megavis.papers import build_objective
-from megavis.planning.activations import activation_memory, block_activations
+from megavis.planning.activation_memory import activation_memory, block_activations
 from megavis.planning.boundary_activations import boundary_activations_of, num_bytes, saved_tensors
 from megavis.planning.communication import Group, data_group, transfers
 from megavis.planning.hardware import Cluster, open_device

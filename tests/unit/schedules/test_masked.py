@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megavis.config.errors import UserError
-from megavis.schedules.base import GenerationProgress
 from megavis.schedules.masked import MaskedShare, RoundOptions, Rounds, lowest
 from megavis.schedules.orders import Orders
+from megavis.schedules.schedule import GenerationProgress
 
 NUM_TOKENS = 16
 

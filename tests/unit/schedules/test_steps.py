@@ -5,10 +5,10 @@ import torch
 
 from megavis.config.errors import UserError
 from megavis.parallel.random import uniform
-from megavis.schedules.base import GenerationProgress, NoOptions
 from megavis.schedules.context import Context
 from megavis.schedules.one_by_one import OneByOne
 from megavis.schedules.orders import Orders, random_orders
+from megavis.schedules.schedule import GenerationProgress, NoOptions
 from megavis.schedules.segmented import GroupOptions, Groups, evenly
 
 NOTHING = GenerationProgress(None, torch.arange(2), 0)

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.progress import ShowProgress
 
 

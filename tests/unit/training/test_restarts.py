@@ -9,7 +9,7 @@ from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
 from megavis.parallel.context import close_context, open_context
 from megavis.parallel.launch import read_launch
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.validation import Validate
 from megavis.training.faults.interruption import count_restart, is_automatic
 

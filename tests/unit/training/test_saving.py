@@ -7,9 +7,9 @@ from torch import nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint, prune, saved_steps
 from megavis.checkpoint.state import save
+from megavis.checkpoint.state.damage import damages
 from megavis.checkpoint.state.save import Snapshot, TrainingProgress
-from megavis.checkpoint.state.verify import damages
-from megavis.training.callbacks.base import StepState
+from megavis.training.callbacks.callback import StepState
 from megavis.training.callbacks.saving import SaveCheckpoint
 
 # The dead thread is what is looked at.

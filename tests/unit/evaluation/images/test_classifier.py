@@ -18,7 +18,7 @@ from megavis.evaluation.images.classifier import (
     fit_classifier,
 )
 from megavis.evaluation.images.image_files import open_images
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.once
 

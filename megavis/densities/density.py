@@ -19,7 +19,7 @@ from megavis.densities.decoders import NO_DECODER, DecoderWork
 from megavis.model.heads import Head
 from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
-from megavis.schedules.base import NoOptions
+from megavis.schedules.schedule import NoOptions
 
 _BLOCK = 32
 """Positions whose numbers are made at once: making one takes as long."""

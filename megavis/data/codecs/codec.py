@@ -1,7 +1,7 @@
 """Interface of a shard codec, and the two codecs of ids.
 
 A codec turns the payload of a sample, the bytes of its tar member, into numbers and back. Shards,
-data set and loader know nothing else of a kind: a new one is a codec and a line in `kinds.py`.
+data set and loader know nothing else of a kind: a new one is a codec and a line in `registry.py`.
 
 Legend: b samples, n tokens of a sample.
 """
@@ -74,7 +74,7 @@ class Codec(ABC):
 
 
 class PaletteCodec(Codec):
-    """Palette tokens, nine bits each (`bits.py`): uint16 `[b, n]` in raster order.
+    """Palette tokens, nine bits each (`token_packing.py`): uint16 `[b, n]` in raster order.
 
     A colour is moved as its pixel is: cutting, shifting and mirroring give the same before the
     palette. Where squares are cut, n is that of the squares.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import checkpoints_by_age, set_aside
 from megavis.checkpoint.format.manifest import CheckpointManifest, file_damage, read_manifest
-from megavis.checkpoint.format.reader import CheckpointReader
+from megavis.checkpoint.format.tensor_reader import CheckpointReader
 from megavis.checkpoint.state.parameter_states import (
     AVERAGE,
     ParameterStates,

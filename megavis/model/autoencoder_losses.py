@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megavis.config.errors import UserError
-from megavis.tokenizers.base import read_weights_file
+from megavis.tokenizers.network_tokenizer import read_weights_file
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megavis.data.codecs.base import Codec, Payloads, Refusals
+from megavis.data.codecs.codec import Codec, Payloads, Refusals
 from megavis.data.codecs.transforms import Transform
 
 NOT_FINITE = "not finite"

@@ -7,13 +7,15 @@ import torch
 from small_codebook import SmallCodebook
 
 from megavis.config.errors import UserError
-from megavis.tokenizers import base
-from megavis.tokenizers.base import open_tokenizer
+from megavis.tokenizers import network_tokenizer
+from megavis.tokenizers.network_tokenizer import open_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
-    monkeypatch.setitem(base.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook")
+    monkeypatch.setitem(
+        network_tokenizer.TOKENIZERS, "small_codebook", "small_codebook:SmallCodebook"
+    )
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import file_damage, read_manifest
-from megavis.checkpoint.format.reader import read_weights
+from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
 
 TOKENIZERS: dict[str, str] = {

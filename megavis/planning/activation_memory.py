@@ -2,7 +2,7 @@
 
 "Reducing Activation Recomputation in Large Transformer Models", section 4, counted anew for
 megavis's own block, whose norms work in float32 and whose attention keeps no matrix of scores. What
-the first and the last layer keep is measured (`ends.py`).
+the first and the last layer keep is measured (`boundary_activations.py`).
 """
 
 from __future__ import annotations
