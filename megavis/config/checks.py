@@ -129,12 +129,14 @@ def _check_sizes(config: RunConfig) -> Iterator[ConfigIssue]:
             "model.ffn_hidden_size",
             f"{model.mlp_size} is not divisible by tensor_model_parallel_size {tensor}",
         )
-    if parallel.pipeline_model_parallel_size > max(1, model.num_layers):
+    # A fine-tuned model is the backbone alone.
+    blocks = model.num_layers
+    blocks += config.objective.num_further_blocks if config.finetune is None else 0
+    if parallel.pipeline_model_parallel_size > max(1, blocks):
         yield (
             "parallel.pipeline_model_parallel_size",
-            f"{model.num_layers} layers cannot fill"
-            f" {parallel.pipeline_model_parallel_size} pipeline stages; use at most"
-            f" {model.num_layers}",
+            f"{blocks} layers cannot fill"
+            f" {parallel.pipeline_model_parallel_size} pipeline stages; use at most {blocks}",
         )
     if parallel.sequence_parallel and tensor == 1:
         yield (

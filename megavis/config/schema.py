@@ -51,6 +51,11 @@ class ObjectiveConfig(Section):
         """Sentence on why models with these keys generate no images; None if they do."""
         return f"runs of {self.name} generate no images"
 
+    @property
+    def num_further_blocks(self) -> int:
+        """Transformer blocks of encoders and decoders, which `model.num_layers` does not count."""
+        return 0
+
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Yield conflicts between the paper's keys and others; none by default."""
         yield from ()

@@ -176,3 +176,14 @@ def test_a_second_stack_is_split_and_cut(
     ):
         curves = run_job(train_briefly, processes, with_layout(config, **layout), STEPS)
         assert largest_difference(curves, reference) <= TOLERANCE, layout
+
+
+@pytest.mark.parametrize("name", ["mae", "compose_memory"])
+def test_a_stage_for_each_block_of_both_stacks(
+    run_job: Any, patch_config: Any, reference: Callable[[str], Curve], name: str
+) -> None:
+    config = with_layout(make_config(patch_config(name)), pipeline_model_parallel_size=3)
+    assert config.model.num_layers == 2, "three stages need blocks of both"
+    assert is_legal(config, 3)
+    curves = run_job(train_briefly, 3, config, STEPS)
+    assert largest_difference(curves, reference(name)) <= TOLERANCE

@@ -108,6 +108,13 @@ class ComposeConfig(ObjectiveConfig):
         has_none = isinstance(self.condition, ClassCondition) and not self.condition.dropout
         return "objective.condition.dropout" if has_none else None
 
+    @property
+    def num_further_blocks(self) -> int:
+        """Blocks of the encoder of a memory, and of the decoder behind a bridge."""
+        encoder = self.condition.num_layers if isinstance(self.condition, MemoryCondition) else 0
+        decoder = self.asks.decoder.num_layers if isinstance(self.asks, BridgeAsking) else 0
+        return encoder + decoder
+
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Yield a sentence for each combination that makes no sense."""
         sizes = [*self._check_sizes(config)]

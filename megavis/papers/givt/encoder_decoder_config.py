@@ -27,6 +27,11 @@ class EncoderDecoderConfig(LatentTokensConfig):
     encoder_num_attention_heads: Positive | None = None
     """Its attention heads; those of `model` when absent."""
 
+    @property
+    def num_further_blocks(self) -> int:
+        """Blocks of the encoder."""
+        return self.encoder_layers
+
     def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
         """Check that patches divide the image."""
         yield from super().check(config)

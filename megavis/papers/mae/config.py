@@ -26,6 +26,11 @@ class MAEConfig(ObjectiveConfig):
     decoder: DecoderConfig = DecoderConfig()
     """The second stack, for pre-training alone (section 3, table 1)."""
 
+    @property
+    def num_further_blocks(self) -> int:
+        """Blocks of the decoder."""
+        return self.decoder.num_layers
+
     def num_patches(self, config: RunConfig) -> int:
         """Return the patches of an image."""
         return (config.data.image_size // self.patch_size) ** 2

@@ -35,6 +35,14 @@ from megavis.config.errors import UserError
             " stages; use at most 4",
         ),
         (
+            [
+                "objective={name: mae, patch_size: 4, decoder: {num_layers: 2}}",
+                "parallel.pipeline_model_parallel_size=7",
+            ],
+            "command line: parallel.pipeline_model_parallel_size: 6 layers cannot fill 7 pipeline"
+            " stages; use at most 6",
+        ),
+        (
             ["parallel.sequence_parallel=true"],
             "command line: parallel.sequence_parallel: splits over the tensor group, which has"
             " one process; set tensor_model_parallel_size to 2 or more, or this to false",
