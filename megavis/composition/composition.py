@@ -303,11 +303,10 @@ class Composition(Words):
 
         return self.condition.prepare(known, encode)
 
-    def transform(self, layer: nn.Module, tokens: Tensor) -> Tensor:
+    def given(self, tokens: Tensor) -> Tensor:
         """Return tokens `[b, n, ...]` in raster order as the model predicts them.
 
         Args:
-            layer: the first layer.
             tokens: as the tokenizer gives them.
 
         Raises:

@@ -245,7 +245,7 @@ class Sampler:
 
     def _transformed(self, originals: Tensor) -> Tensor:
         tokens = self.paper.tokens_of(originals.to(self.device))
-        return self.runner.on_first_stage(lambda layer: self.paper.transform(layer, tokens))
+        return self.paper.given(tokens)
 
     def given_part(self, count: int, num_given: int) -> Tensor:
         """Return which tokens of originals 0 to `count` - 1 are given: bool `[count, n]`."""
