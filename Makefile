@@ -14,7 +14,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$(abspath $(VENV))/pycache" \
 	PATH="$(BIN):$$PATH"
 
-.PHONY: help install compile lint test test-cluster test-layouts demo demos wheel clean
+.PHONY: help install compile lint test test-cluster test-layouts demo demos docs wheel clean
 
 help:
 	@echo "make demo     train a small iGPT on letters and show what it completes (CPU, minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-layouts  every paper in every layout of four processes, and every pair of eight"
 	@echo "              layouts; not in make test, hours (SELECT='-k mae': a part)"
 	@echo "make lint     the same without the tests"
+	@echo "make docs     the documents as a site, in site/, which a browser opens from the disk"
 	@echo "make wheel    wheel and sdist in dist/, checked in an environment of their own (WHOLE=1: with"
 	@echo "              all that they depend on, and a picture)"
 	@echo "make install  only the environment, in $(VENV)"
@@ -80,6 +81,11 @@ demo: $(STAMP)
 demos: $(STAMP)
 	$(RUN) bash launch/demo.sh all
 
+# The variable silences a notice about the tool's next version.
+docs: $(STAMP)
+	$(RUN) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 # Tools of a release, apart from the environment of the tests.
 RELEASE := $(VENV)-release
 WHOLE ?=
@@ -93,5 +99,5 @@ wheel:
 # pyvenv.cfg tells an environment from a folder that was named by mistake.
 clean:
 	@for folder in $(VENV) $(RELEASE); do test ! -f $$folder/pyvenv.cfg || rm -rf $$folder; done
-	rm -rf .mypy_cache .ruff_cache .import_linter_cache *.egg-info build dist
+	rm -rf .mypy_cache .ruff_cache .import_linter_cache *.egg-info build dist site
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

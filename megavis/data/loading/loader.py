@@ -54,8 +54,9 @@ class BatchLoader:
         dataset: the samples.
         seed: of the sample order.
         micro_batch_size: samples b of one micro-batch of one rank.
-        data_parallel_rank, data_parallel_size: which of how many readers this is; tensor- and
-            pipeline-parallel ranks of one reader pass the same numbers and get the same batches.
+        data_parallel_rank: which reader this is; tensor- and pipeline-parallel ranks of one
+            reader pass the same number and get the same batches.
+        data_parallel_size: number of readers.
         accumulation_steps: micro-batches a step.
         start_step: the step to begin with; costs the same for any step.
         threads: how many micro-batches are read at once; changes the speed alone.
