@@ -40,9 +40,9 @@ class Verb:
         name: one word, or two of a group of verbs.
         description: what it does, for `--help`.
         example: its options in a typical call.
-        module: in `data_tools`; imported when the command is named. Its `run` does the work and
-            returns the exit code.
+        module: in `data_tools`; imported when the command is named.
         add_arguments: function of the module that adds the command's options.
+        run: function of the module that does the work and returns the exit code.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Verb:
     example: str
     module: str
     add_arguments: str = "add_arguments"
+    run: str = "run"
 
 
 VERBS = (
@@ -88,6 +89,32 @@ VERBS = (
         "write images and what is to be predicted from them as shards",
         "images/train depth/train --out shards/depth --size 256",
         "pair_shards",
+    ),
+    Verb(
+        "scenes",
+        "draw scenes of objects on a floor, with panoptic maps and depths",
+        "demo/scenes --size 64 --images 4000",
+        "label_maps.scenes",
+    ),
+    Verb(
+        "maps panoptic",
+        "write images and panoptic maps, as COCO publishes them, as shards of pairs",
+        "train2017 panoptic_train2017 panoptic_train2017.json --out shards/coco_panoptic/train",
+        "label_maps.panoptic",
+    ),
+    Verb(
+        "maps depth",
+        "write images and 16-bit depths as shards of pairs",
+        "images/train depth/train --out shards/depth/train",
+        "label_maps.depth",
+    ),
+    Verb(
+        "maps nyu",
+        "write NYU Depth v2 as shards of pairs",
+        "nyu_depth_v2_labeled.mat splits.mat --part train --out shards/nyu/train",
+        "label_maps.depth",
+        "add_nyu_arguments",
+        "run_nyu",
     ),
     Verb(
         "latents",
@@ -146,7 +173,10 @@ VERBS = (
         "contact_sheet",
     ),
 )
-GROUPS = {"palette": "palette tokens: fit, shards"}
+GROUPS = {
+    "palette": "palette tokens: fit, shards",
+    "maps": "images with label maps: panoptic, depth, nyu",
+}
 
 
 def build_parser() -> ArgumentParser:
@@ -180,7 +210,7 @@ def _add(words: argparse._SubParsersAction[ArgumentParser], name: str, verb: Ver
 def _add_options(verb: Verb, parser: ArgumentParser) -> None:
     module = importlib.import_module(f"data_tools.{verb.module}")
     getattr(module, verb.add_arguments)(parser)
-    parser.set_defaults(run=module.run)
+    parser.set_defaults(run=getattr(module, verb.run))
 
 
 def _fail(text: str, *, code: int) -> int:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from data_tools.job_report import say
 from megavis.config.errors import UserError
+from megavis.data.codecs.label_maps import painted
 from megavis.data.codecs.transforms import Transform
 from megavis.data.format.manifest import PALETTE_NAME, Manifest
 from megavis.data.loading.dataset import ShardDataset
@@ -50,8 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def whole_images(directory: Path) -> Transform | None:
-    """Return how to look at JPEG files of many sizes: their centres; None where not needed."""
+    """Return how to look at images of many sizes; None where not needed."""
     manifest = Manifest.read(directory)
+    if manifest.target is not None:
+        return Transform(image_size=_LOOK, crop="whole")
     if manifest.kind != "jpeg" or manifest.image_size is not None:
         return None
     return Transform(image_size=_LOOK, crop="center")
@@ -63,7 +66,10 @@ def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None)
     if dataset.manifest.kind == "jpeg":
         return samples
     if dataset.manifest.kind == "pairs":  # the target to the right of its image
-        return np.concatenate([samples[:, 0], samples[:, 1]], axis=2)
+        targets, shown = samples[:, 1], dataset.manifest.target
+        if shown is not None:
+            targets = painted(targets, shown.kind)
+        return np.concatenate([samples[:, 0], targets], axis=2)
     if dataset.manifest.kind != "palette":
         return _decoded(dataset, samples, run_folder)
     size = dataset.manifest.image_size or 0

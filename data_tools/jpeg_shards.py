@@ -121,9 +121,20 @@ class JpegEncoder:
         image = decode_image(content)
         if self.sizes:
             return [encode_jpeg(resize_and_crop(image, size=s), self.quality) for s in self.sizes]
-        if content.startswith(_JPEG_START) and _reads(content):
-            return [content]
-        return [encode_jpeg(image, self.quality)]
+        return [kept_jpeg(content, image, self.quality)]
+
+
+def kept_jpeg(content: bytes, image: np.ndarray, quality: int) -> bytes:
+    """Return a JPEG file byte for byte, and any other encoded anew.
+
+    Args:
+        content: the file.
+        image: its pixels uint8 `[h, w, 3]`.
+        quality: of what is encoded.
+    """
+    if content.startswith(_JPEG_START) and _reads(content):
+        return content
+    return encode_jpeg(image, quality)
 
 
 def _reads(content: bytes) -> bool:

@@ -33,6 +33,7 @@ _FIELDS = (
     "num_tokens",
     "latent_shape",
     "frame_shape",
+    "target",
     "flipped",
     "tokenizer",
 )

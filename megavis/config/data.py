@@ -63,7 +63,9 @@ class DataConfig(Section):
     resized; `scaled`, a random square of `crop_size` after resizing the shorter side to a random
     length in `short_sides`, resized (iGPT, section 3.1); `center`, the centre, resized. For palette
     shards too: `window`, a random square of larger stored images, and `shifted`, which shifts
-    training images by up to 4 pixels. `none`: no crop. Validation uses the centre."""
+    training images by up to 4 pixels. `none`: no crop. Validation uses the centre. Pairs with label
+    maps take `random_resized` and `center`, which resizes the whole image to the square; so does
+    validation."""
     border: Literal["reflect", "zeros"] = "reflect"
     """With `shifted`: fill at the border, the image's reflection or zeros (black; for palette
     shards the first colour)."""

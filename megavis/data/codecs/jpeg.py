@@ -7,7 +7,8 @@ Shards of pairs: an image and a target image, pixel by pixel.
 
 The `.pair` payload is the length of the image's JPEG file as a little-endian uint32, that file, and
 the target's PNG file. A target may be a map of labels, in which another colour is another label, so
-it is stored without loss and never resized: both are cut and mirrored alike.
+it is stored without loss; both are cut and mirrored alike. Label maps (`label_maps.py`) may be
+resized, by taking the nearest pixel; after that the segments of a panoptic map are numbered anew.
 
 Legend: b samples.
 """
@@ -23,6 +24,7 @@ from PIL import Image
 
 from megavis.data.codecs.codec import Codec, PaletteLike, Payloads, Refusals
 from megavis.data.codecs.crops import WrongSizeError
+from megavis.data.codecs.label_maps import TargetKind, renumbered
 from megavis.data.codecs.transforms import Transform
 
 DAMAGED = "damaged"
@@ -109,13 +111,17 @@ class PairsCodec(Codec):
     """An image and its target: uint8 `[b, 2, size, size, 3]`, the image first.
 
     Args:
-        transform: how both are cut and moved, which resizes nothing; None for writing alone.
+        transform: how both are cut and moved, which resizes nothing but images with label maps;
+            None for writing alone.
+        target: what targets show; colours when None.
     """
 
     suffix = "pair"
 
-    def __init__(self, transform: Transform | None = None) -> None:
-        self._transform = transform
+    def __init__(
+        self, transform: Transform | None = None, *, target: TargetKind | None = None
+    ) -> None:
+        self._transform, self._target = transform, target
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Return pixels uint8 `[b, 2, size, size, 3]`."""
@@ -126,12 +132,18 @@ class PairsCodec(Codec):
         for row, (payload, draws) in enumerate(zip(payloads, move.draws(positions), strict=True)):
             try:
                 image, target = split(bytes(payload))
-                pixels[row] = [move(decode_rgb(image), draws), move(_decode_png(target), draws)]
+                pixels[row, 0] = move(decode_rgb(image), draws)
+                pixels[row, 1] = self._moved_target(decode_png(target), draws)
             except DamagedImageError:
                 refused[row] = DAMAGED
             except WrongSizeError as error:
                 refused[row] = str(error)
         return pixels, refused
+
+    def _moved_target(self, target: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        assert self._transform is not None
+        moved = self._transform(target, draws, is_map=self._target is not None)
+        return renumbered(moved) if self._target == "panoptic" else moved
 
 
 def join(image: bytes, target: bytes) -> bytes:
@@ -146,7 +158,7 @@ def split(payload: bytes) -> tuple[bytes, bytes]:
     return payload[start:stop], payload[stop:]
 
 
-def _decode_png(content: bytes) -> np.ndarray:
+def decode_png(content: bytes) -> np.ndarray:
     """Return uint8 `[h, w, 3]`. Raises DamagedImageError."""
     try:
         # Loading skips the checksums of pixel data; verify() reads them all.

@@ -9,8 +9,8 @@ from megavis.config.errors import UserError
 from megavis.data.codecs.arrays import FramesCodec, LatentsCodec
 from megavis.data.codecs.codec import Codec, IdsCodec, PaletteCodec, PaletteLike
 from megavis.data.codecs.jpeg import JpegCodec, PairsCodec
-from megavis.data.codecs.transforms import Transform
-from megavis.data.format.manifest import Manifest, ShardKind
+from megavis.data.codecs.transforms import CropKind, Transform
+from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps
 
 
 def codec_of(
@@ -96,6 +96,8 @@ def _jpeg(
 
 
 def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
+    if manifest.target is not None:
+        return _label_maps(manifest.target, transform)
     assert manifest.image_size is not None
     if transform is None:
         return PairsCodec(Transform(image_size=manifest.image_size))
@@ -108,6 +110,24 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
             " window to cut smaller ones out"
         )
     return PairsCodec(transform)
+
+
+def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
+    """Return the codec of images and label maps of any size, which are squashed where not cut."""
+    wanted = "set data.crop to random_resized, or to center, which resizes whole images here"
+    if transform is None:
+        raise UserError(f"holds {target.kind} maps of many sizes; {wanted}")
+    changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
+    for key in (key for key, change in changes.items() if change is not None):
+        raise UserError(
+            f"holds {target.kind} maps, which must fit their images: leave data.{key} out"
+        )
+    if transform.crop not in ("random_resized", "center", "whole"):
+        text = f"holds {target.kind} maps of many sizes, which data.crop {transform.crop}"
+        raise UserError(f"{text} does not fit; {wanted}")
+    crop: CropKind = "random_resized" if transform.crop == "random_resized" else "whole"
+    changed = replace(transform, crop=crop, smoothing="bilinear")
+    return PairsCodec(changed, target=target.kind)
 
 
 def _want_unaugmented(manifest: Manifest, transform: Transform) -> None:

@@ -21,6 +21,7 @@ from megavis.data.codecs.augment import (
 )
 from megavis.data.codecs.crops import (
     NUM_WINDOW_DRAWS,
+    Smoothing,
     WrongSizeError,
     cut,
     cut_center,
@@ -31,9 +32,18 @@ from megavis.data.codecs.crops import (
     shift,
     square_window,
 )
+from megavis.data.codecs.label_maps import nearest
 
 CropKind = Literal[
-    "random_resized", "scaled", "window", "shifted", "center", "scaled_center", "middle", "none"
+    "random_resized",
+    "scaled",
+    "window",
+    "shifted",
+    "center",
+    "scaled_center",
+    "middle",
+    "whole",
+    "none",
 ]
 
 _CROP_DRAWS = {"random_resized": NUM_WINDOW_DRAWS, "scaled": 3, "window": 2, "shifted": 2}
@@ -50,9 +60,10 @@ class Transform:
             a random scale, resized; `window`: a random square of the size, as it is stored;
             `shifted`: the image as it is stored, moved by up to 4 pixels either way; `center`: the
             middle, resized; `scaled_center`: the middle square of `crop_size`, which is the shorter
-            side, resized; `middle`: the square of the size in the middle, as it is stored; `none`:
-            the image as it is stored. `shifted` and `none` need images of the size, `window` and
-            `middle` none that are smaller.
+            side, resized; `middle`: the square of the size in the middle, as it is stored; `whole`:
+            all of the image, resized whatever its shape; `none`: the image as it is stored.
+            `shifted` and `none` need images of the size, `window` and `middle` none that are
+            smaller.
         scale: smallest and largest share of the image's area that a random crop takes.
         ratio: smallest and largest width / height of a random crop.
         short_sides: smallest and largest length of the shorter side for `scaled`.
@@ -60,6 +71,8 @@ class Transform:
         short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
             None.
         border: what `shifted` pads with.
+        smoothing: how `random_resized` and `whole` resize: `bicubic`, antialiased, or `bilinear`
+            between the four nearest pixels.
         flip: mirror every second image, at random.
         augment: what is done to the square after all that; nothing where None.
         erase: what is erased of it in the end; nothing where None.
@@ -74,6 +87,7 @@ class Transform:
     crop_size: int = 224
     short_side: int | None = None
     border: Literal["reflect", "zeros"] = "reflect"
+    smoothing: Smoothing = "bicubic"
     flip: bool = False
     augment: RandAugment | None = None
     erase: RandomErasing | None = None
@@ -106,12 +120,13 @@ class Transform:
             "erase": 0 if self.erase is None else NUM_ERASING_DRAWS,
         }
 
-    def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    def __call__(self, image: np.ndarray, draws: np.ndarray, *, is_map: bool = False) -> np.ndarray:
         """Cut, resize and mirror one image.
 
         Args:
             image: uint8 `[h, w, 3]`; where nothing is resized any type, `[h, w]` too.
             draws: `[d]`, a row of `draws`.
+            is_map: resize by taking the nearest pixel, so that no two labels are mixed.
 
         Returns:
             uint8 `[image_size, image_size, 3]`, or as the image.
@@ -123,7 +138,7 @@ class Transform:
         ends = np.cumsum([1, *self._num_draws.values()])
         of_crop, of_augment, of_erase = np.split(draws, ends)[1:4]
         part = self._part(image, of_crop)
-        image = self._stored(image, of_crop) if part is None else self._resized(part)
+        image = self._stored(image, of_crop) if part is None else self._resized(part, is_map)
         image = mirror(image) if draws[0] else image
         image = image if self.augment is None else self.augment(image, of_augment)
         return image if self.erase is None else self.erase(image, of_erase)
@@ -136,6 +151,8 @@ class Transform:
             window = random_window(height, width, draws, scale=self.scale, ratio=self.ratio)
             # Cut first: the filter must not look across the border of the crop.
             return cut(image, window)
+        if self.crop == "whole":
+            return image
         if self.crop == "scaled":
             return cut_scaled(image, draws, short_sides=self.short_sides, size=size)
         if self.crop == "scaled_center":
@@ -145,8 +162,11 @@ class Transform:
             return cut_center(image, short_side=short_side, size=self.image_size)
         return None
 
-    def _resized(self, part: np.ndarray) -> np.ndarray:
-        return resize(part, height=self.image_size, width=self.image_size)
+    def _resized(self, part: np.ndarray, is_map: bool) -> np.ndarray:
+        side = self.image_size
+        if is_map:
+            return nearest(part, height=side, width=side)
+        return resize(part, height=side, width=side, smoothing=self.smoothing)
 
     def _stored(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """Return pixels as they are stored."""

@@ -38,6 +38,26 @@ class TokenizerIdentity(_Strict):
     )
 
 
+class TargetMaps(_Strict):
+    """What the targets of pairs show: label maps (`codecs/label_maps.py`)."""
+
+    kind: Literal["panoptic", "depth"]
+    class_names: tuple[str, ...] = Field(
+        default=(), description="of a panoptic map; class 1 is the first"
+    )
+    things: tuple[bool, ...] = Field(
+        default=(), description="for each of these, whether its segments are countable objects"
+    )
+
+    @model_validator(mode="after")
+    def _check_classes(self) -> TargetMaps:
+        if len(self.class_names) != len(self.things):
+            raise ValueError("class_names and things differ in length")
+        if bool(self.class_names) != (self.kind == "panoptic"):
+            raise ValueError("panoptic maps have classes, and depths have none")
+        return self
+
+
 class Preparation(_Strict):
     """How images became pixels: part of a data set's identity."""
 
@@ -70,7 +90,7 @@ class Manifest(_Strict):
     format_version: Literal[1]
     kind: ShardKind
     image_size: Positive | None = Field(
-        description="side in pixels; none where the images of a jpeg folder differ, and for frames"
+        description="side in pixels; none where images differ (jpeg, label maps), and for frames"
     )
     num_tokens: Positive | None = Field(
         default=None, description="tokens a sample of palette and ids"
@@ -83,6 +103,9 @@ class Manifest(_Strict):
     )
     frame_shape: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
         default=None, description="frames of a sample, and numbers of a frame"
+    )
+    target: TargetMaps | None = Field(
+        default=None, description="what label maps of pairs show; none where targets are colours"
     )
     tokenizer: TokenizerIdentity | None = Field(
         default=None, description="none for jpeg, pairs and frames"
@@ -125,12 +148,15 @@ class Manifest(_Strict):
     def _check_kind(self) -> Manifest:
         has_ids = self.kind in ("palette", "ids")
         has_side = {"jpeg": self.image_size is not None, "frames": False}.get(self.kind, True)
+        if self.target is not None:  # originals, of any size
+            has_side = False
         present = {
             "tokenizer": (self.tokenizer is not None, self.kind in ("palette", "latents", "ids")),
             "tokenizer.num_tokens": (self.vocabulary_size > 0, has_ids),
             "num_tokens": (self.num_tokens is not None, has_ids),
             "latent_shape": (self.latent_shape is not None, self.kind == "latents"),
             "frame_shape": (self.frame_shape is not None, self.kind == "frames"),
+            "target": (self.target is not None, self.target is not None and self.kind == "pairs"),
             "image_size": (self.image_size is not None, has_side),
         }
         for name, (given, wanted) in present.items():

@@ -149,7 +149,7 @@ def _check_alike(first: ShardDataset, other: ShardDataset) -> None:
 
 
 def _differences(one: Manifest, other: Manifest) -> Iterator[tuple[str, object, object]]:
-    keys = ["kind", "image_size", "num_tokens", "latent_shape", "frame_shape"]
+    keys = ["kind", "image_size", "num_tokens", "latent_shape", "frame_shape", "target"]
     if one.kind == "jpeg":
         keys.remove("image_size")  # images of any size are cut to one when they are read
     pairs = [(key, getattr(one, key), getattr(other, key)) for key in keys]

@@ -1,0 +1,200 @@
+"""`scenes`: pictures of objects on a floor, with exact panoptic maps and depths.
+
+Balls, boxes and cones stand in front of a wall. The camera looks along the floor, so depth follows
+from the place where an object stands, and its size from its depth; nearer ones hide those behind.
+Textures differ from object to object and say nothing about its class.
+
+Maps are written as COCO Panoptic publishes them, depths as 16-bit PNG in millimetres.
+
+Legend: s side of a picture in pixels, n segments of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_tools.job_report import ProgressBar, say
+from data_tools.made_folder import make_folder
+from megavis.config.arguments import non_negative, positive
+from megavis.config.errors import UserError
+from megavis.data.codecs.label_maps import to_pixels
+
+RECORD_NAME = "scenes.json"
+CATEGORIES = (
+    {"id": 1, "name": "ball", "supercategory": "object", "isthing": 1},
+    {"id": 2, "name": "box", "supercategory": "object", "isthing": 1},
+    {"id": 5, "name": "cone", "supercategory": "object", "isthing": 1},
+    {"id": 100, "name": "wall", "supercategory": "ground", "isthing": 0},
+    {"id": 101, "name": "floor", "supercategory": "ground", "isthing": 0},
+)
+_STREAMS = {"train": 0, "validation": 1}
+_SHAPES, _WALL, _FLOOR = (1, 2, 5), 100, 101
+_HORIZON, _CAMERA = 0.35, 1.3
+"""Row of the horizon, as a share of the side, and height of the camera above the floor in metres
+times its focal length in sides of a picture."""
+_NEAR, _WALLS, _SIZES = 2.2, (5.0, 9.0), (0.9, 1.7)
+"""Metres: the nearest object, the least and greatest distance of the wall, heights of objects times
+the focal length."""
+_LEAST_SIDE, _MILLIMETRES, _MANY_IDS = 16, 1000, 1 << 24
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture and all that is known of it.
+
+    Attributes:
+        image: uint8 `[s, s, 3]`.
+        segments: int64 `[s, s]`, places in `categories`.
+        categories: ids in `CATEGORIES`, one a segment.
+        depth: uint16 `[s, s]`, millimetres.
+    """
+
+    image: np.ndarray
+    segments: np.ndarray
+    categories: tuple[int, ...]
+    depth: np.ndarray
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `scenes` to its parser."""
+    parser.add_argument(
+        "out",
+        type=Path,
+        help="the folder to write: images/, panoptic/ and depth/ with train/ and validation/ in"
+        " each, panoptic_train.json and panoptic_validation.json",
+    )
+    parser.add_argument("--size", type=positive, default=64, help="side of a picture in pixels")
+    parser.add_argument("--images", type=positive, default=4000, help="training pictures")
+    parser.add_argument("--validation-images", type=positive, default=200, help="held-out pictures")
+    parser.add_argument("--objects", type=positive, default=4, help="objects of a scene, at most")
+    parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder and say what is in it. Raises UserError and OSError."""
+    if arguments.size < _LEAST_SIDE:
+        raise UserError(f"--size must be at least {_LEAST_SIDE}")
+    options = ("size", "images", "validation_images", "objects", "seed")
+    record = {name: getattr(arguments, name) for name in options}
+
+    def write(folder: Path) -> None:
+        counts = {"train": arguments.images, "validation": arguments.validation_images}
+        with ProgressBar("scenes", total=sum(counts.values())) as bar:
+            for part, count in counts.items():
+                _write_part(folder, part, count, record, bar)
+
+    made = make_folder(arguments.out, RECORD_NAME, record, write)
+    verb = "wrote" if made else "found"
+    count = arguments.images + arguments.validation_images
+    say(f"{arguments.out}: {verb} {count} scenes of {arguments.size}x{arguments.size} pixels")
+    return 0
+
+
+def _write_part(
+    folder: Path, part: str, count: int, record: Mapping[str, Any], bar: ProgressBar
+) -> None:
+    for kind in ("images", "panoptic", "depth"):
+        (folder / kind / part).mkdir(parents=True)
+    images, annotations = [], []
+    for number in range(count):
+        random = np.random.default_rng([record["seed"], _STREAMS[part], number])
+        scene = draw_scene(random, size=record["size"], most_objects=record["objects"])
+        name, side = f"{number:06d}.png", record["size"]
+        Image.fromarray(scene.image).save(folder / "images" / part / name)
+        Image.fromarray(scene.depth).save(folder / "depth" / part / name)
+        ids = random.choice(_MANY_IDS - 1, len(scene.categories), replace=False) + 1
+        pixels = to_pixels(ids[scene.segments])
+        Image.fromarray(pixels).save(folder / "panoptic" / part / name)
+        images.append({"id": number, "file_name": name, "width": side, "height": side})
+        segments = segments_info(scene, ids)
+        annotations.append({"image_id": number, "file_name": name, "segments_info": segments})
+        bar.advance()
+    content = {"images": images, "annotations": annotations, "categories": CATEGORIES}
+    (folder / f"panoptic_{part}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def segments_info(scene: Scene, ids: np.ndarray) -> list[dict[str, Any]]:
+    """Return what COCO's JSON says of the segments that are seen; `ids` `[n]` are theirs."""
+    found = []
+    for place, category in enumerate(scene.categories):
+        rows, columns = np.nonzero(scene.segments == place)
+        if not len(rows):
+            continue
+        top, left = int(rows.min()), int(columns.min())
+        sides = [int(columns.max()) - left + 1, int(rows.max()) - top + 1]
+        found.append(
+            {
+                "id": int(ids[place]),
+                "category_id": category,
+                "iscrowd": 0,
+                "bbox": [left, top, *sides],
+                "area": len(rows),
+            }
+        )
+    return found
+
+
+def draw_scene(random: np.random.Generator, *, size: int, most_objects: int) -> Scene:
+    """Draw a scene of one to `most_objects` objects, `size` pixels on a side."""
+    rows, columns = (np.indices((size, size)) + 0.5) / size
+    wall = random.uniform(*_WALLS)
+    floor = _CAMERA / np.maximum(rows - _HORIZON, 1e-6)
+    is_floor = floor < wall
+    depth = np.where(is_floor, floor, wall)
+    segments = is_floor.astype(np.int64)
+    textures = [_texture(random, rows, columns) for _ in range(2)]
+    image = np.where(is_floor[..., None], textures[1], textures[0])
+    categories = [_WALL, _FLOOR]
+    distances = random.uniform(_NEAR, 0.95 * wall, random.integers(1, most_objects + 1))
+    for distance in sorted(distances.tolist(), reverse=True):
+        category = int(random.choice(_SHAPES))
+        inside = _shape(random, category, distance, rows, columns)
+        segments[inside] = len(categories)
+        depth[inside] = distance
+        image[inside] = _texture(random, rows, columns)[inside]
+        categories.append(category)
+    millimetres = np.clip((depth * _MILLIMETRES).round(), 1, 65535).astype(np.uint16)
+    pixels = (255.0 * image.clip(0.0, 1.0)).round().astype(np.uint8)
+    return Scene(pixels, segments, tuple(categories), millimetres)
+
+
+def _shape(
+    random: np.random.Generator,
+    category: int,
+    distance: float,
+    rows: np.ndarray,
+    columns: np.ndarray,
+) -> np.ndarray:
+    """Return bool `[s, s]`: which pixels show an object that stands at a distance in metres."""
+    bottom = _HORIZON + _CAMERA / distance
+    height = random.uniform(*_SIZES) / distance
+    centre = random.uniform(0.1, 0.9)
+    across, up = columns - centre, bottom - rows
+    if category == 1:
+        return across**2 + (up - height / 2) ** 2 < (height / 2) ** 2
+    half = height * random.uniform(0.3, 0.6)
+    if category == 2:
+        return (np.abs(across) < half) & (up > 0) & (up < height)
+    return (up > 0) & (np.abs(across) < half * (1.0 - up / height))
+
+
+def _texture(random: np.random.Generator, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return float64 `[s, s, 3]` in about [0, 1]: two colours in waves, and noise."""
+    base = random.uniform(0.15, 0.85, 3)
+    other = base + random.uniform(-0.2, 0.2, 3)
+    frequency, angle, phase = (
+        random.uniform(2.0, 14.0),
+        random.uniform(0, np.pi),
+        random.uniform(0, 6),
+    )
+    along = np.cos(angle) * columns + np.sin(angle) * rows
+    share = (0.5 + 0.5 * np.sin(2 * np.pi * frequency * along + phase))[..., None]
+    return base + (other - base) * share + random.normal(0.0, 0.02, (*rows.shape, 1))
