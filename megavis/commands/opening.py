@@ -17,6 +17,9 @@ from megavis.data.loading.leakage import Shards
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, current_context
 
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+"""Of the network's weights and activations, by the value of `--precision`."""
+
 
 @contextlib.contextmanager
 def job_closed() -> Iterator[None]:
@@ -38,8 +41,9 @@ def open_run(
 ) -> Run:
     """Open a run, silencing libraries; raises UserError as `Run.open`."""
     with quietly():
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return Run.open(folder, step=step, device=device, dtype=dtype, image_size=image_size)
+        return Run.open(
+            folder, step=step, device=device, dtype=DTYPES[precision], image_size=image_size
+        )
 
 
 def open_shards(opened: Run, folder: str) -> ShardDataset:

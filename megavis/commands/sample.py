@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megavis.commands.opening import open_held_out, open_shards
+from megavis.commands.opening import DTYPES, open_held_out, open_shards
 from megavis.commands.options.shared import chosen_options, refuse_options, spelled
 from megavis.commands.quiet import quietly
 from megavis.config.errors import UserError
@@ -32,6 +32,11 @@ from megavis.sampling.pictures import Gallery, picture, picture_of_rounds
 from megavis.sampling.sampler import Sampler
 
 
+def default_precision(device: torch.device) -> str:
+    """Return the precision of generation on a device: decoding is bound by reading weights."""
+    return "bf16" if device.type == "cuda" else "float32"
+
+
 def run(args: argparse.Namespace) -> int:
     """Generate images and write the grid.
 
@@ -46,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         )
     try:
         with quietly():
-            opened = Run.open(args.run_folder, step=args.step)
+            precision = args.precision or default_precision(context.device)
+            opened = Run.open(args.run_folder, step=args.step, dtype=DTYPES[precision])
         pixels = _draw(opened, args)
         kind = "completions" if args.prefix else "samples"
         out = args.out or opened.folder / "samples" / f"{kind}-{opened.step:08d}.png"

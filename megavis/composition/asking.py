@@ -240,8 +240,8 @@ class Query(Asking):
     """Two streams: content that is seen, and queries that know their place alone.
 
     "XLNet: Generalized Autoregressive Pretraining for Language Understanding", section 2.3. Both
-    streams share the projection of queries, as in XLNet's released code; "Denoising Autoregressive
-    Representation Learning", appendix A.5, which refers to it, writes of "an additional query head".
+    streams share the projection of queries, as in XLNet's code; "Denoising Autoregressive
+    Representation Learning", appendix A.5, which refers to it, has "an additional query head".
     """
 
     num_inputs = 5

@@ -1,7 +1,8 @@
 """Random access to the logical tensors of a checkpoint, independent of model and layout.
 
 Files are memory-mapped safetensors, and nothing is ever unpickled. A tokenizer is a trained run as
-well, so this lies below `tokenizers`; what fits tensors into a model lies in `restore.py`, far above.
+well, so this lies below `tokenizers`; what fits tensors into a model lies in `restore.py`, far
+above.
 """
 
 from __future__ import annotations

@@ -53,6 +53,11 @@ def add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", help="shard folder of the images; default: the run's own")
     parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch; default: 64")
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bf16"),
+        help="of the network's weights and activations; default: bf16 on a GPU, float32 on a CPU",
+    )
     add_step(parser)
     parser.add_argument("--out", type=Path, help="PNG file; default: in RUN/samples")
     parser.add_argument(
