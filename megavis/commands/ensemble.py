@@ -47,7 +47,9 @@ def _ask(folder: Path, args: argparse.Namespace) -> tuple[ClassProbabilities, st
     objective = opened.objective.classification()
     assert objective is not None, "the run has a chosen step, so it was fine-tuned"
     dataset = _judges(opened, args.images)
-    return predict_classes(opened.runner, objective, dataset), dataset.whole.manifest.source.sha256
+    return predict_classes(
+        opened.runner, objective, dataset
+    ), dataset.dataset.manifest.source.sha256
 
 
 def _chosen_step(folder: Path) -> int:

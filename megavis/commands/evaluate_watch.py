@@ -34,7 +34,7 @@ from megavis.commands.opening import job_closed, open_held_out, open_run
 from megavis.commands.options.images import DISTANCE
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import read_in_turn
+from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.images.feature_networks import open_network
 from megavis.evaluation.images.generation import FeatureCollector, ImageSetComparison, compare
 from megavis.evaluation.images.statistics_files import read_statistics
@@ -228,7 +228,7 @@ class CheckpointMeasures:
             UserError: the paper's models cannot generate images.
         """
         gallery = Gallery(self.opened.objective, self.opened.folder)
-        examples = read_in_turn(self._validation, _PICTURES).to(self.opened.context.device)
+        examples = read_round_robin(self._validation, _PICTURES).to(self.opened.context.device)
         return gallery.draw(self.opened.runner, examples, num_images=_PICTURES)
 
     def _loss(self) -> Mapping[str, float]:

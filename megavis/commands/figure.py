@@ -37,8 +37,8 @@ from megavis.commands.quiet import quietly
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.config.figures import FigureSpec, paper_figures
-from megavis.data.loading.leakage import refuse_overlap
-from megavis.data.loading.loader import read_in_turn
+from megavis.data.loading.leakage import check_no_overlap
+from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation import figures, neighbors
 from megavis.evaluation.figures import FigureInput, RenderedFigure, Row, write_png, write_table
 from megavis.evaluation.images.completions import score_completions
@@ -140,7 +140,7 @@ def _complete(opened: Run, args: argparse.Namespace) -> int:
     options = {"sampling_steps": args.sampling_steps, "temperature": args.temperature}
     sampler = opened.sampler(seed=args.seed, spell=spelled, **options)
     dataset = open_held_out(opened, args.images, option="--images")
-    inputs = read_in_turn(dataset, args.num_images).inputs.to(opened.context.device)
+    inputs = read_round_robin(dataset, args.num_images).inputs.to(opened.context.device)
     count, num_given = len(inputs), sampler.paper.num_tokens // 2
     draws = max(args.draws, args.completions)
     tokens = sampler.draw(count * draws, originals=inputs, num_given=num_given)
@@ -190,7 +190,7 @@ def _neighbor_scores(
     """Return a score per layer, and a record for reproducing them."""
     held_out = open_held_out(opened, args.images, option="--images")
     train = open_shards(opened, opened.config.data.train_sources[0].path)
-    refuse_overlap(held_out, [train, *training_shards(opened)])
+    check_no_overlap(held_out, [train, *training_shards(opened)])
     cache = feature_cache(opened, args)
     fresh = untrained_network(opened, cache, seed=opened.config.seed)
     pairs = [

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from megavis.commands.opening import job_closed, open_held_out, open_run, training_shards
-from megavis.data.loading.leakage import refuse_overlap
+from megavis.data.loading.leakage import check_no_overlap
 from megavis.evaluation.likelihood import LikelihoodResult, measure_likelihood
 
 
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
             args.run_folder, step=args.step, device=args.device, precision=args.precision
         )
         images = open_held_out(opened, args.images, option="--images")
-        refuse_overlap(images, training_shards(opened))
+        check_no_overlap(images, training_shards(opened))
         result = measure_likelihood(
             opened.config.name,
             opened.step,

@@ -21,7 +21,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.data.format.manifest import MANIFEST_NAME
 from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import read_batch, read_in_turn
+from megavis.data.loading.loader import read_batch, read_round_robin
 from megavis.evaluation.moments import compare, largest_differences
 from megavis.notebook import Run
 from megavis.parallel.context import close_context, open_context
@@ -181,7 +181,7 @@ def _reconstructions(opened: Run, args: argparse.Namespace) -> Any:
 def _held_out(opened: Run, args: argparse.Namespace) -> Batch:
     """Return held-out images, cycling through the classes; raises UserError if there are none."""
     dataset = open_held_out(opened, args.images, option="--images")
-    return read_in_turn(dataset, args.num_images).to(opened.context.device)
+    return read_round_robin(dataset, args.num_images).to(opened.context.device)
 
 
 def write_samples(opened: Run, args: argparse.Namespace) -> None:

@@ -1,1 +1,1 @@
-"""Shards, and the samples and batches made from them."""
+"""Shard format, sample codecs, sample order and batch loading."""

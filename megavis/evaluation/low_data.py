@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import draw_of_each_class
+from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import (
     STANDARDIZED,
@@ -74,8 +74,7 @@ def score_low_data(
     for count in images_per_class:
         try:
             subsets = [
-                draw_of_each_class(train.labels, count, seed=seed, draw=draw)
-                for draw in range(draws)
+                sample_per_class(train.labels, count, seed=seed, draw=draw) for draw in range(draws)
             ]
         except UserError as error:
             text = f"--images-per-class {count}: {error}; take in more with --train-images"

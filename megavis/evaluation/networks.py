@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import batches_in_turn
+from megavis.data.loading.loader import round_robin_batches
 from megavis.evaluation.feature_cache import FeatureCache, identity_of_data
 from megavis.evaluation.features import LabelledFeatures, view_of
 from megavis.model.inference import Inference
@@ -142,7 +142,7 @@ def extract(
     """
     context = runner.context
     layers, labels = [], []
-    for batch in batches_in_turn(
+    for batch in round_robin_batches(
         dataset,
         batch_size=batch_size,
         num_samples=num_images,

@@ -14,7 +14,7 @@ import numpy as np
 
 from megavis.config.errors import UserError
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.leakage import Shards, refuse_overlap
+from megavis.data.loading.leakage import Shards, check_no_overlap
 from megavis.evaluation.concatenation import ConcatenatedScore, score_concatenated
 from megavis.evaluation.features import LabelledFeatures, pixel_features
 from megavis.evaluation.linear import (
@@ -73,7 +73,7 @@ class ProbeData:
                     f" {self.train.directory}: write its shards with --classes-from"
                 )
         fitted = [self.train] if self.selection is None else [self.train, self.selection]
-        equal = refuse_overlap(self.validation, [*fitted, *self.trained_on])
+        equal = check_no_overlap(self.validation, [*fitted, *self.trained_on])
         object.__setattr__(self, "num_equal", equal)
 
     def pixels(self) -> Pair:

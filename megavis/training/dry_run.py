@@ -107,7 +107,7 @@ def _tokenizer(run: Trainer) -> DryRunCheck:
     manifest = run.train_data.manifest
     if manifest.identity is None:
         return DryRunCheck("tokenizer", True, "plain images: none is needed")
-    text = f"{manifest.tokenizer_kind} {manifest.identity[:12]}"
+    text = f"{manifest.tokenizer_name} {manifest.identity[:12]}"
     also = "the same in validation" if run.validation_data is not None else "no validation shards"
     return DryRunCheck("tokenizer", True, f"{text}, {also}")
 

@@ -25,7 +25,7 @@ from megavis.config.schema import ConfigIssue, FinetuneConfig, RunConfig
 from megavis.config.section import Section
 from megavis.data.loading.blended_dataset import Samples
 from megavis.data.loading.dataset import ShardDataset, Subset, halves, shuffled
-from megavis.data.loading.leakage import refuse_overlap, training_shards
+from megavis.data.loading.leakage import check_no_overlap, training_shards
 from megavis.evaluation.classes import ClassResult, evaluate_classifier
 from megavis.evaluation.figures import draw_confusion, write_png
 from megavis.evaluation.networks import NUM_VIEWS
@@ -165,9 +165,9 @@ def _refuse_overlap(
     """Reject test images that this run or its source was trained on, or that select the step."""
     key, judging = ("data.validation", validation) if test is None else ("finetune.test", test)
     try:
-        refuse_overlap(judging, training_shards(loaded.config))
+        check_no_overlap(judging, training_shards(loaded.config))
         if test is not None:
-            refuse_overlap(test, [validation])
+            check_no_overlap(test, [validation])
     except UserError as error:
         raise loaded.source.error([(key, str(error))]) from None
 

@@ -14,7 +14,7 @@ from megavis.config.errors import UserError
 from megavis.config.load import LoadedConfig
 from megavis.data.codecs.transforms import Transform, evaluation_transform
 from megavis.data.loading.blended_dataset import BlendedDataset, Samples
-from megavis.data.loading.dataset import ShardDataset, few_of_each_class
+from megavis.data.loading.dataset import ShardDataset, subset_per_class
 from megavis.model.kernels import choose_kernels
 from megavis.parallel.context import ParallelContext, close_context, open_context
 from megavis.parallel.device import choose_device, select_device
@@ -138,7 +138,7 @@ def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Tr
         if data.images_per_class is None:
             return dataset
         try:
-            return few_of_each_class(dataset, data.images_per_class, seed=loaded.config.seed)
+            return subset_per_class(dataset, data.images_per_class, seed=loaded.config.seed)
         except UserError as error:
             raise loaded.source.error([("data.images_per_class", str(error))]) from None
     parts = [
@@ -157,7 +157,7 @@ def open_held_out(
     """Open held-out images; also raises if their tokenizer differs."""
     dataset = open_data(loaded, key, path, evaluation_transform(loaded.config.data), objective)
     if dataset.manifest.identity != train.manifest.identity:
-        kind = train.manifest.tokenizer_kind
+        kind = train.manifest.tokenizer_name
         text = f"{path} was made with another {kind} than {train.directory}"
         raise loaded.source.error([(key, text)])
     return dataset

@@ -24,7 +24,7 @@ def check_same_tokenizer(
     before = manifest.tokenizer
     if before != tokenizer:
         raise UserError(
-            f"{data.directory}: its {data.manifest.tokenizer_kind} {str(tokenizer)[:12]} is not the"
+            f"{data.directory}: its {data.manifest.tokenizer_name} {str(tokenizer)[:12]} is not the"
             f" one of the run's step {manifest.step}, {str(before)[:12]}; use the one that the run"
             " was started with, or choose another name"
         )

@@ -90,4 +90,4 @@ output: {tmp_path}
     assert "token of the 32-colour palette; 16 per image" in capsys.readouterr().out
 
     assert main([*words, "--images", f"{shard_folders}/train"]) == 2
-    assert "cannot judge what was trained on" in capsys.readouterr().err
+    assert "cannot evaluate what was trained on" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_images_that_were_trained_on_do_not_judge(config, capsys, shard_folders)
     test = f"finetune.test={shard_folders}/train"
     assert "its shard-000000.tar is the shard-000000.tar there" in refused(capsys, config, test)
     chooses = f"finetune.test={shard_folders}/validation"
-    assert "cannot judge what was trained on" in refused(capsys, config, chooses)
+    assert "cannot evaluate what was trained on" in refused(capsys, config, chooses)
 
 
 def test_from_scratch_the_classifier_alone_starts_at_zero(config, tmp_path):

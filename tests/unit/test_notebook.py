@@ -155,11 +155,11 @@ def test_the_sample_command_writes_pictures(trained, capsys, tmp_path):
     assert Image.open(out).size == (4 * 130 + 2, 4 * 130 + 2)
 
 
-def test_photographs_of_all_classes_take_turns(shard_folders):
-    from megavis.data.loading.loader import take_turns
+def test_photographs_of_all_classes_round_robin_by_class(shard_folders):
+    from megavis.data.loading.loader import round_robin_by_class
 
     dataset = ShardDataset(shard_folders / "validation")
-    indices = take_turns(dataset, 7)
+    indices = round_robin_by_class(dataset, 7)
     assert dataset.labels[indices].tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert len(set(indices.tolist())) == 7
 

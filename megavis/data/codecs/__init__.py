@@ -1,1 +1,1 @@
-"""What the samples of each kind of shard hold, and the transforms of images."""
+"""Codecs for the samples of each shard kind, and image transforms."""

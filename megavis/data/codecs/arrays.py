@@ -1,15 +1,10 @@
-"""Shards of VAE latents: mean and scale of each number; training samples afresh each time.
+"""Codecs for VAE latents and spectrogram frames, stored as little-endian float16.
 
-The `.lat` payload is float16, mean then scale, each `[c, h, w]`; where the flipped image is stored
-too, its mean and scale follow.
+A `.lat` payload holds the posterior's mean, then its scale, each `[c, h, w]`; if the flipped image
+is stored too, its mean and scale follow. Training samples from the posterior at every read. A
+`.frm` payload holds frames `[n, d]`.
 
-Legend: b samples, c channels, h and w of the latent grid.
-
-Shards of spectrograms: fixed-width frames in sequence.
-
-The `.frm` payload is float16, `[n, d]`, little-endian.
-
-Legend: b samples, n frames of each, d numbers of a frame.
+Legend: b samples, c channels, h and w of the latent grid, n frames, d values per frame.
 """
 
 from __future__ import annotations
@@ -23,12 +18,12 @@ NOT_FINITE = "not finite"
 
 
 class LatentsCodec(Codec):
-    """Mean and scale of a VAE: float16 `[b, 2, c, h, w]`.
+    """Posterior mean and scale of a VAE: float16 `[b, 2, c, h, w]`.
 
     Args:
         shape: c, h, w.
-        flipped: the payload holds the flipped image's latents as well.
-        transform: decides which of the two is read; without one, the image as it is.
+        flipped: whether payloads include the flipped image's latents.
+        transform: chooses between image and flipped image; without it, the image is read.
     """
 
     suffix = "lat"
@@ -45,13 +40,13 @@ class LatentsCodec(Codec):
         self._transform = transform
 
     def encode(self, latents: np.ndarray) -> bytes:
-        """Return the payload of `[2, c, h, w]`, or `[2, 2, c, h, w]` with the flipped image's.
+        """Encode `[2, c, h, w]`, or `[2, 2, c, h, w]` with the flipped image's latents.
 
         Raises:
-            ValueError: a number is not finite (in float16: at most 65,504), a scale is negative,
-                or the shape is another.
+            ValueError: a value is not finite in float16 (at most 65,504), a scale is negative, or
+                the shape is wrong.
         """
-        with np.errstate(over="ignore"):  # what float16 cannot hold is refused below
+        with np.errstate(over="ignore"):  # overflow is detected below
             half = latents.reshape(self.shape).astype("<f2")
         if not np.isfinite(half).all():
             raise ValueError("latents must be finite in float16")
@@ -60,7 +55,7 @@ class LatentsCodec(Codec):
         return half.tobytes()
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return float16 `[b, 2, c, h, w]`."""
+        """Decode to float16 `[b, 2, c, h, w]`."""
         shape = (len(payloads), *self.shape)
         joined = np.concatenate(payloads) if payloads else np.empty(0, np.uint8)
         views = joined.view("<f2").reshape(shape).astype(np.float16, copy=False)
@@ -73,7 +68,7 @@ class LatentsCodec(Codec):
 
 
 class FramesCodec(Codec):
-    """Frames of a spectrogram: float16 `[b, n, d]`.
+    """Spectrogram frames: float16 `[b, n, d]`.
 
     Args:
         shape: n and d.
@@ -86,19 +81,19 @@ class FramesCodec(Codec):
         self.num_bytes = 2 * shape[0] * shape[1]
 
     def encode(self, frames: np.ndarray) -> bytes:
-        """Return the payload of `[n, d]`.
+        """Encode `[n, d]`.
 
         Raises:
-            ValueError: a number is not finite in float16 (at most 65,504), or the shape is another.
+            ValueError: a value is not finite in float16 (at most 65,504), or the shape is wrong.
         """
-        with np.errstate(over="ignore"):  # what float16 cannot hold is refused below
+        with np.errstate(over="ignore"):  # overflow is detected below
             half = frames.reshape(self.shape).astype("<f2")
         if not np.isfinite(half).all():
             raise ValueError("frames must be finite in float16")
         return half.tobytes()
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return float16 `[b, n, d]`."""
+        """Decode to float16 `[b, n, d]`."""
         joined = np.concatenate(payloads) if payloads else np.empty(0, np.uint8)
         frames = joined.view("<f2").reshape(len(payloads), *self.shape)
         frames = frames.astype(np.float16, copy=False)

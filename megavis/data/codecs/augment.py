@@ -1,18 +1,20 @@
-"""RandAugment: a few random operations on an image, all of the same strength.
+"""RandAugment and Random Erasing, as deterministic functions of an image and given draws.
 
-"RandAugment: Practical automated data augmentation with a reduced search space" (Cubuk et al.), in
-the form that MAE's fine-tuning recipe and those after it name by two numbers, "RandAug (9, 0.5)":
-magnitude 9 of 10, and a deviation of 0.5 with which it is drawn anew for each operation. Two
-operations are drawn, with replacement, from fifteen whose effect grows with the magnitude, and each
-is applied with probability one half. That is timm's `rand-m9-mstd0.5-inc1`, but for the source of
-chance: the numbers are given, so that any rank, worker and resume sees the same pixels.
+RandAugment follows "RandAugment: Practical automated data augmentation with a reduced search space"
+(Cubuk et al.) in the form of MAE's fine-tuning recipe, "RandAug (9, 0.5)": magnitude 9 of 10, drawn
+for each operation with a standard deviation of 0.5. Two operations are drawn, with replacement,
+from fifteen whose effect grows with the magnitude; each is applied with probability 0.5. This is
+timm's `rand-m9-mstd0.5-inc1`.
 
-Random Erasing: a rectangle of an image becomes noise.
+Random Erasing follows "Random Erasing Data Augmentation" (Zhong et al.) in the form of timm and
+DeiT's recipe: one rectangle of 2 % to 33 % of the area, 0.3 to 3.3 times as high as wide, is filled
+with normal noise of ImageNet's mean and standard deviation. timm erases after normalization; here
+images are bytes, so noise is clipped to 0 .. 255.
 
-"Random Erasing Data Augmentation" (Zhong et al.), in the form that DeiT's recipe takes from timm:
-one rectangle of 2 % to 33 % of the area, 0.3 to 3.3 times as high as wide; each of its pixels is
-drawn from a normal distribution with ImageNet's means and deviations. timm puts the noise into
-standardised numbers; here images are bytes, and what lies beyond 0 or 255 is cut off.
+Unlike in timm, random numbers are arguments, so every rank, worker and resumed run gets the same
+pixels.
+
+Legend: h and w, height and width of an image in pixels.
 """
 
 from __future__ import annotations
@@ -27,30 +29,30 @@ from PIL import Image, ImageEnhance, ImageOps
 from PIL.Image import Image as Picture
 
 NUM_OPERATIONS = 2
-"""Operations on an image."""
+"""Operations per image."""
 _DRAWS_AN_OPERATION = 4
 NUM_AUGMENT_DRAWS = NUM_OPERATIONS * _DRAWS_AN_OPERATION
-"""Numbers in [0, 1) that decide about an image."""
+"""Uniform draws per image."""
 LARGEST_MAGNITUDE = 10.0
 
 _PROBABILITY = 0.5
 _FILL = (124, 116, 104)
-"""What comes into sight behind a moved image: ImageNet's mean colour."""
+"""Fill colour behind a transformed image: ImageNet's mean."""
 _FILTER = Image.Resampling.BICUBIC
 _SMALLEST_DRAW = 2.0**-25
-"""Half the step between two draws: the quantile of 0 is not finite."""
+"""Lower bound of a draw, half the step between two: the quantile of 0 is not finite."""
 
 Operation = Callable[[Picture, float, float], Picture]
-"""From an image, the strength in [0, 1] and a sign to an image of the same size."""
+"""Maps an image, a strength in [0, 1] and a sign to an image of the same size."""
 
 
 @dataclass(frozen=True)
 class RandAugment:
-    """Draws operations and applies them.
+    """Apply randomly drawn operations to an image.
 
     Attributes:
         magnitude: mean strength, in [0, 10].
-        deviation: of the strength from operation to operation.
+        deviation: standard deviation of the magnitude.
     """
 
     magnitude: float
@@ -61,8 +63,8 @@ class RandAugment:
 
         Args:
             image: uint8 `[h, w, 3]`.
-            draws: `[NUM_AUGMENT_DRAWS]` in [0, 1): for each operation which one, whether, how
-                strong, which sign.
+            draws: `[NUM_AUGMENT_DRAWS]` in [0, 1): for each operation its index, whether it is
+                applied, its strength and its sign.
 
         Returns:
             uint8 `[h, w, 3]`.
@@ -75,52 +77,52 @@ class RandAugment:
         return np.asarray(picture)
 
     def _strength(self, draw: float) -> float:
-        """Return a strength in [0, 1] of a draw."""
+        """Map a draw to a strength in [0, 1]."""
         normal = NormalDist().inv_cdf(max(draw, _SMALLEST_DRAW))
         magnitude = self.magnitude + self.deviation * normal
         return min(max(magnitude, 0.0), LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE
 
 
 def _auto_contrast(image: Picture, strength: float, sign: float) -> Picture:
-    """Spread each channel over 0 to 255."""
+    """Stretch each channel to 0 .. 255."""
     return ImageOps.autocontrast(image)
 
 
 def _equalize(image: Picture, strength: float, sign: float) -> Picture:
-    """Make all values of a channel equally frequent."""
+    """Equalize the histogram of each channel."""
     return ImageOps.equalize(image)
 
 
 def _invert(image: Picture, strength: float, sign: float) -> Picture:
-    """Take the negative."""
+    """Invert all values."""
     return ImageOps.invert(image)
 
 
 def _rotate(image: Picture, strength: float, sign: float) -> Picture:
-    """Turn by up to 30 degrees around the middle."""
+    """Rotate by up to 30 degrees around the center."""
     return image.rotate(sign * strength * 30.0, resample=_FILTER, fillcolor=_FILL)
 
 
 def _posterize(image: Picture, strength: float, sign: float) -> Picture:
-    """Keep the upper 4 to 1 bits of each value."""
-    # At full strength timm keeps none, a black image, which newer versions of Pillow refuse.
+    """Keep the top 4 to 1 bits of each value."""
+    # At full strength timm keeps no bits, which newer versions of Pillow reject.
     return ImageOps.posterize(image, max(1, 4 - int(strength * 4)))
 
 
 def _solarize(image: Picture, strength: float, sign: float) -> Picture:
-    """Take the negative of what is bright; the bound falls from 256 to 0."""
+    """Invert values above a threshold that falls from 256 to 0."""
     return ImageOps.solarize(image, 256 - int(strength * 256))
 
 
 def _solarize_add(image: Picture, strength: float, sign: float) -> Picture:
-    """Add up to 110 to what is below 128."""
+    """Add up to 110 to values below 128."""
     added = int(strength * 110)
     table = [min(255, value + added) if value < 128 else value for value in range(256)]
     return image.point(table * len(image.getbands()))
 
 
 def _enhance(name: str) -> Operation:
-    """Return a change of colour, contrast, brightness or sharpness by a factor in [0.1, 1.9]."""
+    """Return a `PIL.ImageEnhance` operation with a factor in [0.1, 1.9]."""
 
     def enhance(image: Picture, strength: float, sign: float) -> Picture:
         factor = max(0.1, 1.0 + sign * strength * 0.9)
@@ -130,12 +132,12 @@ def _enhance(name: str) -> Operation:
 
 
 def _move(*, shear: float = 0.0, shift: float = 0.0, along: int) -> Operation:
-    """Return a shear by up to `shear`, or a shift by up to `shift` of the side, along an axis.
+    """Return a shear or translation along an axis.
 
     Args:
-        shear: columns (or rows) a row (or column).
-        shift: share of the width (or height).
-        along: 0 from left to right, 1 from top to bottom.
+        shear: largest shear, in columns per row (or rows per column).
+        shift: largest translation, as a fraction of the width (or height).
+        along: 0 for horizontal, 1 for vertical.
     """
 
     def move(image: Picture, strength: float, sign: float) -> Picture:
@@ -166,12 +168,12 @@ OPERATIONS: tuple[Operation, ...] = (
     _move(shift=0.45, along=0),
     _move(shift=0.45, along=1),
 )
-"""In timm's order."""
+"""The fifteen operations in timm's order."""
 
 
 _ATTEMPTS, _DRAWS_AN_ATTEMPT = 10, 4
 NUM_ERASING_DRAWS = 2 + _ATTEMPTS * _DRAWS_AN_ATTEMPT
-"""Numbers in [0, 1) that decide about an image."""
+"""Uniform draws per image."""
 _AREAS = (0.02, 1 / 3)
 _LOG_RATIOS = (math.log(0.3), math.log(1 / 0.3))
 _MEAN = 255.0 * np.array((0.485, 0.456, 0.406))
@@ -182,20 +184,20 @@ _SEEDS = 1 << 24
 
 @dataclass(frozen=True)
 class RandomErasing:
-    """Erases a rectangle of some images.
+    """Replace a rectangle of some images by noise.
 
     Attributes:
-        probability: share of the images, in [0, 1].
+        probability: of erasing, in [0, 1].
     """
 
     probability: float
 
     def __call__(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Return uint8 `[h, w, 3]`, the image itself where nothing is erased.
+        """Return uint8 `[h, w, 3]`: a copy, or the image itself if nothing is erased.
 
         Args:
             image: uint8 `[h, w, 3]`.
-            draws: `[NUM_ERASING_DRAWS]` in [0, 1): whether, the seed of the noise, and for each
+            draws: `[NUM_ERASING_DRAWS]` in [0, 1): whether to erase, the noise seed, and for each
                 attempt area, height / width, top and left.
         """
         if draws[0] >= self.probability:

@@ -1,7 +1,8 @@
-"""Interface of a shard codec, and the two codecs of ids.
+"""Interface of a shard codec, and the two codecs for ids.
 
-A codec turns the payload of a sample, the bytes of its tar member, into numbers and back. Shards,
-data set and loader know nothing else of a kind: a new one is a codec and a line in `registry.py`.
+A codec converts between a sample and its payload, the bytes of its tar member. Nothing else in the
+shard writer, data set or loader depends on the kind of shard: to add a kind, write a codec and add
+it to `registry.py`.
 
 Legend: b samples, n tokens of a sample.
 """
@@ -19,19 +20,19 @@ from megavis.data.codecs.transforms import Transform
 from megavis.data.format.token_packing import MAX_TOKENS, pack_tokens, payload_bytes, unpack_tokens
 
 Payloads = Sequence[np.ndarray]
-"""One uint8 `[length]` a sample: a view of a mapped tar."""
+"""One uint8 `[length]` per sample: a view of a memory-mapped tar."""
 Refusals = dict[int, str]
-"""Rows of a batch that give no sample, and why."""
+"""Rows of a batch that could not be decoded, with the reason."""
 
 MAX_IDS = 1 << 16
 UNKNOWN_ID = "token beyond the vocabulary"
 
 
 class PaletteLike(Protocol):
-    """A palette, as far as reading images needs it (`tokenizers/palette.py`).
+    """The part of a palette (`tokenizers/palette.py`) that decoding needs.
 
     Attributes:
-        sha256: its identity.
+        sha256: identity of the palette.
     """
 
     @property
@@ -40,15 +41,15 @@ class PaletteLike(Protocol):
     def __len__(self) -> int: ...
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return the ids uint16 `[...]` of pixels uint8 `[..., 3]`."""
+        """Map pixels uint8 `[..., 3]` to ids uint16 `[...]`."""
 
 
 class Codec(ABC):
-    """The payload of one kind of shard.
+    """Decodes the payloads of one kind of shard.
 
     Attributes:
         suffix: of the tar members, after the dot.
-        num_bytes: length of every payload; None where lengths differ.
+        num_bytes: length of every payload; None if lengths vary.
     """
 
     suffix: ClassVar[str]
@@ -56,33 +57,32 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Decode payloads of the right length.
+        """Decode payloads of valid length.
 
         Args:
             payloads: of b samples.
-            positions: int64 `[b]`, which decide random crops and flips, and nothing else: what
-                is refused depends on the bytes alone.
+            positions: int64 `[b]`, which determine random crops and flips. Whether a payload is
+                refused depends on its bytes only.
 
         Returns:
-            One array with the samples first, rows that are refused holding anything, and why each
-            of those is refused.
+            An array with b rows, undefined in the refused ones, and the reason for each refusal.
         """
 
-    def right_length(self, lengths: np.ndarray) -> np.ndarray:
-        """Return bool `[b]`: can payloads of these lengths int64 `[b]` be samples?"""
+    def valid_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Return bool `[b]`: whether each payload length, int64 `[b]`, is valid."""
         return lengths > 0 if self.num_bytes is None else lengths == self.num_bytes
 
 
 class PaletteCodec(Codec):
     """Palette tokens, nine bits each (`token_packing.py`): uint16 `[b, n]` in raster order.
 
-    A colour is moved as its pixel is: cutting, shifting and mirroring give the same before the
-    palette. Where squares are cut, n is that of the squares.
+    Crops, shifts and flips commute with the palette, so they are applied to ids. With crops, n is
+    the number of tokens of a crop.
 
     Args:
-        num_tokens: of a stored image.
-        vocabulary_size: every id is below it; at most 512.
-        transform: how images are cut and moved; None for as they are.
+        num_tokens: tokens of a stored image.
+        vocabulary_size: at most 512.
+        transform: crops and flips to apply, if any.
     """
 
     suffix = "tok"
@@ -99,24 +99,24 @@ class PaletteCodec(Codec):
         self.num_bytes = payload_bytes(num_tokens)
 
     def encode(self, tokens: np.ndarray) -> bytes:
-        """Return the payload of ids `[n]`; raises ValueError where one is 512 or more."""
+        """Encode ids `[n]`; raises ValueError if one is 512 or more."""
         return pack_tokens(tokens.reshape(1, self.num_tokens)).tobytes()
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return ids uint16 `[b, n]`."""
+        """Decode to ids uint16 `[b, n]`."""
         rows = _stack(payloads, self.num_bytes)
         tokens = unpack_tokens(rows, num_tokens=self.num_tokens)
-        return self._moved(tokens, positions), _unknown_ids(tokens, self.vocabulary_size)
+        return self._transformed(tokens, positions), _unknown_ids(tokens, self.vocabulary_size)
 
-    def _moved(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        move = self._transform
-        if move is None or (move.crop == "none" and not move.flip):
+    def _transformed(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        transform = self._transform
+        if transform is None or (transform.crop == "none" and not transform.flip):
             return tokens
         side = math.isqrt(self.num_tokens)
-        draws = move.draws(positions)
+        draws = transform.draws(positions)
         images = tokens.reshape(-1, side, side)
-        moved = [move(image, draw) for image, draw in zip(images, draws, strict=True)]
-        return np.array(moved, tokens.dtype).reshape(len(tokens), -1)
+        results = [transform(image, draw) for image, draw in zip(images, draws, strict=True)]
+        return np.array(results, tokens.dtype).reshape(len(tokens), -1)
 
 
 class IdsCodec(Codec):
@@ -124,7 +124,7 @@ class IdsCodec(Codec):
 
     Args:
         num_tokens: n.
-        vocabulary_size: every id is below it; at most 65,536.
+        vocabulary_size: at most 65,536.
     """
 
     suffix = "ids"
@@ -134,10 +134,10 @@ class IdsCodec(Codec):
         self.num_bytes = 2 * num_tokens
 
     def encode(self, ids: np.ndarray) -> bytes:
-        """Return the payload of ids `[n]`.
+        """Encode ids `[n]`.
 
         Raises:
-            ValueError: their number is not n, or one is not below the vocabulary size.
+            ValueError: the shape is not `[n]`, or an id is outside the vocabulary.
         """
         ids = ids.reshape(self.num_tokens)
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocabulary_size):
@@ -145,13 +145,13 @@ class IdsCodec(Codec):
         return ids.astype("<u2").tobytes()
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return ids uint16 `[b, n]`."""
+        """Decode to ids uint16 `[b, n]`."""
         ids = _stack(payloads, self.num_bytes).view("<u2").astype(np.uint16, copy=False)
         return ids, _unknown_ids(ids, self.vocabulary_size)
 
 
 def _stack(payloads: Payloads, num_bytes: int | None) -> np.ndarray:
-    """Return uint8 `[b, num_bytes]`, a copy: the maps are read-only."""
+    """Return a writable copy, uint8 `[b, num_bytes]`."""
     assert num_bytes is not None
     if not payloads:
         return np.empty((0, num_bytes), np.uint8)
@@ -159,7 +159,7 @@ def _stack(payloads: Payloads, num_bytes: int | None) -> np.ndarray:
 
 
 def _unknown_ids(ids: np.ndarray, vocabulary_size: int) -> Refusals:
-    # The whole batch first: rows are looked at only where there is something to find.
+    # Test the whole batch first; rows are rarely worth testing.
     if not ids.size or ids.max() < vocabulary_size:
         return {}
     rows = np.flatnonzero((ids >= vocabulary_size).any(axis=1))

@@ -1,7 +1,7 @@
-"""Windows of an image, and operations that crop, resize, mirror and shift it.
+"""Crop, resize, mirror and shift images.
 
-Functions of pixels and of given numbers: nothing here draws, so that any rank, worker and resume
-that gives the same numbers gets the same pixels.
+All functions are deterministic: random numbers are arguments, so every rank, worker and resumed run
+gets the same pixels.
 
 Legend: h and w, height and width of an image in pixels.
 """
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_WINDOW_DRAWS = 40
-"""Numbers in [0, 1) that `random_window` takes: four for each of its ten attempts."""
+"""Uniform draws of `random_window`: four for each of its ten attempts."""
 _DRAWS_AN_ATTEMPT = 4
 Smoothing = Literal["bicubic", "bilinear"]
 _SHIFT = 4
-"""Pixels by which `shift` moves an image at most."""
+"""Largest shift in pixels."""
 
 
 class WrongSizeError(ValueError):
-    """An image whose size does not fit a transform that changes none."""
+    """The image has the wrong size for a transform without a resize."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,16 @@ class Window:
 def shift(
     image: np.ndarray, draws: np.ndarray, *, border: Literal["reflect", "zeros"] = "reflect"
 ) -> np.ndarray:
-    """Pad 4 pixels on each side and cut the old size out at a random place.
+    """Pad by 4 pixels on each side and take a random crop of the original size.
 
-    With reflection the augmentation of Wide Residual Networks (Zagoruyko and Komodakis), with which
-    iGPT fine-tunes on CIFAR (section 3.1); with zeros that of DeiT's code for images of 32².
+    With reflection padding this is the augmentation of Wide Residual Networks (Zagoruyko and
+    Komodakis), which iGPT uses to fine-tune on CIFAR (section 3.1); with zeros, that of DeiT's code
+    for images of 32².
 
     Args:
         image: `[h, w]` or `[h, w, 3]`, each side above 4.
-        draws: `[2]` in [0, 1): from the top and from the left.
-        border: what the padding is of.
+        draws: `[2]` in [0, 1): vertical and horizontal position.
+        border: padding mode.
     """
     height, width = image.shape[:2]
     widths = [(_SHIFT, _SHIFT)] * 2 + [(0, 0)] * (image.ndim - 2)
@@ -67,17 +68,17 @@ def random_window(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Window:
-    """Return a random part of an image, as the random resized crop of MAE's recipe has it.
+    """Return the window of a random resized crop, as in MAE's recipe.
 
-    The part's share of the area is uniform in `scale`, the logarithm of width / height uniform
-    between those of `ratio`. After ten parts that do not fit, the largest one in the middle whose
-    ratio is allowed is taken.
+    The fraction of the area is uniform in `scale`, the logarithm of width / height uniform between
+    the logarithms of `ratio`. After ten windows that do not fit, the largest centered one with an
+    allowed ratio is returned.
 
     Args:
         height: of the image.
         width: of the image.
-        draws: `[40]` in [0, 1): four an attempt (area, ratio, top, left).
-        scale: smallest and largest share.
+        draws: `[40]` in [0, 1): four per attempt (area, ratio, top, left).
+        scale: smallest and largest fraction of the area.
         ratio: smallest and largest width / height.
     """
     logarithms = (math.log(ratio[0]), math.log(ratio[1]))
@@ -97,16 +98,16 @@ def random_window(
 
 
 def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> Window:
-    """Return a square of an image.
+    """Return a random or centered square window.
 
     Args:
         height: of the image.
         width: of the image.
-        draws: `[2]` in [0, 1): from the top and from the left; or `[0]`, for the middle.
+        draws: `[2]` in [0, 1), vertical and horizontal position; `[0]` for the center.
         size: side of the square.
 
     Raises:
-        WrongSizeError: the image is smaller.
+        WrongSizeError: the image is smaller than the square.
     """
     spaces = (height - size, width - size)
     if min(spaces) < 0:
@@ -124,13 +125,13 @@ def square_window(height: int, width: int, draws: np.ndarray, *, size: int) -> W
 def cut_scaled(
     image: np.ndarray, draws: np.ndarray, *, short_sides: tuple[int, int], size: int
 ) -> np.ndarray:
-    """Resize the shorter side to a random length and cut a random square: uint8 `[size, size, 3]`.
+    """Resize the shorter side to a random length and crop a random square: uint8 `[size, size, 3]`.
 
-    The augmentation with which iGPT is trained on ImageNet (section 3.1).
+    This is iGPT's augmentation for ImageNet (section 3.1).
 
     Args:
         image: uint8 `[h, w, 3]`.
-        draws: `[3]` in [0, 1): the length, from the top and from the left.
+        draws: `[3]` in [0, 1): length, vertical and horizontal position.
         short_sides: smallest and largest length, at least `size`.
         size: side of the square.
     """
@@ -142,9 +143,9 @@ def cut_scaled(
 
 
 def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:
-    """Resize the shorter side to `short_side` and cut the middle: uint8 `[size, size, 3]`.
+    """Resize the shorter side to `short_side` and crop the center: uint8 `[size, size, 3]`.
 
-    The longer side becomes round(longer · short_side / shorter); the cut begins at
+    The longer side becomes round(longer · short_side / shorter); the crop starts at
     floor((side - size) / 2).
     """
     image = _scale(image, short_side)
@@ -153,7 +154,7 @@ def cut_center(image: np.ndarray, *, short_side: int, size: int) -> np.ndarray:
 
 
 def _scale(image: np.ndarray, short_side: int) -> np.ndarray:
-    """Resize uint8 `[h, w, 3]` so that its shorter side has this length."""
+    """Resize uint8 `[h, w, 3]` to a shorter side of `short_side`."""
     height, width = image.shape[:2]
     shorter = min(height, width)
     height, width = round(height * short_side / shorter), round(width * short_side / shorter)
@@ -161,7 +162,7 @@ def _scale(image: np.ndarray, short_side: int) -> np.ndarray:
 
 
 def cut(image: np.ndarray, window: Window) -> np.ndarray:
-    """Return a view of a part of an image `[h, w, 3]`."""
+    """Return a view of a window of an image `[h, w, 3]`."""
     rows = slice(window.top, window.top + window.height)
     return image[rows, window.left : window.left + window.width]
 
@@ -171,8 +172,8 @@ def resize(
 ) -> np.ndarray:
     """Resize uint8 `[h, w, 3]` to `[height, width, 3]`: bicubic, antialiased; or bilinear.
 
-    torch's filter, several times faster than Pillow's; they differ by one or two in a few bytes of
-    a thousand. Bilinear is not antialiased, as UViM's released code has it.
+    torch's filter is several times faster than Pillow's; a few bytes in a thousand differ, by one
+    or two. Bilinear is not antialiased, as in UViM's released code.
     """
     from torch.nn import functional as F
 
@@ -185,20 +186,20 @@ def resize(
 
 
 def mirror(image: np.ndarray) -> np.ndarray:
-    """Return an image `[h, w]` or `[h, w, 3]` of any type with left and right exchanged."""
+    """Flip an image `[h, w]` or `[h, w, 3]` of any dtype horizontally."""
     if image.ndim == 2:
         return image[:, ::-1]
-    # numpy takes seven times as long to copy pixels of three bytes in another order.
+    # numpy takes seven times as long to copy flipped three-byte pixels.
     return _as_batch(image).flip(-1)[0].permute(1, 2, 0).numpy()
 
 
 def _as_batch(image: np.ndarray) -> Tensor:
-    """Return `[h, w, 3]` as `[1, 3, h, w]` with the channels last in memory, sharing it."""
-    # Imported here: tools that only list or write shards start without torch.
+    """Return a view of `[h, w, 3]` as `[1, 3, h, w]` in channels-last memory format."""
+    # Imported here, so that tools that only list or write shards start without torch.
     import torch
 
-    # The batch dimension first: were it added to the permuted image, torch would not see that the
-    # channels are last, and leave its fast path for bytes.
+    # Add the batch dimension first: after a permute, torch would not recognize channels-last and
+    # would leave its fast path for bytes.
     return torch.from_numpy(image)[None].permute(0, 3, 1, 2)
 
 

@@ -1,14 +1,12 @@
-"""Shards of JPEG files, decoded and cropped on the fly.
+"""Codecs for JPEG files and for pairs of an image and a target image.
 
-simplejpeg decodes, strictly: it refuses damaged files that Pillow silently accepts. Pillow reads
-what simplejpeg does not know, such as the PNG that ImageNet holds under a JPEG's name.
+simplejpeg decodes strictly: it rejects damaged files that Pillow silently accepts. Pillow decodes
+what simplejpeg does not support, such as the PNG in ImageNet that has a JPEG's name.
 
-Shards of pairs: an image and a target image, pixel by pixel.
-
-The `.pair` payload is the length of the image's JPEG file as a little-endian uint32, that file, and
-the target's PNG file. A target may be a map of labels, in which another colour is another label, so
-it is stored without loss; both are cut and mirrored alike. Label maps (`label_maps.py`) may be
-resized, by taking the nearest pixel; after that the segments of a panoptic map are numbered anew.
+A `.pair` payload is the length of the image's JPEG file as a little-endian uint32, that file, and
+the target's PNG file. Colours of a target may be labels, so targets are stored losslessly; image
+and target get the same crop and flip. Only label maps (`label_maps.py`) may be resized, to the
+nearest pixel; afterwards the segments of a panoptic map are renumbered.
 
 Legend: b samples.
 """
@@ -32,15 +30,15 @@ _FORMATS = ("JPEG", "PNG", "MPO")
 
 
 class DamagedImageError(ValueError):
-    """Bytes that give no image."""
+    """The bytes cannot be decoded as an image."""
 
 
 class JpegCodec(Codec):
-    """JPEG files, as cropped pixels: uint8 `[b, size, size, 3]`; or as the ids of their colours.
+    """JPEG files, decoded to cropped pixels or, with a palette, to the ids of their colours.
 
     Args:
-        transform: says what is cut out of each image; None for writing alone.
-        palette: gives each pixel its id; pixels stay as they are where None.
+        transform: crop and augmentation; None for writing only.
+        palette: maps each pixel to an id, if given.
     """
 
     suffix = "jpg"
@@ -51,7 +49,7 @@ class JpegCodec(Codec):
         self._transform, self._palette = transform, palette
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return pixels uint8 `[b, size, size, 3]`, or ids uint16 `[b, size · size]`."""
+        """Decode to pixels uint8 `[b, size, size, 3]`, or to ids uint16 `[b, size · size]`."""
         pixels, refused = self._decode_pixels(payloads, positions)
         if self._palette is None:
             return pixels, refused
@@ -76,10 +74,10 @@ class JpegCodec(Codec):
 
 
 def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
-    """Return the pixels of a JPEG or PNG file, uint8 `[h, w, 3]`.
+    """Decode a JPEG or PNG file to uint8 `[h, w, 3]`.
 
     Raises:
-        DamagedImageError: it is cut, damaged, or neither.
+        DamagedImageError: it is truncated, damaged, or of another format.
     """
     import simplejpeg
 
@@ -95,12 +93,12 @@ def decode_rgb(content: bytes | np.ndarray) -> np.ndarray:
 
 def _decode_with_pillow(content: bytes) -> np.ndarray:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd metadata; the pixels are what counts
+        warnings.simplefilter("ignore")  # about odd metadata, which does not matter here
         try:
             image = Image.open(io.BytesIO(content), formats=_FORMATS)
             return np.array(image.convert("RGB"))
         except Exception as error:
-            # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, ...
+            # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
             raise DamagedImageError(str(error)) from None
 
 
@@ -111,9 +109,9 @@ class PairsCodec(Codec):
     """An image and its target: uint8 `[b, 2, size, size, 3]`, the image first.
 
     Args:
-        transform: how both are cut and moved, which resizes nothing but images with label maps;
-            None for writing alone.
-        target: what targets show; colours when None.
+        transform: crop and flip of both, which resizes only images with label maps; None for
+            writing only.
+        target: kind of label map in the targets; None for colours.
     """
 
     suffix = "pair"
@@ -124,46 +122,48 @@ class PairsCodec(Codec):
         self._transform, self._target = transform, target
 
     def decode(self, payloads: Payloads, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Return pixels uint8 `[b, 2, size, size, 3]`."""
-        move = self._transform
-        assert move is not None
-        pixels = np.empty((len(payloads), 2, move.image_size, move.image_size, 3), np.uint8)
+        """Decode to pixels uint8 `[b, 2, size, size, 3]`."""
+        transform = self._transform
+        assert transform is not None
+        size = transform.image_size
+        pixels = np.empty((len(payloads), 2, size, size, 3), np.uint8)
         refused = {}
-        for row, (payload, draws) in enumerate(zip(payloads, move.draws(positions), strict=True)):
+        draws = transform.draws(positions)
+        for row, payload in enumerate(payloads):
             try:
                 image, target = split(bytes(payload))
-                pixels[row, 0] = move(decode_rgb(image), draws)
-                pixels[row, 1] = self._moved_target(decode_png(target), draws)
+                pixels[row, 0] = transform(decode_rgb(image), draws[row])
+                pixels[row, 1] = self._transformed_target(decode_png(target), draws[row])
             except DamagedImageError:
                 refused[row] = DAMAGED
             except WrongSizeError as error:
                 refused[row] = str(error)
         return pixels, refused
 
-    def _moved_target(self, target: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    def _transformed_target(self, target: np.ndarray, draws: np.ndarray) -> np.ndarray:
         assert self._transform is not None
         moved = self._transform(target, draws, is_map=self._target is not None)
         return renumbered(moved) if self._target == "panoptic" else moved
 
 
 def join(image: bytes, target: bytes) -> bytes:
-    """Return two files as one payload."""
+    """Pack an image file and a target file into one payload."""
     return _LENGTH.pack(len(image)) + image + target
 
 
 def split(payload: bytes) -> tuple[bytes, bytes]:
-    """Undo `join`; of what is no payload one part is empty."""
+    """Undo `join`; for an invalid payload one of the parts is empty."""
     start = _LENGTH.size
     stop = start + _LENGTH.unpack(payload[:start].ljust(start, b"\0"))[0]
     return payload[start:stop], payload[stop:]
 
 
 def decode_png(content: bytes) -> np.ndarray:
-    """Return uint8 `[h, w, 3]`. Raises DamagedImageError."""
+    """Decode to uint8 `[h, w, 3]`. Raises DamagedImageError."""
     try:
-        # Loading skips the checksums of pixel data; verify() reads them all.
+        # Loading does not check the CRCs of pixel data; verify() does.
         Image.open(io.BytesIO(content), formats=("PNG",)).verify()
         return np.array(Image.open(io.BytesIO(content), formats=("PNG",)).convert("RGB"))
     except Exception as error:
-        # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, ...
+        # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
         raise DamagedImageError(str(error)) from None

@@ -16,25 +16,25 @@ from megavis.data.format.manifest import Manifest, ShardKind, TargetMaps
 def codec_of(
     manifest: Manifest, transform: Transform | None = None, *, palette: PaletteLike | None = None
 ) -> Codec:
-    """Return what reads the samples of a shard folder.
+    """Return the codec that reads a shard folder.
 
     Args:
         manifest: of the folder.
-        transform: what is cut out of images; where None, they are read as they are stored.
-        palette: reads JPEG shards as ids of its colours; pixels where None.
+        transform: crop and augmentation; if None, images are read as stored.
+        palette: maps the pixels of JPEG shards to ids, if given.
 
     Raises:
-        UserError: the transform asks for what this kind of shard cannot give.
+        UserError: the kind of shard does not support the transform or the palette.
     """
     if transform is not None and transform.crop == "scaled_center":
-        transform = _unless_small(manifest, transform)
+        transform = _skip_crop_if_resized(manifest, transform)
     if palette is None:
         return _CODECS[manifest.kind](manifest, transform)
     if manifest.kind == "jpeg":
         return _jpeg(manifest, transform, palette)
     if manifest.kind != "palette":
         raise UserError(
-            f"holds {manifest.kind} shards, which no palette reads: leave data.palette out"
+            f"holds {manifest.kind} shards, which no palette can read: remove data.palette"
         )
     if manifest.identity != palette.sha256:
         raise UserError("was made with another palette than data.palette")
@@ -46,8 +46,8 @@ def suffix_of(manifest: Manifest) -> str:
     return _SUFFIXES[manifest.kind]
 
 
-def _unless_small(manifest: Manifest, transform: Transform) -> Transform:
-    """Return a transform that leaves images alone which have been resized already."""
+def _skip_crop_if_resized(manifest: Manifest, transform: Transform) -> Transform:
+    """Return `transform`, without its crop if the stored images have been resized already."""
     if manifest.image_size != transform.image_size:
         return transform
     return replace(transform, crop="none")
@@ -55,27 +55,27 @@ def _unless_small(manifest: Manifest, transform: Transform) -> Transform:
 
 def _palette(manifest: Manifest, transform: Transform | None) -> Codec:
     if transform is not None:
-        _want_unaugmented(manifest, transform)
-        _want_pixels(manifest, transform)
+        _require_no_augmentation(manifest, transform)
+        _require_crop_of_stored_pixels(manifest, transform)
     return PaletteCodec(
         manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size, transform=transform
     )
 
 
 def _ids(manifest: Manifest, transform: Transform | None) -> Codec:
-    _want_stored(manifest, transform, may_flip=False)
+    _require_as_stored(manifest, transform, may_flip=False)
     return IdsCodec(manifest.num_tokens or 0, vocabulary_size=manifest.vocabulary_size)
 
 
 def _latents(manifest: Manifest, transform: Transform | None) -> Codec:
     assert manifest.latent_shape is not None
-    _want_stored(manifest, transform, may_flip=manifest.flipped)
+    _require_as_stored(manifest, transform, may_flip=manifest.flipped)
     return LatentsCodec(manifest.latent_shape, flipped=manifest.flipped, transform=transform)
 
 
 def _frames(manifest: Manifest, transform: Transform | None) -> Codec:
     assert manifest.frame_shape is not None
-    _want_stored(manifest, transform, may_flip=False)
+    _require_as_stored(manifest, transform, may_flip=False)
     return FramesCodec(manifest.frame_shape)
 
 
@@ -101,27 +101,25 @@ def _pairs(manifest: Manifest, transform: Transform | None) -> Codec:
     assert manifest.image_size is not None
     if transform is None:
         return PairsCodec(Transform(image_size=manifest.image_size))
-    _want_unaugmented(manifest, transform)
-    _want_pixels(manifest, transform)
+    _require_no_augmentation(manifest, transform)
+    _require_crop_of_stored_pixels(manifest, transform)
     if transform.crop in _WHOLE and transform.image_size != manifest.image_size:
         stored, wanted = manifest.image_size, transform.image_size
         raise UserError(
             f"holds images of {stored}x{stored} pixels, not {wanted}x{wanted}; set data.crop to"
-            " window to cut smaller ones out"
+            " window for smaller crops"
         )
     return PairsCodec(transform)
 
 
 def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
-    """Return the codec of images and label maps of any size, which are squashed where not cut."""
+    """Return the codec of images and label maps of any size, resized to a square if not cropped."""
     wanted = "set data.crop to random_resized, or to center, which resizes whole images here"
     if transform is None:
         raise UserError(f"holds {target.kind} maps of many sizes; {wanted}")
     changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
     for key in (key for key, change in changes.items() if change is not None):
-        raise UserError(
-            f"holds {target.kind} maps, which must fit their images: leave data.{key} out"
-        )
+        raise UserError(f"holds {target.kind} maps, which must fit their images: remove data.{key}")
     if transform.crop not in ("random_resized", "center", "whole"):
         text = f"holds {target.kind} maps of many sizes, which data.crop {transform.crop}"
         raise UserError(f"{text} does not fit; {wanted}")
@@ -130,15 +128,15 @@ def _label_maps(target: TargetMaps, transform: Transform | None) -> Codec:
     return PairsCodec(changed, target=target.kind)
 
 
-def _want_unaugmented(manifest: Manifest, transform: Transform) -> None:
+def _require_no_augmentation(manifest: Manifest, transform: Transform) -> None:
     changes = {"rand_augment": transform.augment, "random_erasing": transform.erase}
     for key in (key for key, change in changes.items() if change is not None):
         raise UserError(
-            f"holds {manifest.kind} shards, whose pixels cannot be changed: leave data.{key} out"
+            f"holds {manifest.kind} shards, whose pixels cannot be changed: remove data.{key}"
         )
 
 
-def _want_pixels(manifest: Manifest, transform: Transform) -> None:
+def _require_crop_of_stored_pixels(manifest: Manifest, transform: Transform) -> None:
     side, size = manifest.image_size or 0, transform.image_size
     if transform.crop in ("random_resized", "scaled", "center", "scaled_center"):
         raise UserError(
@@ -151,10 +149,10 @@ def _want_pixels(manifest: Manifest, transform: Transform) -> None:
         )
 
 
-def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:
+def _require_as_stored(manifest: Manifest, transform: Transform | None, *, may_flip: bool) -> None:
     if transform is None:
         return
-    _want_unaugmented(manifest, transform)
+    _require_no_augmentation(manifest, transform)
     if transform.crop != "none":
         raise UserError(
             f"holds {manifest.kind} shards, which cannot be cropped: set data.crop to none, or"
@@ -162,12 +160,12 @@ def _want_stored(manifest: Manifest, transform: Transform | None, *, may_flip: b
         )
     if transform.flip and not may_flip:
         raise UserError(
-            f"holds {manifest.kind} shards of no mirrored images: set data.flip to false"
+            f"holds {manifest.kind} shards without mirrored images: set data.flip to false"
         )
 
 
 _WHOLE = ("none", "shifted")
-"""Crops that keep the size of what is stored."""
+"""Crops that keep the stored size."""
 _CODECS: Mapping[ShardKind, Callable[[Manifest, Transform | None], Codec]] = {
     "palette": _palette,
     "jpeg": _jpeg,

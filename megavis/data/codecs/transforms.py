@@ -1,8 +1,9 @@
-"""Crop and flip an image as a function of its pixels, the seed and its position alone.
+"""Image transform of training and evaluation: crop, flip and augmentation.
 
-Training uses the crop of Masked Autoencoders Are Scalable Vision Learners (appendix A.1: random
-resized crops and horizontal flips), evaluation the middle of the image. The position of a sample
-in the endless stream drives every draw, so that any rank, worker and resume reads the same pixels.
+By default training uses the random resized crops and horizontal flips of "Masked Autoencoders Are
+Scalable Vision Learners" (appendix A.1), and evaluation uses center crops. Every draw is a function
+of the seed and the sample's position in the endless stream, so every rank, worker and resumed run
+reads the same pixels.
 """
 
 from __future__ import annotations
@@ -47,35 +48,34 @@ CropKind = Literal[
 ]
 
 _CROP_DRAWS = {"random_resized": NUM_WINDOW_DRAWS, "scaled": 3, "window": 2, "shifted": 2}
-"""Numbers that decide about a crop."""
+"""Uniform draws per crop."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """From a decoded image of any size to a square.
+    """Maps a decoded image of any size to a square.
 
     Attributes:
         image_size: side of the square in pixels.
-        crop: `random_resized`: a random part, resized; `scaled`: a random square of the image at
-            a random scale, resized; `window`: a random square of the size, as it is stored;
-            `shifted`: the image as it is stored, moved by up to 4 pixels either way; `center`: the
-            middle, resized; `scaled_center`: the middle square of `crop_size`, which is the shorter
-            side, resized; `middle`: the square of the size in the middle, as it is stored; `whole`:
-            all of the image, resized whatever its shape; `none`: the image as it is stored.
-            `shifted` and `none` need images of the size, `window` and `middle` none that are
-            smaller.
-        scale: smallest and largest share of the image's area that a random crop takes.
+        crop: `random_resized`: a random window, resized; `scaled`: resize to a random scale, crop
+            a random square, resize; `window`: a random square without a resize; `shifted`: the
+            stored image, shifted by up to 4 pixels in each direction; `center`: resize, crop the
+            center; `scaled_center`: resize the shorter side to `crop_size`, crop the center,
+            resize; `middle`: the center square without a resize; `whole`: the whole image, resized
+            without regard to its aspect ratio; `none`: the stored image. `shifted` and `none` need
+            images of `image_size`, `window` and `middle` images that are no smaller.
+        scale: smallest and largest fraction of the area that a random crop covers.
         ratio: smallest and largest width / height of a random crop.
         short_sides: smallest and largest length of the shorter side for `scaled`.
-        crop_size: side of the squares of `scaled` and `scaled_center` before they are resized.
-        short_side: what `center` resizes the shorter side to before it cuts; `image_size` when
-            None.
-        border: what `shifted` pads with.
-        smoothing: how `random_resized` and `whole` resize: `bicubic`, antialiased, or `bilinear`
-            between the four nearest pixels.
-        flip: mirror every second image, at random.
-        augment: what is done to the square after all that; nothing where None.
-        erase: what is erased of it in the end; nothing where None.
+        crop_size: side of the squares of `scaled` and `scaled_center` before the last resize.
+        short_side: length of the shorter side from which `center` crops; defaults to
+            `image_size`.
+        border: padding mode of `shifted`.
+        smoothing: resize filter of `random_resized` and `whole`: `bicubic`, antialiased, or
+            `bilinear`, not antialiased.
+        flip: flip horizontally with probability 0.5.
+        augment: applied after crop and flip, if given.
+        erase: applied last, if given.
         seed: of the draws.
     """
 
@@ -94,16 +94,16 @@ class Transform:
     seed: int = 0
 
     def flips(self, positions: np.ndarray) -> np.ndarray:
-        """Return bool `[b]`: is the sample at each position int64 `[b]` mirrored?"""
+        """Return bool `[b]`: whether the sample at each position, int64 `[b]`, is flipped."""
         if not self.flip:
             return np.zeros(len(positions), bool)
         return _uniform(positions, 1, seed=self.seed, purpose="flip")[:, 0] < 0.5
 
     def draws(self, positions: np.ndarray) -> np.ndarray:
-        """Return float64 `[b, d]` in [0, 1): all that chance decides for each sample.
+        """Return all random numbers of each sample, float64 `[b, d]` in [0, 1].
 
-        The first column is 1 for an image to mirror, else 0; then come those of the crop, of
-        `augment` and of `erase`.
+        The first column is 1 if the image is flipped, else 0; the columns of the crop, of `augment`
+        and of `erase` follow.
         """
         drawn = [
             _uniform(positions, count, seed=self.seed, purpose=purpose)
@@ -121,35 +121,34 @@ class Transform:
         }
 
     def __call__(self, image: np.ndarray, draws: np.ndarray, *, is_map: bool = False) -> np.ndarray:
-        """Cut, resize and mirror one image.
+        """Crop, resize, flip and augment one image.
 
         Args:
-            image: uint8 `[h, w, 3]`; where nothing is resized any type, `[h, w]` too.
+            image: uint8 `[h, w, 3]`; without a resize, `[h, w]` and other dtypes too.
             draws: `[d]`, a row of `draws`.
-            is_map: resize by taking the nearest pixel, so that no two labels are mixed.
+            is_map: resize to the nearest pixel, so that labels are not mixed.
 
         Returns:
-            uint8 `[image_size, image_size, 3]`, or as the image.
+            uint8 `[image_size, image_size, 3]`, or the shape and dtype of the image.
 
         Raises:
-            WrongSizeError: nothing is resized and the image has not the size, or is too small to
-                cut a square out of it.
+            WrongSizeError: the crop does not resize, and the image has the wrong size.
         """
         ends = np.cumsum([1, *self._num_draws.values()])
-        of_crop, of_augment, of_erase = np.split(draws, ends)[1:4]
-        part = self._part(image, of_crop)
-        image = self._stored(image, of_crop) if part is None else self._resized(part, is_map)
+        crop_draws, augment_draws, erase_draws = np.split(draws, ends)[1:4]
+        part = self._part_to_resize(image, crop_draws)
+        image = self._crop_stored(image, crop_draws) if part is None else self._resize(part, is_map)
         image = mirror(image) if draws[0] else image
-        image = image if self.augment is None else self.augment(image, of_augment)
-        return image if self.erase is None else self.erase(image, of_erase)
+        image = image if self.augment is None else self.augment(image, augment_draws)
+        return image if self.erase is None else self.erase(image, erase_draws)
 
-    def _part(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
-        """Return the part that is resized to the square; None where nothing is resized."""
+    def _part_to_resize(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray | None:
+        """Return the part that is resized to the square; None if the crop does not resize."""
         size = self.crop_size
         height, width = image.shape[:2]
         if self.crop == "random_resized":
             window = random_window(height, width, draws, scale=self.scale, ratio=self.ratio)
-            # Cut first: the filter must not look across the border of the crop.
+            # Crop first: the filter must not see pixels outside the crop.
             return cut(image, window)
         if self.crop == "whole":
             return image
@@ -162,14 +161,14 @@ class Transform:
             return cut_center(image, short_side=short_side, size=self.image_size)
         return None
 
-    def _resized(self, part: np.ndarray, is_map: bool) -> np.ndarray:
+    def _resize(self, part: np.ndarray, is_map: bool) -> np.ndarray:
         side = self.image_size
         if is_map:
             return nearest(part, height=side, width=side)
         return resize(part, height=side, width=side, smoothing=self.smoothing)
 
-    def _stored(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """Return pixels as they are stored."""
+    def _crop_stored(self, image: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """Crop without a resize."""
         height, width = image.shape[:2]
         size = self.image_size
         if self.crop in ("window", "middle"):
@@ -180,7 +179,7 @@ class Transform:
 
 
 def training_transform(config: DataConfig, *, seed: int) -> Transform:
-    """Return what the `data` section asks for in training; `seed` is the run's."""
+    """Return the training transform of a `data` section; `seed` is the run's."""
     return Transform(
         image_size=config.image_size,
         crop=config.crop,
@@ -198,7 +197,7 @@ def training_transform(config: DataConfig, *, seed: int) -> Transform:
 
 
 def evaluation_transform(config: DataConfig) -> Transform:
-    """Return the transform of held-out images: the middle where training crops at random."""
+    """Return the transform of held-out images: center crops in place of random ones."""
     middles: dict[CropKind, CropKind] = {
         "none": "none",
         "shifted": "none",

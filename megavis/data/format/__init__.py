@@ -1,1 +1,1 @@
-"""Shards on disk: tar files, their index, and the manifest of a folder."""
+"""On-disk format: tar shards, their indexes, and the manifest of a folder."""

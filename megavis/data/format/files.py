@@ -1,4 +1,4 @@
-"""Write files atomically: to a temporary name, flushed, then renamed."""
+"""Atomic file writes (temporary name, fsync, rename) and file hashes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CHUNK_BYTES = 1 << 20
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under `path` only when the block ends well.
+    """Open a file for writing that replaces `path` only if the block succeeds.
 
-    The bytes go to a hidden file in the same folder, are flushed to the disk and renamed; a crash
-    or an exception leaves whatever stood at `path` before. Raises OSError as `open` does.
+    The bytes go to a hidden file in the same folder, which is flushed to disk and renamed. After a
+    crash or an exception `path` is unchanged. Raises OSError as `open` does.
     """
-    # Random, since two machines that share the folder may have processes of one number.
+    # Random, not the PID: machines that share the folder may have processes with equal PIDs.
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
     try:
         with partial.open("wb") as file:
@@ -35,7 +35,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`; readers see the old file or the whole new one."""
+    """Write `content` to `path`; readers see either the old file or the complete new one."""
     with atomic_writer(path) as file:
         file.write(content)
 
@@ -50,7 +50,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush a folder's entries: a rename lives there, and a power cut could undo it."""
+    """Flush a folder's entries, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a shard folder holds, how it was made, and hashes to verify it."""
+"""`manifest.json`: the contents of a shard folder, their provenance and their hashes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _Strict(BaseModel):
 
 
 class TokenizerIdentity(_Strict):
-    """Which tokenizer made the tokens; training refuses shards of another one."""
+    """The tokenizer that made the tokens; training rejects shards of any other."""
 
     kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = Field(
         description="`palette`, or the kind of network: `vae`, `vqgan`"
     )
     sha256: Sha256
     num_tokens: Annotated[int, Field(ge=1, le=65536)] | None = Field(
-        default=None, description="size of the vocabulary, every id is below it; latents have none"
+        default=None, description="size of the vocabulary; none for latents"
     )
 
 
@@ -59,15 +59,15 @@ class TargetMaps(_Strict):
 
 
 class Preparation(_Strict):
-    """How images became pixels: part of a data set's identity."""
+    """How images were decoded and resized; part of a data set's identity."""
 
-    resize: str = Field(description="filter of the resize")
-    crop: str = Field(description="which part of the image is kept")
+    resize: str = Field(description="resize filter")
+    crop: str = Field(description="the part of the image that is kept")
     decoders: dict[str, str] = Field(description="version of each decoding package")
 
 
 class SourceIdentity(_Strict):
-    """Where the images came from."""
+    """The source files of a data set."""
 
     description: str
     num_files: Count
@@ -75,7 +75,7 @@ class SourceIdentity(_Strict):
 
 
 class ShardEntry(_Strict):
-    """One tar file and the hashes of it and its index."""
+    """One tar file, with its hash and that of its index."""
 
     name: FileName
     num_samples: Annotated[int, Field(ge=1)]
@@ -85,24 +85,24 @@ class ShardEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """The whole of `manifest.json`; written last, so a folder with one is complete."""
+    """The content of `manifest.json`. It is written last, so a folder that has one is complete."""
 
     format_version: Literal[1]
     kind: ShardKind
     image_size: Positive | None = Field(
-        description="side in pixels; none where images differ (jpeg, label maps), and for frames"
+        description="side in pixels; none for frames and for images of different sizes"
     )
     num_tokens: Positive | None = Field(
-        default=None, description="tokens a sample of palette and ids"
+        default=None, description="tokens per sample, for palette and ids"
     )
     latent_shape: Annotated[tuple[Positive, Positive, Positive], Field(strict=False)] | None = (
         Field(default=None, description="channels, height and width of latents")
     )
     flipped: bool = Field(
-        default=False, description="latents of the mirrored image are stored as well"
+        default=False, description="whether latents of the mirrored image are stored too"
     )
     frame_shape: Annotated[tuple[Positive, Positive], Field(strict=False)] | None = Field(
-        default=None, description="frames of a sample, and numbers of a frame"
+        default=None, description="frames per sample, and values per frame"
     )
     target: TargetMaps | None = Field(
         default=None, description="what label maps of pairs show; none where targets are colours"
@@ -113,33 +113,33 @@ class Manifest(_Strict):
     preparation: Preparation
     class_names: tuple[str, ...]
     shards: tuple[ShardEntry, ...]
-    skipped: dict[str, Count] = Field(description="number of refused source files by reason")
+    skipped: dict[str, Count] = Field(description="number of rejected source files by reason")
     seed: Count
     source: SourceIdentity
     tool_version: str
 
     @property
     def num_samples(self) -> int:
-        """Number of samples over all shards."""
+        """Number of samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
 
     @property
     def vocabulary_size(self) -> int:
-        """Every id is below it; 0 where samples are no ids."""
+        """Size of the vocabulary; 0 if samples are not ids."""
         return (self.tokenizer.num_tokens or 0) if self.tokenizer else 0
 
     @property
     def identity(self) -> str | None:
-        """SHA-256 of the tokenizer; None where there is none."""
+        """SHA-256 of the tokenizer, if there is one."""
         return self.tokenizer.sha256 if self.tokenizer else None
 
     @property
-    def tokenizer_kind(self) -> str:
-        """What to call the tokenizer in a message."""
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name in messages."""
         return self.tokenizer.kind if self.tokenizer else "tokenizer"
 
-    def read_as_palette(self, sha256: str, num_colours: int, *, image_size: int) -> Manifest:
-        """Return what the samples are once a palette has given each pixel its id."""
+    def as_palette(self, sha256: str, num_colours: int, *, image_size: int) -> Manifest:
+        """Return the manifest of the same images quantized by a palette."""
         identity = TokenizerIdentity(kind="palette", sha256=sha256, num_tokens=num_colours)
         size = {"image_size": image_size, "num_tokens": image_size**2}
         return self.model_copy(update={"kind": "palette", "tokenizer": identity, **size})
@@ -168,7 +168,7 @@ class Manifest(_Strict):
         return self
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json` into `directory`, whole or not at all. Raises OSError."""
+        """Write `manifest.json` into `directory` atomically. Raises OSError."""
         content = self.model_dump_json(indent=2) + "\n"
         write_atomically(directory / MANIFEST_NAME, content.encode())
 
@@ -177,7 +177,7 @@ class Manifest(_Strict):
         """Read the manifest of a shard folder.
 
         Raises:
-            UserError: it is missing, is not JSON, or does not have this form.
+            UserError: it is missing, is not JSON, or does not match the schema.
         """
         path = Path(directory) / MANIFEST_NAME
         try:
@@ -210,7 +210,7 @@ def _explain(path: Path, error: ValidationError) -> str:
 
 
 def num_images(folder: str) -> int | None:
-    """Return how many samples a local folder of shards holds; None where there are none yet."""
+    """Return the number of samples in a local shard folder, or None if it is not finished."""
     if not (Path(folder) / MANIFEST_NAME).is_file():
         return None
     return Manifest.read(folder).num_samples

@@ -1,8 +1,8 @@
-"""One shard: a plain webdataset tar, and a JSON index next to it for random access.
+"""A shard: a plain webdataset tar with a JSON index for random access.
 
-The tar holds one member a sample, `<key>.tok` for palette tokens. Times and owners are zero, so
-the same samples give the same bytes. Labels live in the index: as a tar member each would cost
-1,024 bytes, a third of a 32x32 sample.
+The tar holds one member per sample, such as `<key>.tok` for palette tokens. Times and owners are
+zero, so equal samples give equal bytes. Labels are stored in the index: as tar members they would
+cost 1,024 bytes each, a third of a 32x32 sample.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass
 class ShardIndex:
-    """Where each sample of one tar lies, and what was refused on the way.
+    """Location of each sample in one tar, and the source files that were rejected.
 
     Attributes:
         shard: file name of the tar.
-        job: identity of the work that made it; a rerun keeps a shard only if it is equal.
+        job: identity of the job that made it; a rerun keeps a shard only if this is equal.
         num_bytes, sha256: of the tar.
-        keys, offsets, lengths, labels, sources: one entry a sample; bytes are counted from the
+        keys, offsets, lengths, labels, sources: one entry per sample; offsets are bytes from the
             start of the tar.
-        skipped: `[source name, reason]` of each source file that gave no sample.
+        skipped: `[source name, reason]` of each rejected source file.
     """
 
     shard: str
@@ -58,10 +58,10 @@ class ShardIndex:
 
     @classmethod
     def from_json(cls, content: bytes, *, path: Path) -> ShardIndex:
-        """Read the bytes of an index file; `path` is named in errors.
+        """Parse an index file; errors name `path`.
 
         Raises:
-            UserError: the bytes are not an index of this version.
+            UserError: this is not an index, or has another version.
         """
         try:
             values: dict[str, Any] = json.loads(content)
@@ -77,12 +77,12 @@ class ShardIndex:
 
 
 def index_path(shard: Path) -> Path:
-    """Return the path of the index that belongs to a tar."""
+    """Return the path of a tar's index."""
     return shard.with_name(f"{shard.stem}.index.json")
 
 
 class ShardWriter:
-    """Writes a tar member by member and keeps its index; made by `open_shard`."""
+    """Writes a tar and collects its index; created by `open_shard`."""
 
     def __init__(self, file: BinaryIO, index: ShardIndex, *, suffix: str) -> None:
         self.index = index
@@ -94,14 +94,14 @@ class ShardWriter:
         """Write one sample.
 
         Args:
-            key: webdataset key: unique in the data set, without a dot or a slash.
-            payload: the bytes of its member.
+            key: webdataset key: unique in the data set, without dots or slashes.
+            payload: content of the tar member.
             label: class index, or -1.
-            source: name of the file that it was made from.
+            source: name of the source file.
 
         Raises:
-            ValueError: webdataset would split the key.
-            OSError: the disk fails.
+            ValueError: the key is empty or contains a dot or a slash.
+            OSError: writing fails.
         """
         if "." in key or "/" in key or not key:
             raise ValueError(f"key {key!r} must be non-empty, without dots and slashes")
@@ -125,18 +125,18 @@ class ShardWriter:
 
 @contextmanager
 def open_shard(path: Path, *, job: str, suffix: str) -> Iterator[ShardWriter]:
-    """Open a tar for writing that appears under `path` only when the block ends well.
+    """Open a tar for writing that appears under `path` only if the block succeeds.
 
-    The writer's `index` is whole from then on; it is not written: the caller adds what was
-    skipped, then calls `write_index`, so a tar without an index is unfinished work.
+    The writer's `index` is then complete but not yet written: the caller adds the skipped files
+    and calls `write_index`. A tar without an index is therefore unfinished.
 
     Args:
         path: the tar.
-        job: identity of the work that makes it.
-        suffix: of each member's name, which the codec says: `tok`, `jpg`, `lat`, `ids`.
+        job: identity of the job that makes it.
+        suffix: of the member names, as the codec declares it: `tok`, `jpg`, `lat`, `ids`.
 
     Raises:
-        OSError: the disk fails.
+        OSError: writing fails.
     """
     with atomic_writer(path) as file:
         writer = ShardWriter(file, ShardIndex(shard=path.name, job=job), suffix=suffix)
@@ -157,7 +157,7 @@ def _member(name: str, payload: bytes) -> bytes:
 
 
 class ShardReader:
-    """Random access to the samples of one shard through a memory map.
+    """Memory-mapped random access to the samples of one shard.
 
     Raises:
         UserError: the tar or its index is missing or damaged.
@@ -165,17 +165,17 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        beside = index_path(path)
+        path_of_index = index_path(path)
         try:
-            self.index = ShardIndex.from_json(beside.read_bytes(), path=beside)
+            self.index = ShardIndex.from_json(path_of_index.read_bytes(), path=path_of_index)
         except FileNotFoundError:
-            raise UserError(f"{beside} is missing: write the shards again") from None
+            raise UserError(f"{path_of_index} is missing: write the shards again") from None
 
     def __len__(self) -> int:
         return len(self.index)
 
     def open_map(self) -> np.ndarray:
-        """Return the whole tar as a read-only uint8 `[num_bytes]`, mapped, not loaded."""
+        """Return the tar as a read-only memory map, uint8 `[num_bytes]`."""
         return map_file(self.path)
 
     def read(self, number: int) -> np.ndarray:
@@ -185,7 +185,7 @@ class ShardReader:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """Return a file as a read-only uint8 array. Raises UserError if it cannot be mapped."""
+    """Memory-map a file as a read-only uint8 array. Raises UserError if that fails."""
     try:
         return np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:

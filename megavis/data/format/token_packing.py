@@ -1,8 +1,8 @@
 """Pack tokens into nine bits each: the `.tok` payload of palette shards.
 
-N tokens below 512 become N bytes, the low eight bits of each in raster order, followed by
-ceil(N / 8) bytes with the ninth bits packed, first token in the most significant bit. When N is
-not divisible by 8 the last byte is filled with zero bits.
+N tokens below 512 become N bytes with the low eight bits of each token in raster order, followed by
+ceil(N / 8) bytes with the packed ninth bits, the first token in the most significant bit. If N is
+not divisible by 8, the last byte is padded with zero bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MAX_TOKENS = 512
 
 
 def payload_bytes(num_tokens: int) -> int:
-    """Return the number of bytes that `num_tokens` tokens take."""
+    """Return the size of `num_tokens` packed tokens in bytes."""
     return num_tokens + (num_tokens + 7) // 8
 
 
@@ -35,7 +35,7 @@ def unpack_tokens(payload: np.ndarray, *, num_tokens: int) -> np.ndarray:
     """Unpack uint8 `[b, payload_bytes(n)]` to uint16 `[b, n]`, each in [0, 512).
 
     Raises:
-        ValueError: the rows do not have the length of `num_tokens` tokens.
+        ValueError: the rows are not `payload_bytes(num_tokens)` long.
     """
     if payload.shape[1] != payload_bytes(num_tokens):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""The sample order, and the batches made from shards."""
+"""Sample order, data sets over shards, and the batch loader."""

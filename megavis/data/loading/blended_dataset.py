@@ -1,4 +1,4 @@
-"""Blend several shard folders into one data set, each with its share of the samples."""
+"""Blend several shard folders into one data set, each with its own weight."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megavis.data.loading.order import BlendedOrder, Order, block_counts
 
 
 class Samples(Protocol):
-    """What batches are made from: `ShardDataset`, or several of them mixed.
+    """A training data set: `ShardDataset`, a subset, or a blend.
 
     Attributes:
-        directory: the shard folder; of a mixture the first.
-        manifest: what the samples are.
-        class_names: names of the classes; a label indexes them.
-        labels: int64 `[N]`, -1 where a sample has none.
+        directory: the shard folder; the first one of a blend.
+        manifest: description of the samples.
+        class_names: names of the classes, indexed by label.
+        labels: int64 `[N]`, -1 for a sample without a label.
         skipped: number of replaced samples by reason.
-        skipped_names: `shard:key: reason` of each replaced sample met so far.
+        skipped_names: `shard:key: reason` of each sample replaced so far.
     """
 
     @property
@@ -43,7 +43,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def order(self, seed: int) -> Order:
-        """Return the order in which training sees the samples."""
+        """Return the training order."""
 
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None
@@ -52,21 +52,21 @@ class Samples(Protocol):
 
 
 class BlendedDataset:
-    """The samples of several shard folders, one folder after another.
+    """The concatenated samples of several shard folders.
 
-    Classes are known by name: those of the first folder keep their numbers, new ones follow.
+    Classes are merged by name: those of the first folder keep their labels, new ones follow.
 
     Args:
-        parts: the folders, which must hold samples of one form.
-        weights: share of each in training; see `BlendedOrder`.
+        parts: the folders, which must hold samples of the same form.
+        weights: relative weight of each in training; see `BlendedOrder`.
 
     Attributes:
         parts: the folders.
-        class_names, labels: as `Samples` has them.
-        manifest: the first folder's, with the shards and classes of all.
+        class_names, labels: see `Samples`.
+        manifest: the first folder's, with the shards and classes of all folders.
 
     Raises:
-        UserError: two manifests do not agree, or a weight is too small compared with the others.
+        UserError: two manifests disagree, or a weight is too small compared with the others.
     """
 
     def __init__(self, parts: Sequence[ShardDataset], weights: Sequence[float]) -> None:
@@ -80,8 +80,12 @@ class BlendedDataset:
             raise UserError(str(error)) from None
         names = dict.fromkeys(name for part in self.parts for name in part.class_names)
         self.class_names = tuple(names)
-        self._numbers = [_numbers(part.class_names, self.class_names) for part in self.parts]
-        labels = [table[part.labels] for table, part in zip(self._numbers, self.parts, strict=True)]
+        self._label_tables = [
+            _label_table(part.class_names, self.class_names) for part in self.parts
+        ]
+        labels = [
+            table[part.labels] for table, part in zip(self._label_tables, self.parts, strict=True)
+        ]
         self.labels = np.concatenate(labels)
         self._firsts = np.cumsum([0, *map(len, self.parts)])
         shards = tuple(shard for part in self.parts for shard in part.manifest.shards)
@@ -101,57 +105,54 @@ class BlendedDataset:
 
     @property
     def skipped_names(self) -> list[str]:
-        """`folder/shard:key: reason` of each replaced sample met so far."""
+        """`folder/shard:key: reason` of each sample replaced so far."""
         return [f"{part.directory}/{name}" for part in self.parts for name in part.skipped_names]
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
     def order(self, seed: int) -> BlendedOrder:
-        """Return the order in which training sees the samples."""
+        """Return the training order."""
         return BlendedOrder([len(part) for part in self.parts], self._weights, seed=seed)
 
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Read samples; arguments, results and errors are those of `ShardDataset.read`.
-
-        A sample that is replaced is replaced by one of its own folder.
-        """
+        """Read samples; see `ShardDataset.read`. Replacements come from the same folder."""
         indices = checked_indices(indices, len(self))
         positions = indices if positions is None else positions
         sources = np.searchsorted(self._firsts, indices, side="right") - 1
         rows = [np.flatnonzero(sources == number) for number in range(len(self.parts))]
         samples, labels = [], []
         for number, part in enumerate(self.parts):
-            mine = rows[number]
-            read, its_labels = part.read(
-                indices[mine] - self._firsts[number], positions=positions[mine]
+            part_rows = rows[number]
+            part_samples, part_labels = part.read(
+                indices[part_rows] - self._firsts[number], positions=positions[part_rows]
             )
-            samples.append(read)
-            labels.append(self._numbers[number][its_labels])
-        back = np.argsort(np.concatenate(rows))
-        return np.concatenate(samples)[back], np.concatenate(labels)[back]
+            samples.append(part_samples)
+            labels.append(self._label_tables[number][part_labels])
+        inverse = np.argsort(np.concatenate(rows))
+        return np.concatenate(samples)[inverse], np.concatenate(labels)[inverse]
 
 
-def _numbers(mine: Sequence[str], every: Sequence[str]) -> np.ndarray:
-    """Return the place in `every` of each name in `mine`, int64; one more entry sends -1 to -1."""
-    places = {name: place for place, name in enumerate(every)}
-    return np.array([*(places[name] for name in mine), -1], np.int64)
+def _label_table(names: Sequence[str], all_names: Sequence[str]) -> np.ndarray:
+    """Map labels of `names` to labels of `all_names`, int64; the last entry maps -1 to -1."""
+    labels = {name: label for label, name in enumerate(all_names)}
+    return np.array([*(labels[name] for name in names), -1], np.int64)
 
 
 def _check_alike(first: ShardDataset, other: ShardDataset) -> None:
     for key, here, there in _differences(first.manifest, other.manifest):
         raise UserError(
             f"{other.directory / MANIFEST_NAME}: {key} is {there}, and"
-            f" {first.directory / MANIFEST_NAME} has {here}: only data of one form can be mixed"
+            f" {first.directory / MANIFEST_NAME} has {here}: only equal forms can be blended"
         )
 
 
 def _differences(one: Manifest, other: Manifest) -> Iterator[tuple[str, object, object]]:
     keys = ["kind", "image_size", "num_tokens", "latent_shape", "frame_shape", "target"]
     if one.kind == "jpeg":
-        keys.remove("image_size")  # images of any size are cut to one when they are read
+        keys.remove("image_size")  # images of any size are cropped to one size when read
     pairs = [(key, getattr(one, key), getattr(other, key)) for key in keys]
     pairs.append(("tokenizer.sha256", one.identity, other.identity))
     yield from (pair for pair in pairs if pair[1] != pair[2])

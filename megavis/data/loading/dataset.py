@@ -1,9 +1,7 @@
-"""A shard folder as a map-style data set.
+"""A shard folder as a map-style data set, and subsets of it.
 
-Opening reads the manifest and the indexes only; tars are memory-mapped when first touched. What
-is checked on opening is cheap (sizes, counts, hashes of small files); `verify` reads every byte.
-
-Subsets of a shard folder: random halves, and a few images of each class.
+Opening reads only the manifest and the indexes, and runs cheap checks (sizes, counts, hashes of
+small files); `verify` reads every byte. Tars are memory-mapped on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from megavis.data.format.shards import ShardIndex, index_path, map_file
 from megavis.data.loading.order import SampleOrder
 from megavis.data.loading.remote import RemoteFolder, is_remote
 
-# Each map holds a file descriptor, and a process may have as few as 1,024 of them.
+# Each map holds a file descriptor; the limit per process may be as low as 1,024.
 _MAX_OPEN_MAPS = 256
 _WRONG_LENGTH = "wrong length"
 
@@ -34,26 +32,27 @@ _WRONG_LENGTH = "wrong length"
 class ShardDataset:
     """All samples of a shard folder, by index.
 
-    A sample whose bytes cannot be one (wrong length, ids beyond the vocabulary, a damaged JPEG,
-    latents that are not finite) is replaced by the next good one, counted in `skipped` and named
-    in `skipped_names`. The choice depends on the bytes alone, so every rank makes the same one.
+    An invalid sample (wrong length, ids outside the vocabulary, a damaged JPEG, non-finite latents)
+    is replaced by the next valid one, counted in `skipped` and named in `skipped_names`. The
+    replacement depends on the bytes only, so it is the same on every rank.
 
     Args:
-        directory: the shard folder, or a URL of one (`remote.py`).
-        transform: what is cut out of images; where None, they are read as they are stored.
-        cache: local folder in which to keep what is fetched from a URL.
-        palette: reads JPEG shards as ids of its colours; palette shards must be of its colours.
+        directory: the shard folder or its URL (`remote.py`).
+        transform: crop and augmentation; if None, images are read as stored.
+        cache: local folder for files fetched from a URL.
+        palette: maps the pixels of JPEG shards to ids; palette shards must have been made with it.
 
     Attributes:
-        directory: the shard folder; of a URL its place in the cache.
-        manifest: what the folder says about itself; where a palette reads it, what the samples are.
+        directory: the shard folder; its cache for a URL.
+        manifest: the folder's; with a palette, that of the resulting ids.
         transform: as given.
-        class_names: names of the classes; a label indexes them.
-        labels: int64 `[N]`, -1 where a sample has none; a replaced sample has its stand-in's.
-        skipped: number of replaced samples by reason; grows while reading.
+        class_names: names of the classes, indexed by label.
+        labels: int64 `[N]`, -1 for a sample without a label; a replaced sample has the label of
+            its replacement.
+        skipped: number of samples replaced so far, by reason.
 
     Raises:
-        UserError: the folder is unfinished, empty, damaged, or holds another palette.
+        UserError: the folder is unfinished, empty or damaged, or was made with another palette.
     """
 
     def __init__(
@@ -79,27 +78,25 @@ class ShardDataset:
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = Lock()
         if not self.manifest.num_samples:
-            raise UserError(f"{self.directory} holds no sample: every source file was refused")
+            raise UserError(f"{self.directory} holds no sample: every source file was rejected")
         if self.manifest.kind == "palette":
             _check_palette(self.directory, self.manifest)
         elif palette is not None:
             size = (transform or self.manifest).image_size or 0
-            self.manifest = self.manifest.read_as_palette(
-                palette.sha256, len(palette), image_size=size
-            )
+            self.manifest = self.manifest.as_palette(palette.sha256, len(palette), image_size=size)
         indexes = [self._open_index(shard) for shard in self.manifest.shards]
         self._keys = [index.keys for index in indexes]
         self._first = np.cumsum([0] + [len(index) for index in indexes])
         self._offsets = np.concatenate([np.array(index.offsets, np.int64) for index in indexes])
         self._lengths = np.concatenate([np.array(index.lengths, np.int64) for index in indexes])
-        self._stand_in = self._find_stand_ins()
+        self._replacement = self._find_replacements()
         labels = np.concatenate([np.array(index.labels, np.int64) for index in indexes])
         if labels.min() < -1 or labels.max() >= len(self.class_names):
             raise UserError(f"{self.directory} holds labels outside its list of classes")
-        self.labels = labels[self._stand_in]
+        self.labels = labels[self._replacement]
 
     def __len__(self) -> int:
-        return len(self._stand_in)
+        return len(self._replacement)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": OrderedDict(), "_lock": None}
@@ -109,11 +106,11 @@ class ShardDataset:
 
     @property
     def skipped_names(self) -> list[str]:
-        """`shard:key: reason` of each replaced sample met so far."""
+        """`shard:key: reason` of each sample replaced so far."""
         return list(self._skipped_names)
 
     def order(self, seed: int) -> SampleOrder:
-        """Return the order in which training sees the samples."""
+        """Return the training order."""
         return SampleOrder(len(self), seed)
 
     def read(
@@ -123,20 +120,20 @@ class ShardDataset:
 
         Args:
             indices: int64 `[b]`.
-            positions: int64 `[b]`, which decide random crops and flips; `indices` when None.
+            positions: int64 `[b]`, which determine random crops and flips; default: `indices`.
 
         Returns:
-            The samples as their codec gives them (ids uint16 `[b, n]`, pixels uint8
+            The samples in the form of their codec (ids uint16 `[b, n]`, pixels uint8
             `[b, h, w, 3]`, pairs uint8 `[b, 2, h, w, 3]`, latents float16 `[b, 2, c, h, w]`), and
             labels int64 `[b]`.
 
         Raises:
             IndexError: an index lies outside [0, N).
-            UserError: a shard has vanished, or no sample is good.
+            UserError: a shard has disappeared, or no sample is valid.
         """
         indices = checked_indices(indices, len(self))
         positions = indices if positions is None else positions
-        indices = self._stand_in[indices]
+        indices = self._replacement[indices]
         samples, refused = self._decode(indices, positions)
         for _ in range(len(self)):
             if not refused:
@@ -144,11 +141,11 @@ class ShardDataset:
             for row, reason in refused.items():
                 self._name_skipped(int(indices[row]), reason)
             rows = np.array(sorted(refused))
-            # The next index, and of that the stand-in, if its length is wrong in turn.
-            indices[rows] = self._stand_in[(indices[rows] + 1) % len(self)]
+            # The next sample may have a wrong length and a replacement of its own.
+            indices[rows] = self._replacement[(indices[rows] + 1) % len(self)]
             samples[rows], still = self._decode(indices[rows], positions[rows])
             refused = {int(rows[place]): reason for place, reason in still.items()}
-        raise UserError(f"{self.directory} holds no good sample; the first: {self._first_skipped}")
+        raise UserError(f"{self.directory} holds no valid sample; first: {self._first_skipped}")
 
     def name_of(self, index: int) -> str:
         """Return `shard:key` of one sample."""
@@ -161,7 +158,7 @@ class ShardDataset:
         return next(iter(self._skipped_names), "none")
 
     def verify(self) -> list[str]:
-        """Read every byte; return one sentence for each shard whose SHA-256 is not right."""
+        """Read every byte; return a message for each shard whose SHA-256 is wrong."""
         problems = []
         for shard in self.manifest.shards:
             if sha256_of_file(self._tar(shard)) != shard.sha256:
@@ -169,7 +166,7 @@ class ShardDataset:
         return problems
 
     def _decode(self, indices: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
-        """Samples whose payloads all have the right length."""
+        """Decode samples whose payloads have valid lengths."""
         shards = np.searchsorted(self._first, indices, side="right") - 1
         maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
         starts = self._offsets[indices]
@@ -183,12 +180,12 @@ class ShardDataset:
         return self.codec.decode(payloads, positions)
 
     def _map(self, shard: int) -> np.ndarray:
-        # Not under the lock: others continue with what is there while a shard is fetched.
+        # Fetch without the lock, so that other threads can read cached shards meanwhile.
         path = None if shard in self._maps else self._tar(self.manifest.shards[shard])
         with self._lock:
             if shard not in self._maps:
                 path = path or self._tar(self.manifest.shards[shard])
-                # A plain array over the map: np.memmap's own slicing is four times slower.
+                # Wrap in a plain array: slicing np.memmap is four times slower.
                 self._maps[shard] = np.asarray(map_file(path))
                 if len(self._maps) > _MAX_OPEN_MAPS:
                     self._maps.popitem(last=False)
@@ -213,11 +210,11 @@ class ShardDataset:
             raise UserError(f"{path} lists {len(index)} samples, the manifest {shard.num_samples}")
         return index
 
-    def _find_stand_ins(self) -> np.ndarray:
-        """For each sample the index to read instead: its own, or the next of right length."""
+    def _find_replacements(self) -> np.ndarray:
+        """Return the index to read for each sample: its own or the next of valid length."""
         ends = np.repeat([shard.num_bytes for shard in self.manifest.shards], np.diff(self._first))
         inside = (self._offsets >= 0) & (self._offsets + self._lengths <= ends)
-        good = self.codec.right_length(self._lengths) & inside
+        good = self.codec.valid_lengths(self._lengths) & inside
         for index in np.flatnonzero(~good):
             self._name_skipped(int(index), _WRONG_LENGTH)
         if not good.any():
@@ -235,7 +232,7 @@ class ShardDataset:
 
 
 def checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
-    """Return indices as int64; raises IndexError where one lies outside [0, size)."""
+    """Return indices as int64; raises IndexError if one is outside [0, size)."""
     indices = np.asarray(indices, dtype=np.int64)
     if indices.size and (indices.min() < 0 or indices.max() >= size):
         raise IndexError(f"sample indices must lie in [0, {size})")
@@ -250,7 +247,7 @@ def _check_size(tar: Path, shard: ShardEntry) -> None:
     if num_bytes != shard.num_bytes:
         raise UserError(
             f"{tar} has {num_bytes} bytes where the manifest says {shard.num_bytes}: "
-            "it was cut or changed; delete it and run the command that wrote it again"
+            "it was truncated or changed; delete it and run the command that wrote it again"
         )
 
 
@@ -269,19 +266,20 @@ def _check_palette(directory: Path, manifest: Manifest) -> None:
 
 
 class Subset:
-    """Samples of a data set, in an order of their own.
+    """Some samples of a data set, in any order.
 
     Attributes:
-        indices: int64 `[m]`, the samples of the whole.
+        dataset: the full data set.
+        indices: int64 `[m]`, indices into `dataset`.
     """
 
-    def __init__(self, whole: ShardDataset, indices: np.ndarray) -> None:
-        self.whole, self.indices = whole, indices
+    def __init__(self, dataset: ShardDataset, indices: np.ndarray) -> None:
+        self.dataset, self.indices = dataset, indices
 
     @property
     def directory(self) -> Path:
         """The shard folder."""
-        return self.whole.directory
+        return self.dataset.directory
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -289,16 +287,16 @@ class Subset:
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Read samples, as the whole does; indices int64 `[b]` count within the subset."""
-        return self.whole.read(self.indices[indices], positions=positions)
+        """Read samples; indices int64 `[b]` refer to the subset. See `ShardDataset.read`."""
+        return self.dataset.read(self.indices[indices], positions=positions)
 
 
 def shuffled(dataset: ShardDataset) -> Subset:
-    """Return all samples in an order that depends on their number alone, never on a run's seed.
+    """Return all samples in an order that depends only on their number, not on a run's seed.
 
-    So the first ones are of all classes, also where a folder lies in the order of its classes.
+    A prefix then has all classes, even if the folder is sorted by class.
     """
-    # Imported here: tools that only list or write shards start without torch.
+    # Imported here, so that tools that only list or write shards start without torch.
     import torch
 
     from megavis.parallel.random import uniform
@@ -308,62 +306,62 @@ def shuffled(dataset: ShardDataset) -> Subset:
 
 
 def halves(dataset: ShardDataset) -> tuple[Subset, Subset]:
-    """Return two halves of the shuffled data set, which have no sample in common."""
+    """Return two disjoint halves of the shuffled data set."""
     order = shuffled(dataset).indices
     middle = (len(order) + 1) // 2
     return Subset(dataset, order[:middle]), Subset(dataset, order[middle:])
 
 
 class TrainingSubset(Subset):
-    """A subset to train on, in the form of `Samples`."""
+    """A subset for training, which implements `Samples`."""
 
     @property
     def manifest(self) -> Manifest:
-        """That of the whole."""
-        return self.whole.manifest
+        """Manifest of the full data set."""
+        return self.dataset.manifest
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Those of the whole."""
-        return self.whole.class_names
+        """Names of the classes, indexed by label."""
+        return self.dataset.class_names
 
     @property
     def labels(self) -> np.ndarray:
         """Labels int64 `[m]`."""
-        return self.whole.labels[self.indices]
+        return self.dataset.labels[self.indices]
 
     @property
     def skipped(self) -> Counter[str]:
         """Number of replaced samples by reason."""
-        return self.whole.skipped
+        return self.dataset.skipped
 
     @property
     def skipped_names(self) -> list[str]:
-        """`shard:key: reason` of each replaced sample met so far."""
-        return self.whole.skipped_names
+        """`shard:key: reason` of each sample replaced so far."""
+        return self.dataset.skipped_names
 
     def order(self, seed: int) -> SampleOrder:
-        """Return the order in which training sees the samples."""
+        """Return the training order."""
         return SampleOrder(len(self), seed)
 
 
-def few_of_each_class(dataset: ShardDataset, count: int, *, seed: int) -> TrainingSubset:
-    """Return `count` samples of each class of a data set, drawn by `seed`.
+def subset_per_class(dataset: ShardDataset, count: int, *, seed: int) -> TrainingSubset:
+    """Return `count` random samples per class.
 
     Raises:
         UserError: a class has fewer.
     """
-    return TrainingSubset(dataset, draw_of_each_class(dataset.labels, count, seed=seed))
+    return TrainingSubset(dataset, sample_per_class(dataset.labels, count, seed=seed))
 
 
-def draw_of_each_class(labels: np.ndarray, count: int, *, seed: int, draw: int = 0) -> np.ndarray:
-    """Return indices of so many samples of each class, drawn without replacement.
+def sample_per_class(labels: np.ndarray, count: int, *, seed: int, draw: int = 0) -> np.ndarray:
+    """Draw indices of `count` samples per class without replacement.
 
     Args:
-        labels: int64 `[b]`; -1 is no class.
-        count: of each class that occurs.
+        labels: int64 `[b]`; samples with -1 are ignored.
+        count: samples per class that occurs.
         seed: of all draws.
-        draw: which one, from 0.
+        draw: number of this draw, from 0.
 
     Returns:
         int64 `[classes · count]`.

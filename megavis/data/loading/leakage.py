@@ -1,7 +1,7 @@
-"""Find evaluation images among the training images, and which shards a run was trained on.
+"""Detect evaluation images in the training data.
 
-Compares the manifests (SHA-256 of shards, of lists of source files) and, if that is not too much to
-read, the samples' bytes.
+Compares the SHA-256 of shards and of lists of source files in the manifests and, for folders that
+are not too large, the bytes of the samples.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megavis.data.format.manifest import Manifest
 from megavis.data.format.shards import ShardReader
 from megavis.data.loading.remote import RemoteFolder, is_remote
 
-READ_AT_MOST = 1 << 28
-"""Bytes of a folder whose samples are compared; of larger ones the manifests alone are."""
-TOLERATED = 0.01
-"""Share of equal samples that is no mistake: published test sets have some, and crops of one flat
-colour are equal wherever they come from."""
+MAX_BYTES_TO_COMPARE = 1 << 28
+"""Largest folder whose samples are compared; for larger ones only the manifests are."""
+TOLERATED_FRACTION = 0.01
+"""Fraction of equal samples that is no error: published test sets have duplicates, and crops of a
+uniform colour are equal."""
 
 
 class Shards(Protocol):
-    """A shard folder: `ShardDataset`, or what `find_shards` gives.
+    """A shard folder: `ShardDataset` or `FoundShards`.
 
     Attributes:
-        directory: its path.
-        manifest: what its samples are.
+        directory: path of the folder.
+        manifest: description of its samples.
     """
 
     @property
@@ -43,62 +43,62 @@ class Shards(Protocol):
 
 @dataclass(frozen=True)
 class FoundShards:
-    """A shard folder of which the manifest alone was read."""
+    """A shard folder whose manifest was read, but not its indexes."""
 
     directory: Path
     manifest: Manifest
 
 
 def find_shards(path: str, *, cache: str | None = None) -> FoundShards:
-    """Read the manifest of a shard folder or URL; raises UserError as `Manifest.read`."""
+    """Read the manifest of a shard folder or URL. Raises UserError as `Manifest.read`."""
     directory = RemoteFolder.open(path, cache).directory if is_remote(path) else Path(path)
     return FoundShards(directory, Manifest.read(directory))
 
 
-def refuse_overlap(judging: Shards, trained_on: Iterable[Shards]) -> int | None:
-    """Refuse images that judge if they were trained on.
+def check_no_overlap(held_out: Shards, trained_on: Iterable[Shards]) -> int | None:
+    """Check that held-out images were not trained on.
 
     Args:
-        judging: a test or validation set.
-        trained_on: what weights or classifiers were fitted on; one folder may occur twice.
+        held_out: a test or validation set.
+        trained_on: training data of weights and classifiers; may repeat a folder.
 
     Returns:
-        How many samples of `judging` are in the others too, at most 1 % of them in each; None
-        where the samples of some could not be compared.
+        Number of samples of `held_out` that the others contain too, at most 1 % in each; None if
+        some samples could not be compared.
 
     Raises:
         UserError: they overlap; names both folders.
     """
-    # By directory: most runs are probed on what they were trained on.
+    # Deduplicate: most runs are probed on their own training data.
     folders = {folder.directory.resolve(): folder for folder in trained_on}
-    counts = [_compare(judging, folder) for folder in folders.values()]
+    counts = [_compare(held_out, folder) for folder in folders.values()]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
-def _compare(judging: Shards, folder: Shards) -> int | None:
-    """Return how many samples are equal; None where that is not known."""
-    reason = overlap_of_manifests(judging.manifest, folder.manifest)
+def _compare(held_out: Shards, folder: Shards) -> int | None:
+    """Count equal samples; return None if they cannot be compared."""
+    reason = overlap_of_manifests(held_out.manifest, folder.manifest)
     equal = None
-    if reason is None and _are_comparable(judging, folder):
-        # Each once: seconds of silence are equal to each other, wherever they come from.
-        equal = len(set(_digests(folder)).intersection(_digests(judging)))
-        num_samples = judging.manifest.num_samples
-        if equal > TOLERATED * num_samples:
-            reason = f"{equal} of its {num_samples} samples are there too"
+    if reason is None and _are_comparable(held_out, folder):
+        # Count duplicates once: recordings of silence are all equal.
+        equal = len(set(_digests(folder)).intersection(_digests(held_out)))
+        num_samples = held_out.manifest.num_samples
+        if equal > TOLERATED_FRACTION * num_samples:
+            reason = f"{equal} of its {num_samples} samples are in both"
     if reason is not None:
         raise UserError(
-            f"{judging.directory} cannot judge what was trained on {folder.directory}: {reason}"
+            f"{held_out.directory} cannot evaluate what was trained on {folder.directory}: {reason}"
         )
     return equal
 
 
 def overlap_of_manifests(one: Manifest, other: Manifest) -> str | None:
-    """Return why two manifests speak of the same images, as a clause; None where they do not."""
+    """Return as a clause how two manifests show the same images, or None if they do not."""
     names = {shard.sha256: shard.name for shard in other.shards}
     for shard in one.shards:
         if shard.sha256 in names:
-            return f"its {shard.name} is the {names[shard.sha256]} there, by SHA-256"
+            return f"its {shard.name} has the SHA-256 of the other's {names[shard.sha256]}"
     if _list_of_files(one) == _list_of_files(other):
         return f"both were made from the same {one.source.num_files} files"
     return None
@@ -109,12 +109,12 @@ def _list_of_files(manifest: Manifest) -> tuple[str, int]:
 
 
 def _are_comparable(one: Shards, other: Shards) -> bool:
-    # Of the folders: a palette may read jpeg shards as ids.
+    # Compare stored kinds: with a palette, the manifests of JPEG shards say ids.
     if Manifest.read(one.directory).kind != Manifest.read(other.directory).kind:
         return False
     return all(
-        sum(shard.num_bytes for shard in folder.manifest.shards) <= READ_AT_MOST
-        # What lies behind a URL is not fetched for this.
+        sum(shard.num_bytes for shard in folder.manifest.shards) <= MAX_BYTES_TO_COMPARE
+        # Shards behind a URL are not fetched for this.
         and all((folder.directory / shard.name).exists() for shard in folder.manifest.shards)
         for folder in (one, other)
     )
@@ -131,10 +131,9 @@ def _digests(folder: Shards) -> Iterator[bytes]:
 
 
 def training_shards(config: RunConfig) -> Iterator[Shards]:
-    """Yield the folders of `data.train`, then those of the run that fine-tuning started from.
+    """Yield the folders of `data.train`, then those of the run that was fine-tuned.
 
-    Shards that are gone are reported on standard error: nobody knows whether it has images of the
-    test set.
+    Missing shards are reported on standard error, since they cannot be compared.
     """
     for source in config.data.train_sources:
         try:

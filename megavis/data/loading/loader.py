@@ -1,10 +1,9 @@
-"""Batches of one data-parallel rank, from the endless sample stream.
+"""Load the batches of one data-parallel rank, prefetched in threads.
 
-Step t consumes the B = micro * data-parallel size * accumulation positions [t*B, (t+1)*B); the
-micro-batches of the ranks tile them. So the samples of a step depend on B alone, not on how it is
-cut, and the number of the step is the loader's whole state.
-
-Prefetch in worker threads, preserving order.
+Step t consumes the positions [t*B, (t+1)*B) of the endless sample stream, where B = micro-batch
+size * data-parallel size * accumulation steps; the micro-batches of the ranks tile them. The
+samples of a step therefore depend only on B, not on the layout, and the step number is the loader's
+only state.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DEFAULT_THREADS = 4
 
 
 class Readable(Protocol):
-    """What can be read by index: a shard folder, or some of its samples."""
+    """Samples that can be read by index: a shard folder or a subset of it."""
 
     @property
     def directory(self) -> Path:
@@ -41,27 +40,27 @@ class Readable(Protocol):
     def read(
         self, indices: np.ndarray, *, positions: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Read samples, as `ShardDataset.read` says."""
+        """Read samples; see `ShardDataset.read`."""
 
 
 class BatchLoader:
-    """Endless iterator of micro-batches; background threads read a few ahead.
+    """Endless iterator of micro-batches, prefetched by background threads.
 
-    Each step gives `accumulation_steps` micro-batches. Use it as a context manager, or call
-    `close`. What goes wrong in a thread is raised by the `next` that would have had the batch.
+    A step has `accumulation_steps` micro-batches. Use it as a context manager, or call `close`. An
+    exception in a thread is raised by the `next` call for its batch.
 
     Args:
         dataset: the samples.
         seed: of the sample order.
-        micro_batch_size: samples b of one micro-batch of one rank.
-        data_parallel_rank: which reader this is; tensor- and pipeline-parallel ranks of one
-            reader pass the same number and get the same batches.
+        micro_batch_size: samples b per micro-batch and rank.
+        data_parallel_rank: rank of this reader; tensor- and pipeline-parallel ranks with the same
+            data-parallel rank get the same batches.
         data_parallel_size: number of readers.
-        accumulation_steps: micro-batches a step.
-        start_step: the step to begin with; costs the same for any step.
-        threads: how many micro-batches are read at once; changes the speed alone.
-        repeats: how often each sample comes (`RepeatedOrder`).
-        device: where batches go next; for a GPU they are in page-locked memory.
+        accumulation_steps: micro-batches per step.
+        start_step: first step; starting at a later step costs no more.
+        threads: micro-batches to read concurrently.
+        repeats: number of copies of each sample (`RepeatedOrder`).
+        device: destination of the batches; for a GPU they are in pinned memory.
 
     Raises:
         ValueError: a size is below 1, the rank is not below the size, or the step is negative.
@@ -96,18 +95,18 @@ class BatchLoader:
         self.start_step = start_step
         self.threads = threads
         self.device = device or torch.device("cpu")
-        self._ahead: Prefetcher[Batch] | None = None
+        self._prefetcher: Prefetcher[Batch] | None = None
         self._closed = False
 
     def positions(self, step: int, *, micro_step: int) -> np.ndarray:
-        """Return the positions int64 `[b]` that this rank reads in one micro-step of a step."""
+        """Return this rank's positions in one micro-step, int64 `[b]`."""
         block = micro_step * self.data_parallel_size + self.data_parallel_rank
         blocks_per_step = self.accumulation_steps * self.data_parallel_size
         first = (step * blocks_per_step + block) * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
 
     def read(self, step: int, *, micro_step: int) -> Batch:
-        """Read one micro-batch of any step, in the calling thread; raises as the data set."""
+        """Read one micro-batch of any step in the calling thread; raises as `dataset.read`."""
         positions = self.positions(step, micro_step=micro_step)
         return read_batch(self.dataset, self.order.dataset_index(positions), positions)
 
@@ -117,10 +116,10 @@ class BatchLoader:
     def __next__(self) -> Batch:
         if self._closed:
             raise StopIteration
-        if self._ahead is None:  # threads start with the first use
-            self._ahead = self._start()
+        if self._prefetcher is None:  # start threads on first use
+            self._prefetcher = self._start()
         try:
-            return next(self._ahead)
+            return next(self._prefetcher)
         except Exception:
             self.close()
             raise
@@ -137,10 +136,10 @@ class BatchLoader:
         self.close()
 
     def close(self) -> None:
-        """End the threads; later `next` calls end the iteration. May be called again."""
+        """Stop the threads and the iteration. Can be called repeatedly."""
         self._closed = True
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def _start(self) -> Prefetcher[Batch]:
         first = self.start_step * self.accumulation_steps
@@ -148,7 +147,7 @@ class BatchLoader:
 
 
 class _Reader:
-    """What the threads need; it must not hold the loader, or that would never be collected."""
+    """Read function of the threads; without a reference to the loader, so that it is collected."""
 
     def __init__(self, loader: BatchLoader) -> None:
         self._dataset, self._order = loader.dataset, loader.order
@@ -157,12 +156,12 @@ class _Reader:
         self._device = loader.device
 
     def __call__(self, number: int) -> Batch:
-        # Micro-batches of one rank are evenly spaced, across steps as inside them.
+        # A rank's micro-batches are evenly spaced, within and across steps.
         positions = self._first + number * self._stride
         batch = read_batch(self._dataset, self._order.dataset_index(positions), positions)
         if self._device.type != "cuda":
             return batch
-        torch.cuda.set_device(self._device)  # a new thread starts on GPU 0
+        torch.cuda.set_device(self._device)  # new threads default to GPU 0
         return batch.pin_memory()
 
 
@@ -174,22 +173,22 @@ def evaluation_batches(
     data_parallel_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield the first `limit` samples (default: all) once, in the order of the data set.
+    """Yield the first `limit` samples (default: all) once, in data set order.
 
-    Every rank gets equally many batches of equal sizes: blocks of `batch_size` samples a rank,
-    then one smaller batch with what is left, shared evenly. Only the last `count % data-parallel
-    size` samples are left out. `sample_index` is the index in the data set.
+    All ranks get the same number of batches with the same sizes: `batch_size`, then a smaller last
+    batch. Only the last `count % data_parallel_size` samples are left out. `sample_index` is the
+    index in the data set.
 
     Raises:
         ValueError: a size is below 1, or the rank is not below the size.
-        UserError: there are too few samples to give every rank one.
+        UserError: there are fewer samples than ranks.
     """
     _check_sizes(batch_size, data_parallel_rank, data_parallel_size)
     available = len(dataset) if limit is None else min(limit, len(dataset))
     count = available - available % data_parallel_size
     if count < 1:
         raise UserError(
-            f"{dataset.directory} gives {available} samples to evaluate, fewer than one for each of"
+            f"{dataset.directory} has {available} samples to evaluate, fewer than one for each of"
             f" {data_parallel_size} data-parallel ranks"
         )
     return _evaluate(dataset, count, batch_size, data_parallel_rank, data_parallel_size)
@@ -212,7 +211,7 @@ def _evaluate(
         batches.close()
 
 
-def batches_in_turn(
+def round_robin_batches(
     dataset: Readable,
     *,
     batch_size: int,
@@ -220,10 +219,10 @@ def batches_in_turn(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[Batch]:
-    """Yield this rank's turns at the batches that one process would read alone.
+    """Yield every `data_parallel_size`-th of the batches that a single process would read.
 
-    Every rank gets equally many batches: where there are none left, the last one once more. The
-    last one may be smaller than the others. `sample_index` is the index in the data set.
+    All ranks get the same number of batches: a rank that runs out repeats the last one, which may
+    be smaller than the others. `sample_index` is the index in the data set.
 
     Raises:
         ValueError: a size is below 1, or the rank is not below the size.
@@ -246,9 +245,9 @@ def batches_in_turn(
 
 
 def read_batch(dataset: Readable, indices: np.ndarray, positions: np.ndarray) -> Batch:
-    """Read samples `indices` `[b]` for `positions` `[b]`; raises as the data set does."""
+    """Read samples `indices` `[b]` for `positions` `[b]`; raises as `dataset.read`."""
     samples, labels = dataset.read(indices, positions=positions)
-    if samples.dtype == np.uint16:  # ids; torch computes little with this type
+    if samples.dtype == np.uint16:  # torch supports few operations on uint16
         samples = samples.astype(np.int64)
     return Batch(
         inputs=torch.from_numpy(samples),
@@ -264,13 +263,13 @@ def _check_sizes(batch_size: int, rank: int, num_ranks: int) -> None:
         )
 
 
-def read_in_turn(dataset: ShardDataset, count: int) -> Batch:
+def read_round_robin(dataset: ShardDataset, count: int) -> Batch:
     """Read `count` images: the first of each class, then the second of each, and so on."""
-    indices = take_turns(dataset, count)
+    indices = round_robin_by_class(dataset, count)
     return read_batch(dataset, indices, indices)
 
 
-def take_turns(dataset: ShardDataset, count: int) -> np.ndarray:
+def round_robin_by_class(dataset: ShardDataset, count: int) -> np.ndarray:
     """Return int64 indices of `count` samples: the first of each class, then the second, ..."""
     seen: dict[int, int] = {}
     turns = []
@@ -282,23 +281,23 @@ def take_turns(dataset: ShardDataset, count: int) -> np.ndarray:
 
 Item = TypeVar("Item")
 
-# Ready in addition to reads in flight, so that one slow read does not stop the consumer.
+# Finished reads to keep ready, so that one slow read does not stall the consumer.
 _SPARE = 2
 
 
 class Prefetcher(Generic[Item]):
-    """Iterator over `read(first)`, `read(first + 1)`, ..., computed in threads.
+    """Iterator over `read(first)`, `read(first + 1)`, ..., computed in threads, in order.
 
-    Decoders and numpy let go of Python's lock, so threads share the work of one process. Results
-    come in order, whatever the number of threads. What a `read` raises is raised by the `next`
-    that would have had its result, and ends the iteration. Memory holds `threads` + 2 results.
+    Decoders and numpy release the GIL, so threads run in parallel. An exception in `read` is raised
+    by the `next` call for its result and ends the iteration. At most `threads` + 2 results are in
+    memory.
 
     Args:
-        read: a function of the number alone; it must bear being called from several threads, and
-            must not hold this object, or that would never be collected.
-        first: number to begin with.
-        end: number to stop before; None for no end.
-        threads: how many read at once, 1 or more.
+        read: a thread-safe function. It must not refer to this object, which could then never be
+            collected.
+        first: first argument.
+        end: argument to stop before; None for an endless iterator.
+        threads: number of threads, 1 or more.
     """
 
     def __init__(
@@ -309,7 +308,7 @@ class Prefetcher(Generic[Item]):
         self._pending: deque[Future[Item]] = deque()
         self._depth = threads + _SPARE
         self._closed = False
-        # One that is dropped without close() must not leave its threads behind.
+        # Stop the threads of a prefetcher that is dropped without close().
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Item]:
@@ -327,7 +326,7 @@ class Prefetcher(Generic[Item]):
             raise
 
     def close(self) -> None:
-        """End the threads, when each is done with what it reads; may be called again."""
+        """Stop the threads after their current reads. Can be called repeatedly."""
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()

@@ -1,19 +1,19 @@
-"""The sample order: a function of seed, epoch and data set size alone.
+"""The sample order: a function of seed, epoch and data set size.
 
-Training consumes one endless stream of positions 0, 1, 2, ... Position p belongs to epoch p // N
-and is permuted inside it. The permutation is computed, not stored: a Feistel network maps a
-position to a data set index in O(1), so a run resumes anywhere without replaying, and the number
-of ranks or workers cannot change what is seen.
+Training consumes an endless stream of positions 0, 1, 2, ... Position p belongs to epoch p // N
+and is permuted within it. A Feistel network computes the data set index of a position in O(1), so a
+run resumes at any position without replaying the stream, and the order does not depend on the
+number of ranks or workers.
 
-The network works on pairs (left, right) of a grid of `rows x columns >= N` cells and adds a keyed
-hash of one half to the other, modulo its size; each round can be undone, so the whole is a
-bijection of the grid. Cells beyond N are walked on (permuted again) until they fall inside; the
-grid exceeds N by less than `rows`, so that hardly ever happens.
+The network acts on pairs (left, right) of a grid of `rows x columns >= N` cells and adds a keyed
+hash of one half to the other, modulo its size. Each round is invertible, so the network is a
+bijection of the grid. Cells at or beyond N are permuted again until they fall below N (cycle
+walking), which is rare, since the grid exceeds N by less than `rows`.
 
-Several data sets are mixed in blocks of T positions, of which source k has exactly c_k. Again a
-permutation of the block, computed and not stored, sends a position to one of T slots; the slots
-[start_k, start_k + c_k) are source k's, and slot start_k + j of block B is position B c_k + j of
-that source's own endless stream. So nothing is counted or replayed.
+Several data sets are blended in blocks of T positions, of which source k gets exactly c_k. A
+permutation of the same kind maps a position to one of the T slots of its block; slots
+[start_k, start_k + c_k) belong to source k, and slot start_k + j of block B is position B c_k + j
+of that source's own endless stream.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Protocol
 
 import numpy as np
 
-# Four rounds already give a good permutation; eight also break up patterns in tiny data sets.
+# Four rounds suffice for large data sets; eight also break up patterns in tiny ones.
 _NUM_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Longest block of a mixture: weights that do not divide it are off by less than 1 / 65,536.
+# Longest block of a blend: rounded weights are off by less than 1 / 65,536.
 _MAX_BLOCK = 1 << 16
 
 
@@ -36,21 +36,20 @@ class Order(Protocol):
     """Maps positions of the endless stream to samples."""
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
-        """Return the data set index of each position; int64 to int64, of one shape."""
+        """Map positions, int64 `[...]`, to data set indices, int64 `[...]`."""
 
 
 class RepeatedOrder:
-    """An order in which each sample comes several times: Repeated Augmentation.
+    """Repeated Augmentation: each sample occurs several times in a batch, with different draws.
 
-    "Augment Your Batch" (Hoffer et al.): a batch holds an image several times, each with draws of
-    its own. DeiT's sampler repeats the indices of an epoch and deals them out to the processes, so
-    that the copies of an image are never next to each other on one of them; here they stand
-    `APART` positions from each other, so that neither copies are mixed with each other nor anything
-    depends on the number of processes.
+    "Augment Your Batch" (Hoffer et al.). DeiT's sampler repeats the indices of an epoch and deals
+    them out to the processes, so that copies of an image are never adjacent on a process. Here
+    copies are `APART` positions apart, so that Mixup never mixes them and the order does not depend
+    on the number of processes.
 
     Args:
         order: of single samples.
-        repeats: how often each comes.
+        repeats: number of copies of each sample.
     """
 
     APART = 32
@@ -65,7 +64,7 @@ class RepeatedOrder:
 
 
 class SampleOrder:
-    """Maps positions of the endless stream to data set indices.
+    """Permutes each epoch of the endless stream by a Feistel network.
 
     Args:
         num_samples: size N of the data set, 1 or more.
@@ -82,7 +81,7 @@ class SampleOrder:
             raise ValueError(f"seed must lie in [0, 2^64), not {seed}")
         self.num_samples = num_samples
         self.seed = seed
-        rows = math.isqrt(num_samples - 1) + 1  # the smallest whose square is at least N
+        rows = math.isqrt(num_samples - 1) + 1  # ceil(sqrt(N))
         self._rows = np.uint64(rows)
         self._columns = np.uint64(-(-num_samples // rows))
         start = np.array([seed], dtype=np.uint64)
@@ -95,7 +94,7 @@ class SampleOrder:
             positions: int64 `[...]`, each at least 0.
 
         Returns:
-            int64 `[...]` in [0, N); over the N positions of one epoch every index comes once.
+            int64 `[...]` in [0, N); each index occurs once per epoch.
 
         Raises:
             ValueError: a position is negative.
@@ -126,29 +125,30 @@ class SampleOrder:
 
 
 class BlendedOrder:
-    """Maps positions of the endless stream to samples of several data sets laid end to end.
+    """Blends several data sets, whose samples are indexed one data set after another.
 
-    Each source runs through its own epochs, `SampleOrder` by `SampleOrder`; epochs of different
-    sources end at different times. Over the positions [B T, (B + 1) T) of a block source k comes
-    exactly c_k times; a block is as short as the weights allow (10 for 0.7 and 0.3).
+    Each source has its own epochs, in its own `SampleOrder`. In the positions [B T, (B + 1) T) of a
+    block, source k occurs exactly c_k times; a block is as short as the weights allow (10 for 0.7
+    and 0.3).
 
     Args:
         sizes: number of samples of each source.
-        weights: share of each source in the stream, positive; they need not sum to 1.
+        weights: relative weights of the sources, positive.
         seed: any non-negative integer below 2^64.
 
     Attributes:
         counts: c_k, samples of each source in one block; their sum is T.
 
     Raises:
-        ValueError: a size, a weight or the seed is out of range, or their numbers differ.
+        ValueError: a size, a weight or the seed is out of range, or there are not as many weights
+            as sizes.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int) -> None:
         if len(sizes) != len(weights):
-            raise ValueError(f"{len(sizes)} sizes and {len(weights)} weights must be as many")
+            raise ValueError(f"there are {len(sizes)} sizes but {len(weights)} weights")
         self.counts = block_counts(weights)
-        # Each permutation has its own seed: sources of one size must not run in step.
+        # Each source has its own seed: sources of equal size must not be permuted alike.
         seeds = [int(_mix(np.array([seed], np.uint64) + _GOLDEN)[0]) ^ k for k in range(len(sizes))]
         self._orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds, strict=True)]
         self._slots = SampleOrder(sum(self.counts), seed)
@@ -156,7 +156,7 @@ class BlendedOrder:
         self._firsts = np.cumsum([0, *sizes])
 
     def dataset_index(self, positions: np.ndarray) -> np.ndarray:
-        """Return the index of each position, counted through all sources one after another.
+        """Return the index of each position in the concatenated sources.
 
         Args:
             positions: int64 `[...]`, each at least 0.
@@ -180,10 +180,10 @@ class BlendedOrder:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Return how often each source comes in one block of a mixture.
+    """Return the number of samples of each source in one block of a blend.
 
-    The counts are exact where the weights, read as decimal numbers, allow a block of at most
-    65,536; else they are those of a block of 65,536, rounded by largest remainder.
+    The counts are exact if the weights, as decimal numbers, allow a block of at most 65,536.
+    Otherwise they are those of a block of 65,536, rounded by the largest remainder method.
 
     Raises:
         ValueError: a weight is not positive, or so small that its count would be 0.
@@ -205,7 +205,7 @@ def block_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: uint64 `[n]` to uint64 `[n]`, every output bit on every input bit."""
+    """Hash uint64 `[n]` by SplitMix64's finalizer."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

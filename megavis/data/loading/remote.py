@@ -1,9 +1,9 @@
-"""Shard folders behind a URL, through a local cache filled on demand.
+"""Read shard folders from URLs through a local cache that is filled on demand.
 
-Webdataset's `gopen` opens the URLs: `pipe:COMMAND`, `http(s)://`, `gs://`, `sftp://`, `file://` and
-more. A file of the cache is whole and has the manifest's hash, or is absent; processes of one
-machine share it. It lies in a folder named after the manifest's hash, so what is cached of another
-data set, or of another version, is never taken for it.
+webdataset's `gopen` opens the URLs: `pipe:COMMAND`, `http(s)://`, `gs://`, `sftp://`, `file://` and
+more. A cached file is complete and matches the manifest's hash. All processes of a machine share
+the cache folder, which is named after the manifest's hash, so different data sets and versions
+never collide.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _FETCHED_AT_ONCE = 8
 
 
 class DamagedDownloadError(OSError):
-    """Bytes that are not those of the manifest."""
+    """The bytes do not match the manifest's hash."""
 
 
 def is_remote(path: Path | str) -> bool:
-    """Say whether this is a URL and not a folder."""
+    """Return whether this is a URL rather than a local path."""
     return _URL.match(str(path)) is not None
 
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A shard folder behind a URL and its place in the cache.
+    """A shard folder at a URL, and its cache.
 
     Attributes:
-        url: `{file}` in it is replaced by a file's name; where it is absent, a slash and the name
-            follow the URL.
-        directory: what is there of it; manifest, indexes and palette always are.
+        url: `{file}` in it is replaced by a file's name; otherwise a slash and the name are
+            appended.
+        directory: the cache, which always has the manifest, indexes and palette.
     """
 
     url: str
@@ -63,15 +63,15 @@ class RemoteFolder:
 
         Args:
             url: of the shard folder.
-            cache: local folder that holds the caches.
+            cache: local folder for the caches of all data sets.
 
         Raises:
-            UserError: there is no cache, it has too little room, or a file cannot be fetched.
+            UserError: `cache` is None, its disk is too small, or a file cannot be fetched.
         """
         if cache is None:
-            raise UserError(f"{url} is a URL: set data.cache to a local folder to keep it in")
+            raise UserError(f"{url} is a URL: set data.cache to a local folder")
         content = io.BytesIO()
-        _insist(address(url, MANIFEST_NAME), lambda: _copy_whole(url, content))
+        _retry(file_url(url, MANIFEST_NAME), lambda: _copy_manifest(url, content))
         digest = hashlib.sha256(content.getvalue()).hexdigest()
         folder = cls(url, Path(cache) / digest[:16])
         folder.directory.mkdir(parents=True, exist_ok=True)
@@ -80,21 +80,21 @@ class RemoteFolder:
         manifest = Manifest.read(folder.directory)
         folder._check_room(manifest)
         if manifest.kind == "palette":
-            folder.fetch(PALETTE_NAME)  # the data set compares it with the manifest
+            folder.fetch(PALETTE_NAME)  # checked by the data set
         with ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
             list(pool.map(folder._fetch_index, manifest.shards))
         return folder
 
     def shard(self, entry: ShardEntry) -> Path:
-        """Return the path of a tar, fetched where it is not there yet. Raises UserError."""
+        """Return the path of a tar, fetching it if needed. Raises UserError."""
         return self.fetch(entry.name, sha256=entry.sha256)
 
     def fetch(self, name: str, *, sha256: str | None = None) -> Path:
-        """Return the path of a file in the cache, fetched where it is not there yet.
+        """Return the path of a file in the cache, fetching it if needed.
 
         Args:
             name: of the file.
-            sha256: what its bytes must have.
+            sha256: expected hash.
 
         Raises:
             UserError: it cannot be fetched.
@@ -102,9 +102,9 @@ class RemoteFolder:
         target = self.directory / name
         if not target.exists():
             with _locked(target):
-                if not target.exists():  # another process may have been faster
-                    source = address(self.url, name)
-                    _insist(source, lambda: _download(source, target, sha256))
+                if not target.exists():  # another process may have fetched it
+                    source = file_url(self.url, name)
+                    _retry(source, lambda: _download(source, target, sha256))
         return target
 
     def _fetch_index(self, entry: ShardEntry) -> None:
@@ -116,38 +116,40 @@ class RemoteFolder:
         free = shutil.disk_usage(self.directory).free
         if missing > free:
             raise UserError(
-                f"{self.directory} has room for {free / 1e9:.1f} GB, and {self.url} takes"
+                f"{self.directory} has {free / 1e9:.1f} GB free, but {self.url} needs"
                 f" {missing / 1e9:.1f} GB more: set data.cache to a folder on a larger disk"
             )
 
 
-def address(url: str, name: str) -> str:
-    """Return the URL of a file of a shard folder."""
+def file_url(url: str, name: str) -> str:
+    """Return the URL of a file in a shard folder."""
     whole = url.replace(_FILE, name) if _FILE in url else f"{url.rstrip('/')}/{name}"
-    if whole.startswith("s3://"):  # webdataset leaves S3 to the command-line client
+    if whole.startswith("s3://"):  # webdataset does not read s3://
         return f"pipe:aws s3 cp {shlex.quote(whole)} -"
     return whole
 
 
-def _copy_whole(url: str, buffer: io.BytesIO) -> None:
+def _copy_manifest(url: str, buffer: io.BytesIO) -> None:
     buffer.seek(0)
     buffer.truncate()
-    _copy(address(url, MANIFEST_NAME), buffer)
+    _copy(file_url(url, MANIFEST_NAME), buffer)
 
 
 def _download(source: str, target: Path, sha256: str | None) -> None:
-    # Nobody else writes them: this process holds the file's lock.
+    # Left by killed processes: this process holds the lock.
     for partial in target.parent.glob(f".{target.name}.partial-*"):
         partial.unlink()
     with atomic_writer(target) as file:
         digest = _copy(source, file)
         if sha256 is not None and digest != sha256:
-            raise DamagedDownloadError("its SHA-256 is not the manifest's: cut off, or changed")
+            raise DamagedDownloadError(
+                "its SHA-256 differs from the manifest: truncated or changed"
+            )
 
 
 def _copy(source: str, file: BinaryIO) -> str:
-    """Copy what a URL gives; return its SHA-256. Raises OSError, also where a command fails."""
-    # Imported here: reading local folders needs nothing of webdataset.
+    """Download a URL; return its SHA-256. Raises OSError, also if a `pipe:` command fails."""
+    # Imported here, since local folders are read without webdataset.
     from webdataset.gopen import gopen
 
     digest = hashlib.sha256()
@@ -158,8 +160,8 @@ def _copy(source: str, file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _insist(source: str, attempt: Callable[[], None]) -> None:
-    """Try a few times, waiting longer each time; raise UserError after the last."""
+def _retry(source: str, attempt: Callable[[], None]) -> None:
+    """Try a few times with exponential backoff; raise UserError after the last attempt."""
     for number in range(ATTEMPTS):
         if number:
             time.sleep(PAUSE_SECONDS * 2 ** (number - 1))
@@ -167,24 +169,24 @@ def _insist(source: str, attempt: Callable[[], None]) -> None:
             attempt()
             return
         except (OSError, ValueError) as error:
-            reason = _in_short(error)
-    raise UserError(f"{source} cannot be fetched, {ATTEMPTS} attempts: {reason}")
+            reason = _short_reason(error)
+    raise UserError(f"{source} cannot be fetched after {ATTEMPTS} attempts: {reason}")
 
 
-def _in_short(error: Exception) -> str:
-    # webdataset's own message holds all that the command was started with.
+def _short_reason(error: Exception) -> str:
+    # webdataset's message repeats all arguments of the command.
     status = re.search(r": exit (-?\d+) \(read\)", str(error))
-    return f"the command ends with status {status[1]}" if status else str(error)
+    return f"the command exited with status {status[1]}" if status else str(error)
 
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of a file that is to be fetched, against threads and processes."""
+    """Lock a file to fetch, against other threads and processes."""
     path = target.with_name(f".{target.name}.lock")
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            # Who waits for it, or makes a new one, finds the file there and fetches nothing.
+            # Waiters, and processes that create a new lock, then find the fetched file.
             path.unlink(missing_ok=True)

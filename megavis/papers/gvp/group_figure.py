@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megavis.composition.trainable import Trainable
-from megavis.data.loading.loader import read_in_turn
+from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import score_filling
 from megavis.model.autoencoder_losses import open_perceptual
@@ -89,7 +89,7 @@ def applies(objective: Trainable) -> bool:
 def draw_groups(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict in each number of groups, compare, and draw the first eight images."""
     perceptual = open_perceptual(options.perceptual_weights, options.lpips_weights)
-    inputs = read_in_turn(subject.images, options.num_images).inputs
+    inputs = read_round_robin(subject.images, options.num_images).inputs
     inputs = inputs.to(subject.runner.context.device)
     paper = subject.objective.generation()
     originals = paper.to_images(paper.tokens_of(inputs), subject.folder)

@@ -18,7 +18,7 @@ from megavis.composition.composition import Composition
 from megavis.composition.trainable import Trainable
 from megavis.config.errors import UserError
 from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import read_in_turn
+from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import score_filling
 from megavis.model.inference import Inference
@@ -99,7 +99,7 @@ def applies(objective: Trainable) -> bool:
 
 def draw_reconstructions(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Predict what is hidden, compare and draw the first eight images."""
-    batch = read_in_turn(subject.images, options.num_images).to(subject.runner.context.device)
+    batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
     paper = subject.objective.backbone.composition()
     found = reconstruct(subject.runner, paper, batch, subject.folder)
     originals, made = (each.cpu().numpy() for each in (found.originals, found.made))

@@ -20,7 +20,7 @@ from torch import Tensor
 from megavis.composition.places import Places
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.loader import evaluation_batches, read_in_turn
+from megavis.data.loading.loader import evaluation_batches, read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure, plain_axes
 from megavis.model.inference import Inference
 from megavis.sampling.grids import image_grid
@@ -157,7 +157,7 @@ def draw_jigsaw(subject: FigureInput, options: argparse.Namespace) -> RenderedFi
     objective = subject.objective.places()
     rows: list[Any] = []
     accuracies = []
-    images = read_in_turn(subject.images, options.num_images).inputs
+    images = read_round_robin(subject.images, options.num_images).inputs
     for number, image in enumerate(images, options.seed):
         part, found = jigsaw_rows(subject.runner, objective, image, _RATIOS, seed=number)
         rows += [[image.cpu().numpy(), *row] for row in part]
@@ -171,7 +171,7 @@ def draw_mixture(subject: FigureInput, options: argparse.Namespace) -> RenderedF
     """Mix the patches of pairs of held-out images and let the model sort them."""
     objective = subject.objective.places()
     rows: list[Any] = []
-    images = read_in_turn(subject.images, 2 * options.num_images).inputs
+    images = read_round_robin(subject.images, 2 * options.num_images).inputs
     for number, pair in enumerate(images.split(2), options.seed):
         rows += mixture_rows(subject.runner, objective, pair, _RATIOS, seed=number)
     return RenderedFigure(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megavis.composition.trainable import Trainable
 from megavis.data.loading.batch import Batch
-from megavis.data.loading.loader import read_in_turn
+from megavis.data.loading.loader import read_round_robin
 from megavis.evaluation.figures import FigureInput, RenderedFigure
 from megavis.evaluation.images.completions import signal_to_noise
 from megavis.model.inference import Inference
@@ -50,7 +50,7 @@ def decoded(
 
 def draw_posterior(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     """Decode, compare and draw the first eight images."""
-    batch = read_in_turn(subject.images, options.num_images).to(subject.runner.context.device)
+    batch = read_round_robin(subject.images, options.num_images).to(subject.runner.context.device)
     mean, draws = decoded(subject.runner, subject.objective, batch, draws=options.draws)
     scores = {
         "mean": [signal_to_noise(mean, batch.inputs)],

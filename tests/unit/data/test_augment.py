@@ -93,5 +93,5 @@ def test_augmentation_comes_last_and_depends_on_the_position_alone(image_shards)
 
 
 def test_tokens_are_not_augmented(shards):
-    with pytest.raises(UserError, match="leave data.rand_augment out"):
+    with pytest.raises(UserError, match="remove data.rand_augment"):
         ShardDataset(shards / "train", Transform(image_size=8, augment=RandAugment(9, 0.5)))

@@ -269,8 +269,8 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
         ("jpeg", None, "images of many sizes; set data.crop"),
         ("jpeg", Transform(image_size=8), "images of many sizes, not 8x8"),
         ("ids", Transform(image_size=16, crop="center"), "ids shards, which cannot be cropped"),
-        ("ids", Transform(image_size=16, flip=True), "of no mirrored images"),
-        ("latents", Transform(image_size=16, flip=True), "of no mirrored images"),
+        ("ids", Transform(image_size=16, flip=True), "without mirrored images"),
+        ("latents", Transform(image_size=16, flip=True), "without mirrored images"),
         (
             "frames",
             Transform(image_size=0, crop="center"),
@@ -283,7 +283,7 @@ def test_random_crops_do_not_depend_on_ranks_or_resume(tmp_path):
         (
             "pairs",
             Transform(image_size=8, augment=RandAugment(9.0, 0.5)),
-            "leave data.rand_augment out",
+            "remove data.rand_augment",
         ),
         ("palette", Transform(image_size=4, crop="window"), "3x3 pixels: too small for .* 4"),
     ],

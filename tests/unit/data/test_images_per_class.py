@@ -9,7 +9,7 @@ from tiny import tiny
 from megavis.config.errors import UserError
 from megavis.config.load import load_config
 from megavis.data.codecs.transforms import Transform
-from megavis.data.loading.dataset import ShardDataset, few_of_each_class
+from megavis.data.loading.dataset import ShardDataset, subset_per_class
 
 pytestmark = pytest.mark.once
 
@@ -20,7 +20,7 @@ def dataset(image_shards):
 
 
 def test_so_many_of_each_class_are_trained_on_in_every_epoch(dataset):
-    few = few_of_each_class(dataset, 2, seed=3)
+    few = subset_per_class(dataset, 2, seed=3)
     counts = Counter(few.labels.tolist())
     assert counts == {label: 2 for label in set(dataset.labels.tolist())}
     order = few.order(5)
@@ -34,14 +34,14 @@ def test_so_many_of_each_class_are_trained_on_in_every_epoch(dataset):
 
 
 def test_the_seed_draws(dataset):
-    draws = [tuple(few_of_each_class(dataset, 2, seed=seed).indices) for seed in (0, 1, 0)]
+    draws = [tuple(subset_per_class(dataset, 2, seed=seed).indices) for seed in (0, 1, 0)]
     assert draws[0] == draws[2] != draws[1]
 
 
 def test_a_class_with_fewer_is_named(dataset):
     most = max(Counter(dataset.labels.tolist()).values())
     with pytest.raises(UserError, match=rf"class \d+ has \d+ .*, fewer than {most + 1}"):
-        few_of_each_class(dataset, most + 1, seed=0)
+        subset_per_class(dataset, most + 1, seed=0)
 
 
 @pytest.mark.parametrize(

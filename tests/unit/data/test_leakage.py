@@ -8,7 +8,7 @@ import pytest
 from data_tools.__main__ import main as data_tools
 from megavis.config.errors import UserError
 from megavis.data.loading import leakage
-from megavis.data.loading.leakage import find_shards, refuse_overlap
+from megavis.data.loading.leakage import check_no_overlap, find_shards
 
 pytestmark = pytest.mark.once
 
@@ -19,7 +19,7 @@ def folders(shard_folders):
 
 
 def test_sets_of_other_images_may_judge(folders):
-    assert refuse_overlap(folders["validation"], [folders["train"], folders["train"]]) == 0
+    assert check_no_overlap(folders["validation"], [folders["train"], folders["train"]]) == 0
 
 
 def test_a_shard_is_known_under_another_name(folders, tmp_path):
@@ -32,10 +32,10 @@ def test_a_shard_is_known_under_another_name(folders, tmp_path):
     manifest.write(tmp_path / "mixed")
 
     with pytest.raises(UserError) as refused:
-        refuse_overlap(validation, [train, find_shards(str(tmp_path / "mixed"))])
+        check_no_overlap(validation, [train, find_shards(str(tmp_path / "mixed"))])
     assert str(refused.value) == (
-        f"{validation.directory} cannot judge what was trained on {tmp_path / 'mixed'}:"
-        " its shard-000000.tar is the shard-000007.tar there, by SHA-256"
+        f"{validation.directory} cannot evaluate what was trained on {tmp_path / 'mixed'}:"
+        " its shard-000000.tar has the SHA-256 of the other's shard-000007.tar"
     )
 
 
@@ -44,8 +44,8 @@ def test_the_same_files_are_known_in_another_form(folders, shard_folders, tmp_pa
     assert data_tools(["jpeg", source, "--out", str(tmp_path / "jpeg")]) == 0
     jpeg = find_shards(str(tmp_path / "jpeg"))
     with pytest.raises(UserError, match="both were made from the same 36 files"):
-        refuse_overlap(jpeg, [folders["validation"]])
-    assert refuse_overlap(jpeg, [folders["train"]]) is None
+        check_no_overlap(jpeg, [folders["validation"]])
+    assert check_no_overlap(jpeg, [folders["train"]]) is None
 
 
 def test_samples_are_known_in_other_shards(folders, tmp_path, monkeypatch):
@@ -54,10 +54,10 @@ def test_samples_are_known_in_other_shards(folders, tmp_path, monkeypatch):
     assert data_tools(["reshard", str(validation.directory), *options]) == 0
     small = find_shards(str(tmp_path / "small"))
     assert len(small.manifest.shards) == 4
-    with pytest.raises(UserError, match="36 of its 36 samples are there too"):
-        refuse_overlap(validation, [small])
-    monkeypatch.setattr(leakage, "READ_AT_MOST", 1000)
-    assert refuse_overlap(validation, [small]) is None
+    with pytest.raises(UserError, match="36 of its 36 samples are in both"):
+        check_no_overlap(validation, [small])
+    monkeypatch.setattr(leakage, "MAX_BYTES_TO_COMPARE", 1000)
+    assert check_no_overlap(validation, [small]) is None
 
 
 def test_a_few_equal_samples_are_counted(folders, monkeypatch):
@@ -67,6 +67,6 @@ def test_a_few_equal_samples_are_counted(folders, monkeypatch):
     by_folder = {folders[name].directory: hashes for name, hashes in digests.items()}
     monkeypatch.setattr(leakage, "_digests", lambda folder: by_folder[folder.directory])
     with pytest.raises(UserError, match="1 of its 36 samples"):
-        refuse_overlap(folders["validation"], [folders["train"]])
-    monkeypatch.setattr(leakage, "TOLERATED", 0.03)
-    assert refuse_overlap(folders["validation"], [folders["train"]]) == 1
+        check_no_overlap(folders["validation"], [folders["train"]])
+    monkeypatch.setattr(leakage, "TOLERATED_FRACTION", 0.03)
+    assert check_no_overlap(folders["validation"], [folders["train"]]) == 1

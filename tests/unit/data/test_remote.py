@@ -11,7 +11,7 @@ import pytest
 from megavis.config.errors import UserError
 from megavis.data.loading import remote
 from megavis.data.loading.dataset import ShardDataset
-from megavis.data.loading.remote import address, is_remote
+from megavis.data.loading.remote import file_url, is_remote
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,9 @@ def test_what_is_a_url():
     assert is_remote("pipe:cat /data")
     assert is_remote("s3://bucket/train")
     assert not is_remote("shards/train")
-    assert address("s3://b/a b", "x.tar") == "pipe:aws s3 cp 's3://b/a b/x.tar' -"
-    assert address("pipe:ssh host cat {file} | cat", "x.tar") == "pipe:ssh host cat x.tar | cat"
-    assert address("https://host/train/", "x.tar") == "https://host/train/x.tar"
+    assert file_url("s3://b/a b", "x.tar") == "pipe:aws s3 cp 's3://b/a b/x.tar' -"
+    assert file_url("pipe:ssh host cat {file} | cat", "x.tar") == "pipe:ssh host cat x.tar | cat"
+    assert file_url("https://host/train/", "x.tar") == "https://host/train/x.tar"
 
 
 @pytest.mark.parametrize("url", ["pipe:cat {}", "file://{}", "pipe:cat {}/{{file}} | cat"])
@@ -73,12 +73,12 @@ def test_a_remote_that_fails_in_the_middle_is_tried_again(ending, folder, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("ending", "reason"), [("exit 3", "ends with status 3"), ("exit 0", "its SHA-256 is not")]
+    ("ending", "reason"), [("exit 3", "exited with status 3"), ("exit 0", "its SHA-256 differs")]
 )
 def test_a_remote_that_goes_on_failing(ending, reason, folder, tmp_path):
     url = flaky(tmp_path, folder[0], failures=99, ending=ending)
     dataset = ShardDataset(url, cache=tmp_path / "cache")
-    with pytest.raises(UserError, match=rf"shard-000001\.tar cannot be fetched, 3 .*{reason}"):
+    with pytest.raises(UserError, match=rf"shard-000001\.tar cannot be fetched after 3 .*{reason}"):
         dataset.read(np.array([10]))
     assert not list(dataset.directory.glob("*.tar"))
     assert not list(dataset.directory.glob(".*"))
@@ -94,7 +94,7 @@ def test_what_cannot_be_opened(folder, tmp_path, monkeypatch):
         ShardDataset("odd://host/x", cache=tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="has room for 0.0 GB"):
+    with pytest.raises(UserError, match="has 0.0 GB free"):
         ShardDataset(f"file://{path}", cache=tmp_path)
 
 

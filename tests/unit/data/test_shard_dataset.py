@@ -153,5 +153,5 @@ def test_tokens_beyond_the_palette_are_replaced_and_named(tmp_path):
 def test_no_good_sample(tmp_path):
     tokens = np.full((3, 16), 300, np.uint16)
     write_folder(tmp_path, tokens=tokens, labels=[-1] * 3, vocabulary=200, class_names=[])
-    with pytest.raises(UserError, match="no good sample; .*:000000001: token"):
+    with pytest.raises(UserError, match="no valid sample; .*:000000001: token"):
         ShardDataset(tmp_path).read(np.array([1]))

@@ -103,7 +103,7 @@ def test_the_manifest_names_the_vae(vae_run, images, tmp_path):
     assert latents(images, vae_run, out, "--no-flip") == 0
     manifest = Manifest.read(out)
     assert (manifest.kind, manifest.latent_shape, manifest.flipped) == ("latents", (4, 4, 4), False)
-    assert manifest.tokenizer_kind == "vae"
+    assert manifest.tokenizer_name == "vae"
     assert manifest.identity == open_tokenizer(vae_run).identity()
     assert manifest.skipped == {"aspect ratio above 64": 1, "truncated": 1, "zero bytes": 1}
     assert main(["verify", str(out)]) == 0

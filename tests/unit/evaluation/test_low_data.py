@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megavis.config.errors import UserError
-from megavis.data.loading.dataset import draw_of_each_class
+from megavis.data.loading.dataset import sample_per_class
 from megavis.evaluation.features import LabelledFeatures
 from megavis.evaluation.linear import PENALTIES
 from megavis.evaluation.low_data import score_low_data
@@ -25,14 +25,14 @@ def blobs(count, *, seed):
 
 def test_a_draw_has_so_many_different_images_of_each_class():
     labels = np.repeat([0, 3, 5], [20, 10, 8])
-    draws = [draw_of_each_class(labels, 4, seed=1, draw=number) for number in range(5)]
+    draws = [sample_per_class(labels, 4, seed=1, draw=number) for number in range(5)]
     for images in draws:
         assert len(set(images.tolist())) == 12
         assert np.bincount(labels[images]).tolist() == [4, 0, 0, 4, 0, 4]
     assert len({tuple(images.tolist()) for images in draws}) == 5
-    assert draw_of_each_class(labels, 4, seed=1, draw=2).tolist() == draws[2].tolist()
+    assert sample_per_class(labels, 4, seed=1, draw=2).tolist() == draws[2].tolist()
     with pytest.raises(UserError, match="class 5 has 8 labelled training images"):
-        draw_of_each_class(labels, 9, seed=1, draw=0)
+        sample_per_class(labels, 9, seed=1, draw=0)
 
 
 def best_by_accuracy_then_loss(results):
@@ -53,7 +53,7 @@ def test_scores_are_those_of_scikit_learn_s_cross_validation():
 
     expected = []
     for draw in range(3):
-        chosen = draw_of_each_class(train.labels, 20, seed=7, draw=draw)
+        chosen = sample_per_class(train.labels, 20, seed=7, draw=draw)
         x, y = train.layers[1][chosen], train.labels[chosen]
         # Both fit on 4 of 5 folds, 48 images, with weight penalty · 48 on ½‖w‖² there.
         search = GridSearchCV(
@@ -81,7 +81,7 @@ def test_the_validation_set_and_the_other_images_decide_nothing():
     options = {"layer": 1, "images_per_class": (10,), "draws": 2, "seed": 0}
     (before,) = score_low_data("trained", train, validation, **options)
 
-    drawn = np.concatenate([draw_of_each_class(train.labels, 10, seed=0, draw=i) for i in range(2)])
+    drawn = np.concatenate([sample_per_class(train.labels, 10, seed=0, draw=i) for i in range(2)])
     others = np.setdiff1d(np.arange(120), drawn)
     layers = train.layers.copy()
     layers[:, others] = 1e3
