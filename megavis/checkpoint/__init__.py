@@ -1,1 +1,1 @@
-"""Checkpoints as whole logical tensors: saved by any layout, read by any other."""
+"""Checkpoints of full logical tensors: saved from any layout, loaded into any other."""

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: folder, manifest, tensors read back."""
+"""Files of a checkpoint: folder, manifest, and reading tensors."""

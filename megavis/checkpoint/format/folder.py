@@ -1,4 +1,4 @@
-"""The `checkpoints/` folder of a run: names, `latest`, atomic publication, pruning."""
+"""The `checkpoints/` folder of a run: names, `latest`, atomic publishing and pruning."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ASIDE = ".set-aside"
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lives."""
+    """Return the folder of a step's checkpoint."""
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
 
 def partial_folder(run_folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is written before it appears."""
+    """Return the temporary folder in which a step's checkpoint is written."""
     return run_folder / "checkpoints" / f".step-{step:08d}.partial"
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
-    """Return the checkpoint that `latest` names; None where the run has none yet.
+    """Return the checkpoint that `latest` names, or None if there is none yet.
 
     Raises:
-        UserError: when `latest` names a folder that is not there.
+        UserError: `latest` names a folder that does not exist.
     """
     pointer = run_folder / "checkpoints" / "latest"
     if not pointer.exists():
@@ -37,7 +37,7 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
     folder = pointer.parent / pointer.read_text().strip()
     if not folder.is_dir():
         existing = ", ".join(str(step) for step in saved_steps(run_folder)) or "none"
-        raise UserError(f"{pointer}: names {folder.name}, which is missing; steps here: {existing}")
+        raise UserError(f"{pointer} names {folder.name}, which is missing; steps here: {existing}")
     return folder
 
 
@@ -49,16 +49,16 @@ def saved_steps(run_folder: Path) -> list[int]:
 
 
 def require_run_folder(folder: Path) -> None:
-    """Raise UserError where a folder holds no run."""
+    """Raise UserError if `folder` is not a run folder."""
     if not (folder / "config.yaml").exists():
-        raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml")
 
 
 def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
-    """Return the checkpoint of a step; the newest one where no step is given.
+    """Return the checkpoint of a step, by default the latest one.
 
     Raises:
-        UserError: the folder holds no run, or no such checkpoint.
+        UserError: this is not a run folder, or has no such checkpoint.
     """
     require_run_folder(run_folder)
     if step is None:
@@ -74,10 +74,10 @@ def chosen_checkpoint(run_folder: Path, step: int | None = None) -> Path:
 
 
 def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Path]:
-    """Return what a run may resume from, newest first: what `latest` names, and older ones.
+    """Return the checkpoints from which a run may resume, newest first.
 
-    All that are there, where `latest` is missing or does not name one of them; those up to a step,
-    where one is given.
+    These are `latest` and older ones, or all of them if `latest` is missing or invalid; with
+    `up_to`, only those up to that step.
     """
     steps = [step for step in saved_steps(run_folder) if up_to is None or step <= up_to]
     folders = [step_folder(run_folder, step) for step in reversed(steps)]
@@ -88,7 +88,7 @@ def checkpoints_by_age(run_folder: Path, *, up_to: int | None = None) -> list[Pa
 
 
 def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> None:
-    """Rename checkpoints that no run may resume from; the newest good one becomes the latest."""
+    """Rename damaged checkpoints and make `newest` the latest."""
     write_atomically(run_folder / "checkpoints" / "latest", f"{newest.name}\n".encode())
     for folder in folders:
         target = folder.with_name(folder.name + _ASIDE)
@@ -97,7 +97,7 @@ def set_aside(run_folder: Path, folders: Sequence[Path], *, newest: Path) -> Non
 
 
 def remove_partial(run_folder: Path) -> None:
-    """Delete what a killed process was still writing; nobody else writes into the run now."""
+    """Delete what a killed process was writing; no other process may be writing to the run."""
     for folder in (run_folder, run_folder / "checkpoints"):
         for path in folder.glob(".*.partial*"):
             if path.is_dir():
@@ -107,10 +107,10 @@ def remove_partial(run_folder: Path) -> None:
 
 
 def publish(run_folder: Path, step: int) -> Path:
-    """Make a completely written checkpoint appear, and `latest` name it, in this order."""
+    """Rename a complete checkpoint to its final name, then update `latest`."""
     target = step_folder(run_folder, step)
     if target.exists():
-        # Left by a run that was killed before `latest` named it, and has come here again.
+        # Left by a run that was killed before it updated `latest`, and was restarted.
         shutil.rmtree(target)
     os.rename(partial_folder(run_folder, step), target)
     flush_folder(target.parent)
@@ -123,7 +123,7 @@ def prune(
 ) -> None:
     """Delete all but the newest `keep_last` checkpoints, every `keep_every`-th and `keep_at`.
 
-    Those that were set aside go when they are older than the ones that are kept.
+    Checkpoints that were set aside are deleted once they are older than the newest ones kept.
     """
     latest = latest_checkpoint(run_folder)
     steps = saved_steps(run_folder)
@@ -134,7 +134,7 @@ def prune(
         folder = step_folder(run_folder, step)
         if (keep_every and step % keep_every == 0) or step in keep_at or folder == latest:
             continue
-        # Renamed first: a checkpoint is there completely or not at all, also while it goes.
+        # Rename first, so that a half-deleted checkpoint is never visible.
         doomed = partial_folder(run_folder, step)
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)

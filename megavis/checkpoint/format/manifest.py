@@ -1,7 +1,7 @@
 """The `manifest.json` of a checkpoint folder.
 
-A logical tensor has one name and one shape in every layout. It is stored as slices along at most
-one dimension, each written by one process of the layout that saved it.
+A logical tensor has the same name and shape in every layout. It is stored as slices along at most
+one dimension; each slice is written by one process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megavis.data.format.files import sha256_of_file
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "crc32"
-"""In the header of a checkpoint's files: the CRC-32 of each tensor, as JSON."""
+"""Key in the safetensors header: CRC-32 of each tensor, as JSON."""
 _CHECKSUM = "checksum"
 
 TensorKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum", "average"]
-"""Weights, Adam's two moments, LARS's one, and the moving average of the weights."""
+"""Weights, Adam's two moments, LARS's momentum, and the EMA of the weights."""
 
 
 class _Part(BaseModel):
@@ -37,7 +37,7 @@ class _Part(BaseModel):
 
 
 class TensorSlice(_Part):
-    """A contiguous piece of a logical tensor."""
+    """A contiguous slice of a logical tensor."""
 
     file: str
     key: str
@@ -50,86 +50,85 @@ class LogicalTensor(_Part):
 
     shape: tuple[int, ...]
     dimension: int | None
-    """Along which the slices lie; None for one whole slice."""
+    """Dimension that is sliced; None for a single slice."""
     slices: tuple[TensorSlice, ...]
 
 
 class StoredFile(_Part):
-    """A file's size in bytes and SHA-256."""
+    """Size in bytes and SHA-256 of a file."""
 
     size: int
     sha256: str
 
 
 class LossScale(_Part):
-    """State of fp16's dynamic loss scale: it grows after enough steps without an overflow."""
+    """State of fp16's dynamic loss scale."""
 
     scale: float
     iteration: int
-    """Steps that it has seen, skipped ones too."""
+    """Number of steps, including skipped ones."""
     last_overflow: int
-    """The last of them whose gradients overflowed; -1 when none did."""
+    """Last step whose gradients overflowed; -1 if none did."""
     hysteresis: int
-    """Overflows that are still forgiven before the scale falls, plus one."""
+    """Overflows left until the scale is reduced."""
 
 
 class LossHistory(_Part):
-    """What a run knows of its losses when it judges the next one."""
+    """Loss history for the detection of bad steps."""
 
     recent: tuple[float, ...] = ()
     """Losses of the last good steps, oldest first."""
     bad_since: int | None = None
-    """The first of the bad steps in a row that it ends with, counted from 1; None after a good one.
-    """
+    """First step of the current streak of bad steps, counted from 1; None after a good one."""
 
 
 class RollbackRecord(_Part):
-    """That training came back to a checkpoint from bad steps, and leaves data out from here on."""
+    """A rollback to this checkpoint after bad steps, whose data is skipped."""
 
     times: int
-    """So many times by now."""
+    """Number of rollbacks so far."""
     first_bad_step: int
     last_bad_step: int
-    """Counted from 1, of the last time."""
+    """Last bad step before the most recent rollback, counted from 1."""
 
 
 class CheckpointManifest(_Part):
-    """The whole checkpoint."""
+    """The content of `manifest.json`."""
 
     version: Literal[1] = 1
     step: int
     """Optimizer steps taken."""
     samples_seen: int
-    """Images trained on; with the seed and `batches_skipped` this is the whole data position."""
+    """Images trained on; with the seed and `batches_skipped`, this determines the data position."""
     batches_skipped: int = 0
-    """Batches of the sample order that were left out so far: step t, counted from 0, reads batch
-    t + this."""
+    """Batches of the sample order skipped so far: step t, counted from 0, reads batch
+    t + `batches_skipped`."""
     losses: LossHistory = LossHistory()
     went_back: RollbackRecord | None = None
-    """Present where the run went back to this very checkpoint."""
+    """Set if the run was rolled back to this checkpoint."""
     optimizer_step: int
-    """Adam's own count, which is lower than `step` where fp16 skipped steps."""
+    """Adam's step count; lower than `step` if fp16 skipped steps."""
     loss_scale: LossScale | None = None
-    """None in other precisions than fp16."""
+    """Set for fp16 only."""
     seed: int
     tokenizer: str | None
-    """SHA-256 of the palette or VAE that made the training data."""
+    """SHA-256 of the tokenizer that made the training data."""
     layout: dict[str, int]
-    """The layout that saved it, for people; reading does not need it."""
+    """Layout of the job that saved it; informational, not needed for loading."""
     files: dict[str, StoredFile]
     tensors: dict[str, LogicalTensor]
-    """By `<kind>/<parameter name>`."""
+    """Tensors by `<kind>/<parameter name>`."""
 
     @model_serializer(mode="wrap")
     def _seal(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write a checksum of all else, so that a changed manifest does not pass for another."""
+        """Add a checksum of the content, to detect changes."""
         tree = plain(self)
         return {**tree, _CHECKSUM: _checksum(tree)}
 
     @model_validator(mode="before")
     @classmethod
     def _check_seal(cls, tree: Any) -> Any:
-        """Compare it; manifests from before it was written have none."""
+        """Verify the checksum, which old manifests do not have."""
         if not isinstance(tree, dict) or _CHECKSUM not in tree:
             return tree
         content = {key: value for key, value in tree.items() if key != _CHECKSUM}
@@ -146,13 +145,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        UserError: when it is missing or damaged.
+        UserError: it is missing or damaged.
     """
     path = folder / MANIFEST
     try:
         return CheckpointManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{path}: missing, so this is no complete checkpoint") from None
+        raise UserError(f"{path}: missing, so the checkpoint is incomplete") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -160,15 +159,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def file_damage(path: Path, stored: StoredFile) -> str | None:
-    """Return what is wrong with a file of a checkpoint; None where its size and SHA-256 agree."""
+    """Describe how a checkpoint file differs from its size and SHA-256; None if it does not."""
     if not path.exists():
         return f"{path}: missing, although the checkpoint's manifest lists it"
     size = path.stat().st_size
     if size != stored.size:
-        return f"{path}: has {size} bytes where the manifest says {stored.size}; it was cut off"
+        return f"{path}: has {size} bytes, the manifest says {stored.size}; it was truncated"
     if sha256_of_file(path) != stored.sha256:
         return (
-            f"{path}: its SHA-256 is not the manifest's, so its bytes have changed since it was"
-            " saved"
+            f"{path}: its SHA-256 differs from the manifest, so it has changed since it was saved"
         )
     return None

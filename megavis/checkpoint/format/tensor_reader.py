@@ -1,8 +1,7 @@
 """Random access to the logical tensors of a checkpoint, independent of model and layout.
 
-Files are memory-mapped safetensors, and nothing is ever unpickled. A tokenizer is a trained run as
-well, so this lies below `tokenizers`; what fits tensors into a model lies in `restore.py`, far
-above.
+Files are memory-mapped safetensors; nothing is unpickled. Tokenizers are trained runs too, so this
+module lies below `tokenizers`; `state/restore.py` loads tensors into models.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megavis.config.errors import UserError
 
 
 class CheckpointReader:
-    """Random access to the logical tensors of one checkpoint; a context manager."""
+    """Random access to the logical tensors of a checkpoint. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -39,19 +38,19 @@ class CheckpointReader:
 
     @property
     def evaluated(self) -> TensorKind:
-        """Kind of the weights used in evaluation: their moving average, where there is one."""
+        """Kind of the weights used in evaluation: the EMA if there is one."""
         averaged = any(key.startswith("average/") for key in self.manifest.tensors)
         return "average" if averaged else "weight"
 
     def weight_key(self, name: str) -> str:
-        """Return the key of a parameter's value for evaluation; a frozen one has only one."""
+        """Return the key of a parameter's weight for evaluation; frozen ones have no EMA."""
         key = f"{self.evaluated}/{name}"
         return key if key in self.manifest.tensors else f"weight/{name}"
 
     def weights_sha256(self) -> str:
-        """Return a hash of the weights of evaluation, made of the manifest's hashes of their files.
+        """Return a hash of the evaluation weights, from the manifest's hashes of their files.
 
-        The same weights saved by another layout have another one.
+        It depends on the layout that saved them.
         """
         tensors, files = self.manifest.tensors, self.manifest.files
         names = sorted(key.removeprefix("weight/") for key in tensors if key.startswith("weight/"))
@@ -64,26 +63,26 @@ class CheckpointReader:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def shape(self, key: str) -> torch.Size | None:
-        """Return the shape of a logical tensor; None where there is no such."""
+        """Return the shape of a logical tensor, or None if it does not exist."""
         entry = self.manifest.tensors.get(key)
         return None if entry is None else torch.Size(entry.shape)
 
     def read(
         self, key: str, start: int = 0, length: int | None = None, *, dimension: int | None = None
     ) -> Tensor:
-        """Return a logical tensor, or a part of it along one dimension.
+        """Return a logical tensor, or a slice of it along one dimension.
 
         Args:
             key: `<kind>/<parameter name>`.
-            start: first row (or column) wanted.
-            length: how many; all that follow when absent.
-            dimension: along which; that of the stored slices when absent.
+            start: first index of the slice.
+            length: of the slice; by default to the end.
+            dimension: of the slice; by default that of the stored slices.
 
         Raises:
-            UserError: when the checkpoint has no such tensor.
+            UserError: the checkpoint has no such tensor.
         """
         if key not in self.manifest.tensors:
-            raise UserError(f"{self.folder}: has no tensor {key}; it is of another model")
+            raise UserError(f"{self.folder}: has no tensor {key}; it was saved by another model")
         entry = self.manifest.tensors[key]
         stored = entry.dimension or 0
         wanted = stored if dimension is None else dimension
@@ -95,7 +94,7 @@ class CheckpointReader:
 
     def _parts(self, entry: LogicalTensor, dimension: int, start: int, stop: int) -> Iterator[Any]:
         for piece in entry.slices:
-            # A tensor in one slice may be cut along any dimension, so its length does not matter.
+            # A tensor stored in one piece can be sliced along any dimension.
             extent = piece.length if len(entry.slices) > 1 else entry.shape[dimension]
             first = max(start, piece.start) - piece.start
             last = min(stop, piece.start + extent) - piece.start
@@ -114,11 +113,11 @@ class CheckpointReader:
 
 
 def read_weights(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Return parameters whole, from a checkpoint of any layout; averages where there are any.
+    """Read full parameters from a checkpoint of any layout; EMA weights if there are any.
 
     Args:
-        checkpoint: the folder of one step.
-        prefix: of the names that are wanted; it is cut off.
+        checkpoint: folder of one step.
+        prefix: of the names to read; it is removed from the result.
     """
     start = f"weight/{prefix}"
     with CheckpointReader(checkpoint) as reader:

@@ -1,1 +1,1 @@
-"""Save and load a model in any layout, and convert what was saved."""
+"""Save, load and convert the state of a model in any layout."""

@@ -1,9 +1,7 @@
-"""Rewrite a checkpoint in the slices of another layout, without a model or a job.
+"""Rewrite checkpoints for another layout, and write checkpoints from imported weights.
 
-Reading needs no conversion, since any layout reads any checkpoint; another layout's slices let each
-of its processes read whole files, which is faster on network disks.
-
-Write checkpoints from whole named tensors, for imported weights.
+Any layout can load any checkpoint without conversion; but with slices of its own, each process
+reads only whole files, which is faster on network file systems. Neither needs a model or a job.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from megavis.data.format.files import write_atomically
 
 
 def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int) -> Path:
-    """Write a checkpoint into another run folder, one file of it in memory at a time.
+    """Rewrite a checkpoint into another run folder, with one file in memory at a time.
 
     Args:
-        source: the checkpoint of one step.
-        run_folder: where it appears under `checkpoints/`; must have none of that step.
-        tensor_size: processes that share each matrix.
-        data_size: data-parallel processes, each of which writes some of the tensors.
+        source: checkpoint of one step.
+        run_folder: target run folder, without a checkpoint of that step.
+        tensor_size: tensor-parallel size of the target layout.
+        data_size: data-parallel size of the target layout; tensors are spread over its processes.
 
     Raises:
-        UserError: the target is there already, or a tensor does not divide.
+        UserError: the target exists, or a tensor is not divisible.
     """
     manifest = read_manifest(source)
     target, partial = (
@@ -69,7 +67,7 @@ def convert(source: Path, run_folder: Path, *, tensor_size: int, data_size: int)
 def _cut(
     tensors: dict[str, LogicalTensor], tensor_size: int, data_size: int
 ) -> dict[str, LogicalTensor]:
-    """Return each tensor with the slices of the other layout."""
+    """Return each tensor with the slices of the target layout."""
     load = [0] * data_size
     entries = {}
     for key, entry in tensors.items():
@@ -102,7 +100,7 @@ def _numbers(entry: LogicalTensor) -> int:
 def _of_file(
     reader: CheckpointReader, entries: dict[str, LogicalTensor], name: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the slices that lie in one file."""
+    """Yield the slices stored in one file."""
     for key, entry in entries.items():
         for piece in entry.slices:
             if piece.file != name:
@@ -117,13 +115,13 @@ def _of_file(
 def write_weights(
     run_folder: Path, weights: Mapping[str, Tensor], *, seed: int, tokenizer: str | None
 ) -> Path:
-    """Write a checkpoint of step 0 that holds weights alone; training begins Adam anew from it.
+    """Write a checkpoint of step 0 with weights only, without optimizer states.
 
     Args:
-        run_folder: the run; it must not have a checkpoint of step 0 yet.
+        run_folder: a run without a checkpoint of step 0.
         weights: float32 tensors by parameter name.
         seed: of the run's config.
-        tokenizer: SHA-256 of the palette.
+        tokenizer: SHA-256 of the palette, if any.
     """
     partial, name = partial_folder(run_folder, 0), "weights.safetensors"
     shutil.rmtree(partial, ignore_errors=True)
@@ -145,7 +143,6 @@ def write_weights(
 
 
 def _one_slice(tensor: Tensor, file: str, key: str) -> LogicalTensor:
-    # Cut by rows or columns, whichever a layout needs: the reader takes
-    # any window of a tensor that lies in one slice.
+    # The dimension does not matter: the reader can slice a tensor stored in one piece along any.
     piece = TensorSlice(file=file, key=key, start=0, length=tensor.shape[0])
     return LogicalTensor(shape=tuple(tensor.shape), dimension=None, slices=(piece,))

@@ -1,4 +1,4 @@
-"""Name the damaged file of a checkpoint, and the tensor in it."""
+"""Find the damaged files and tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _LENGTH_BYTES = 8
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, a sentence each; every byte of it is read.
+    """Read every byte of a checkpoint and yield a message for each damaged file.
 
-    A file whose SHA-256 is another one is compared tensor by tensor with the checksums in its
-    header, which were written with it.
+    In a file with a wrong SHA-256, tensors are compared with the checksums in the file's header.
     """
     try:
         manifest = read_manifest(folder)
@@ -26,13 +25,13 @@ def damages(folder: Path) -> Iterator[str]:
         yield str(error)
         return
     for name, stored in sorted(manifest.files.items()):
-        complaint = file_damage(folder / name, stored)
-        if complaint is not None:
-            yield f"{complaint}: {', '.join(_hit(folder / name, stored))}"
+        damage = file_damage(folder / name, stored)
+        if damage is not None:
+            yield f"{damage}: {', '.join(_damaged_tensors(folder / name, stored))}"
 
 
-def _hit(path: Path, stored: StoredFile) -> list[str]:
-    """Return the names of the tensors whose bytes are not those that were written."""
+def _damaged_tensors(path: Path, stored: StoredFile) -> list[str]:
+    """Return the names of the tensors whose bytes have changed."""
     if not path.is_file() or path.stat().st_size != stored.size:
         return ["the whole file"]
     with path.open("rb") as file:
@@ -50,15 +49,15 @@ def _hit(path: Path, stored: StoredFile) -> list[str]:
                 != checksums[key]
             ]
         except (ValueError, KeyError, TypeError, AttributeError):
-            # No JSON any more, or not of this form.
+            # Not JSON, or not of the expected form.
             return ["its header"]
     if found or checksums:
         return found or ["its header"]
-    return ["it was written before checksums of tensors were stored, so any of them"]
+    return ["any tensor: the file has no checksums of tensors"]
 
 
 def _checksum_at(path: Path, start: int, offsets: list[int]) -> int:
-    """Return the CRC-32 of the bytes `[begin, end)` behind `start`."""
+    """Return the CRC-32 of the bytes `[begin, end)` after `start`."""
     begin, end = offsets
     checksum = 0
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """A parameter's float32 weight and optimizer states, at any ZeRO stage.
 
-DeepSpeed splits and flattens them in its own ways. Here each parameter is this process's
-tensor-parallel slice, whole over the data-parallel group.
+DeepSpeed partitions and flattens them differently at each stage. Here a tensor is always this
+process's tensor-parallel slice, gathered over the data-parallel group.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from torch import Tensor, nn
 from megavis.checkpoint.format.manifest import TensorKind
 
 AVERAGE: TensorKind = "average"
-"""The moving average of the weights; its name among the optimizer's states too."""
+"""EMA of the weights; also its key in the optimizer's state."""
 
 
 class ParameterStates:
-    """Reads and writes the training state of parameters inside a DeepSpeed engine.
+    """Read and write the training state of parameters inside a DeepSpeed engine.
 
-    All processes of a data-parallel group call the same methods for the same parameters.
+    All methods are collective over the data-parallel group: call them for the same parameters.
     """
 
     def __init__(self, engine: Any, zero_stage: int, *, averages: bool = False) -> None:
-        """Look into an engine; `averages`: a moving average of the weights is kept."""
+        """Wrap an engine; `averages` says whether it keeps an EMA of the weights."""
         self._engine, self._zero_stage, self.averages = engine, zero_stage, averages
 
     def kinds(self, parameter: nn.Parameter) -> tuple[TensorKind, ...]:
-        """Return what there is of a parameter: weight, moments, average; of a frozen one less."""
+        """Return the kinds of state that a parameter has; a frozen one has only a weight."""
         if not parameter.requires_grad:
             return ("weight",)
         return ("weight", *self._moments, *((AVERAGE,) if self.has(AVERAGE) else ()))
 
     def has(self, kind: TensorKind) -> bool:
-        """Say whether the optimizer has such a state yet."""
+        """Return whether the optimizer has this state yet."""
         return any(kind in state for state in self.optimizer.state.values())
 
     def get(self, parameter: nn.Parameter, kind: TensorKind) -> Tensor:
-        """Return the float32 slice; for moments that do not exist yet, zeros."""
+        """Return the float32 slice; zeros for moments that do not exist yet."""
         value: Tensor | None
         if not parameter.requires_grad:
             with deepspeed.zero.GatheredParameters([parameter], enabled=_is_split(parameter)):
@@ -68,7 +68,7 @@ class ParameterStates:
         return value.float()
 
     def set(self, parameter: nn.Parameter, kind: TensorKind, value: Tensor) -> None:
-        """Write the float32 slice; a weight also refreshes what the forward pass uses."""
+        """Write the float32 slice; a weight also updates the copy in the compute precision."""
         if not parameter.requires_grad:
             set_gathered(parameter, value)
         elif self._zero_stage == 0:
@@ -86,19 +86,19 @@ class ParameterStates:
 
     @torch.no_grad()
     def show(self, parameter: nn.Parameter, kind: TensorKind) -> None:
-        """Let forward passes compute with the average of a parameter, or again with its weight."""
+        """Use the EMA of a parameter, or its weight again, in forward passes."""
         if self._zero_stage:
             set_gathered(parameter, self.get(parameter, kind))
             return
-        # There is no other master weight: both change places, and back.
+        # There is no separate master weight, so swap the two.
         average = self.optimizer.state[parameter][AVERAGE]
         shown = average.clone()
         average.copy_(parameter)
         parameter.copy_(shown)
 
     def _set_local(self, parameter: nn.Parameter, kind: TensorKind, value: Tensor) -> None:
-        # Through the local slice: DeepSpeed's whole-tensor setter cuts the value without the
-        # padding that odd sizes get.
+        # Write the local slice: DeepSpeed's setter for full tensors ignores the padding of sizes
+        # that are not divisible.
         split: Any = parameter
         size = split.ds_tensor.numel()
         padding = size * split.ds_zero_partition_world_size - value.numel()
@@ -111,7 +111,7 @@ class ParameterStates:
             safe_set_local_optimizer_state(parameter, local, kind)
 
     def optimizer_step(self) -> int:
-        """Return how many steps the optimizer has taken."""
+        """Return the optimizer's step count."""
         adam = self.optimizer
         for state in adam.state.values():
             if "step" in state:
@@ -119,9 +119,9 @@ class ParameterStates:
         return int(adam.param_groups[0].get("step", 0))
 
     def create_states(self, optimizer_step: int, *, with_average: bool) -> None:
-        """Make the optimizer's states exist, with a step count, before they can be set.
+        """Create the optimizer's states with a step count, so that they can be set.
 
-        Those that exist stay the same tensors, which DeepSpeed has links to.
+        Existing tensors are kept, since DeepSpeed refers to them.
         """
         optimizer = self.optimizer
         for master in self._masters():
@@ -131,16 +131,16 @@ class ParameterStates:
             for kind in (*self._moments, *((AVERAGE,) if with_average else ())):
                 state.setdefault(kind, torch.zeros_like(master))
         for group in optimizer.param_groups:
-            if "step" in group:  # NVIDIA Apex and LARS count by group.
+            if "step" in group:  # NVIDIA Apex and LARS count steps per group
                 group["step"] = optimizer_step
         if self._zero_stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _link(self, parameter: nn.Parameter, kind: TensorKind) -> None:
-        """Let DeepSpeed's ZeRO 1 and 2 find a state by its parameter.
+        """Make a state known to DeepSpeed's ZeRO 1 and 2.
 
-        They look once, after the first step of the first group of parameters, when there are no
-        states of the other groups yet.
+        They look states up only once, after the first step of the first parameter group, when
+        other groups have none yet.
         """
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None and kind not in mapping.get_optim_state_keys():
@@ -153,24 +153,24 @@ class ParameterStates:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer below DeepSpeed's, which steps the parts that this process owns."""
+        """The inner optimizer, which updates this process's partition."""
         optimizer = self._engine.optimizer
         return optimizer if self._zero_stage == 0 else optimizer.optimizer
 
     def _masters(self) -> Iterable[Tensor]:
-        """Return the tensors that the optimizer itself steps: flat partitions under ZeRO."""
+        """Return the tensors that the inner optimizer updates: flat partitions under ZeRO."""
         if self._zero_stage == 3:
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def logical_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of this process's tensor-parallel slice, also under ZeRO-3."""
+    """Return the shape of this process's tensor-parallel slice, under ZeRO-3 too."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy into a parameter that ZeRO-3 may have split; every process has the same value."""
+    """Set a parameter that ZeRO-3 may have partitioned; all processes pass the same value."""
     if not _is_split(parameter):
         parameter.data.copy_(value)
         return
@@ -179,5 +179,5 @@ def set_gathered(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """True where ZeRO-3 has split the weight over processes."""
+    """Return whether ZeRO-3 has partitioned the parameter."""
     return hasattr(parameter, "ds_id")

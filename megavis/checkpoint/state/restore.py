@@ -1,6 +1,6 @@
-"""Load a checkpoint into any layout; each process reads only its own slices.
+"""Load a checkpoint into any layout, and find the newest intact one to resume from.
 
-Find the newest intact checkpoint, and set damaged ones aside.
+Each process reads only its own slices.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megavis.parallel.tensors import partition_dimension
 def load_training_state(
     folder: Path, *, layers: LocalLayers, states: ParameterStates, context: ParallelContext
 ) -> CheckpointManifest:
-    """Read weights, moments and step count into a DeepSpeed engine of any layout.
+    """Load weights, moments and step count into a DeepSpeed engine of any layout.
 
     Args:
-        folder: a checkpoint whose files were checked (`newest_intact_checkpoint`).
-        layers: this process's.
+        folder: a checkpoint whose files were verified (`newest_intact_checkpoint`).
+        layers: layers of this process.
         states: of the engine.
         context: of the job.
 
     Raises:
-        UserError: on every process, when the model is another one.
+        UserError: on every process, if the model differs.
     """
     with CheckpointReader(folder) as reader:
         averages = states.averages and reader.evaluated == AVERAGE
@@ -62,18 +62,18 @@ def start_from_weights(
     states: ParameterStates,
     context: ParallelContext,
 ) -> None:
-    """Read another run's weights into a DeepSpeed engine of any layout, before its first step.
+    """Load another run's weights into a DeepSpeed engine of any layout, before its first step.
 
-    Parameters may declare that they keep the weights that they were built with (`Start`).
+    Parameters that declare so (`Start`) keep their initial weights.
 
     Args:
-        folder: the other run's checkpoint.
-        layers: this process's.
+        folder: checkpoint of the other run.
+        layers: layers of this process.
         states: of the engine.
         context: of the job.
 
     Raises:
-        UserError: on every process, when a file is damaged or the model is another one.
+        UserError: on every process, if a file is damaged or the model differs.
     """
     check_files(folder, context)
     with CheckpointReader(folder) as reader:
@@ -84,10 +84,10 @@ def start_from_weights(
 
 
 def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) -> CheckpointManifest:
-    """Read what is evaluated into modules without an engine: the average, or else the weights.
+    """Load the evaluation weights, EMA if there is one, into modules without an engine.
 
-    Learned positions of another grid are interpolated, here and in `start_from_weights`: the images
-    may be of another size than those of training.
+    Learned positions are interpolated to another grid, here and in `start_from_weights`, since
+    images may have another size than in training.
     """
     check_files(folder, context)
     with CheckpointReader(folder) as reader, torch.no_grad():
@@ -98,10 +98,10 @@ def load_weights(folder: Path, layers: LocalLayers, context: ParallelContext) ->
 
 
 def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
-    """Compare sizes and SHA-256 of all files with the manifest, shared out over the processes.
+    """Verify size and SHA-256 of all files; the files are divided among the processes.
 
     Returns:
-        The manifest.
+        The checkpoint's manifest.
 
     Raises:
         UserError: on every process, naming the first damaged file.
@@ -111,9 +111,9 @@ def check_files(folder: Path, context: ParallelContext) -> CheckpointManifest:
     mine = files[context.world.rank :: context.world.size]
     found = (file_damage(folder / name, stored) for name, stored in mine)
     complaint = next((text for text in found if text), None)
-    complaints: list = [None] * context.world.size
-    dist.all_gather_object(complaints, complaint, group=context.world.group)
-    for text in complaints:
+    damaged_files: list = [None] * context.world.size
+    dist.all_gather_object(damaged_files, complaint, group=context.world.group)
+    for text in damaged_files:
         if text:
             raise UserError(text)
     return manifest
@@ -140,7 +140,7 @@ def _local_slice(
 ) -> Tensor:
     shape = logical_shape(parameter)
     if not key.startswith("weight/") and reader.manifest.optimizer_step == 0:
-        # Adam has not taken a step; imported weights come without moments.
+        # No optimizer step has been taken, or the weights were imported without moments.
         return torch.zeros(shape)
     dimension = partition_dimension(parameter)
     if dimension is None:
@@ -150,8 +150,8 @@ def _local_slice(
         value = reader.read(key, length * context.tensor.rank, length, dimension=dimension)
     if value.shape != shape:
         raise UserError(
-            f"{reader.folder}: {key} has shape {tuple(value.shape)} where this model needs"
-            f" {tuple(shape)}; the config differs from the one that was trained"
+            f"{reader.folder}: {key} has shape {tuple(value.shape)}, and this model needs"
+            f" {tuple(shape)}; the config differs from that of training"
         )
     return value
 
@@ -162,29 +162,29 @@ Found = tuple[Path, CheckpointManifest]
 def newest_intact_checkpoint(
     run_folder: Path, context: ParallelContext, *, up_to: int | None = None
 ) -> Found | None:
-    """Return the newest checkpoint, up to a step, whose every byte is right; None where is none.
+    """Return the newest intact checkpoint, optionally up to a step; None if there is none.
 
-    Every process calls this. Newer ones that are damaged are reported, renamed and skipped: the
-    run resumes from the one before, with the same samples and draws as the first time.
+    Collective over all processes. Newer, damaged checkpoints are reported, renamed and skipped, so
+    that the run repeats their steps with the same samples and draws.
 
     Raises:
-        UserError: on every process, when there are checkpoints and all are damaged.
+        UserError: on every process, if there are checkpoints and all are damaged.
     """
-    # The folder may look older on another node.
+    # Decided by the main process: other nodes may see an outdated folder.
     own = checkpoints_by_age(run_folder, up_to=up_to) if context.is_main else []
     folders = context.from_main(own)
-    complaints: list[str] = []
+    damaged_files: list[str] = []
     for folder in folders:
         try:
             manifest = check_files(folder, context)
         except UserError as error:
-            complaints.append(str(error))
+            damaged_files.append(str(error))
             continue
-        if complaints and context.is_main:
-            set_aside(run_folder, folders[: len(complaints)], newest=folder)
-            sys.stderr.writelines(f"WARNING: {text}\n" for text in complaints)
+        if damaged_files and context.is_main:
+            set_aside(run_folder, folders[: len(damaged_files)], newest=folder)
+            sys.stderr.writelines(f"WARNING: {text}\n" for text in damaged_files)
             sys.stderr.write(f"WARNING: resuming from {folder}, the newest intact checkpoint\n")
         return folder, manifest
-    if complaints:
-        raise UserError(f"{complaints[0]}; and no older checkpoint is whole")
+    if damaged_files:
+        raise UserError(f"{damaged_files[0]}; no older checkpoint is intact")
     return None

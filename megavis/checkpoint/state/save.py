@@ -1,6 +1,6 @@
 """Save a checkpoint: every process writes the slices that it owns.
 
-Each process keeps, besides its own share, one parameter at a time.
+Beyond its own share, a process gathers only one parameter at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megavis.parallel.tensors import is_first_copy, partition_dimension
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a run, which with the seed determines everything that follows."""
+    """Progress of a run; with the seed, it determines all later steps."""
 
     step: int
     samples_seen: int
@@ -49,7 +49,7 @@ class TrainingProgress:
 
 @dataclass
 class _Share:
-    """What one process writes."""
+    """The tensors that one process writes."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, LogicalTensor] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class _Share:
     def add(
         self, key: str, value: Tensor, dimension: int | None, file: str, context: ParallelContext
     ) -> None:
-        """Take in this process's slice of a logical tensor, cut along `dimension`."""
+        """Add this process's slice of a logical tensor along `dimension`."""
         self.entries[key] = _entry(value, dimension, file, key, context)
         self.tensors[key] = value.detach().to("cpu", copy=True).contiguous()
 
 
 class Snapshot:
-    """A checkpoint in this process's memory, on its way to the disk.
+    """A checkpoint in this process's memory.
 
     `write` may run in a thread while training continues; then every process calls `publish`.
     """
@@ -77,7 +77,7 @@ class Snapshot:
         states: ParameterStates,
         context: ParallelContext,
     ) -> None:
-        """Copy what this process owns; every process calls this."""
+        """Copy the tensors that this process owns. Collective over all processes."""
         self.step = progress.step
         self._run_folder, self._progress, self._context = run_folder, progress, context
         self._partial = partial_folder(run_folder, progress.step)
@@ -87,13 +87,13 @@ class Snapshot:
         self._share = _collect(self._file, layers, states, context)
         self._optimizer_step = states.optimizer_step()
         self._stored: StoredFile | None = None
-        # True until the writer says otherwise: a thread may end without an exception.
-        self._failure = f"{self._partial / self._file}: the thread that writes it has died"
-        # Nobody writes into a folder that the main process is still removing.
+        # Assume failure until the writer succeeds: a thread may die without an exception.
+        self._failure = f"{self._partial / self._file}: the writer thread has died"
+        # Wait until the main process has removed the old folder.
         dist.barrier(group=context.world.group)
 
     def write(self) -> None:
-        """Write this process's share; `publish` raises a failure on all processes."""
+        """Write this process's share; `publish` reports failures on all processes."""
         path = self._partial / self._file
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
@@ -105,10 +105,10 @@ class Snapshot:
         self._share.tensors.clear()
 
     def publish(self) -> None:
-        """Let the checkpoint appear, completely or not at all; every process calls this.
+        """Publish the checkpoint atomically. Collective over all processes.
 
         Raises:
-            OSError: on every process when any of them could not write.
+            OSError: on every process, if any process could not write.
         """
         mine = (self._file, self._stored, self._share.entries, self._failure)
         gathered: list = [None] * self._context.world.size
@@ -151,8 +151,8 @@ def _collect(
     load = [0] * context.data.size
     for name, parameter in layers.named_parameters():
         for kind in states.kinds(parameter):
-            # The data-parallel rank with the least to write so far; all ranks agree without
-            # talking, and none has more than an equal share and one tensor.
+            # The data-parallel rank with the least to write so far: all ranks agree without
+            # communication, and none exceeds an equal share by more than one tensor.
             owner = load.index(min(load))
             load[owner] += logical_shape(parameter).numel()
             value = states.get(parameter, kind)
@@ -190,11 +190,11 @@ def _join(shares: list[dict[str, LogicalTensor]]) -> dict[str, LogicalTensor]:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     """Write a safetensors file, flush it, and return its size and hash.
 
-    Its header keeps a CRC-32 of each tensor: if the file is damaged, it shows which one.
+    The header has a CRC-32 of each tensor, to find the damaged one in a damaged file.
     """
     checksums = {key: zlib.crc32(tensor.detach().numpy().data) for key, tensor in tensors.items()}
-    # All in one entry: safetensors writes several in another order each time, and equal tensors
-    # are to give equal files.
+    # In a single entry: safetensors writes several in varying order, and equal tensors must give
+    # equal files.
     save_file(tensors, path, metadata={CHECKSUMS: json.dumps(checksums)})
     with path.open("rb") as file:
         os.fsync(file.fileno())

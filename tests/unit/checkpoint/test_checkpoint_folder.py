@@ -158,7 +158,7 @@ def test_a_cut_or_missing_file_is_named(tmp_path, context):
     folder = write_checkpoint(tmp_path, 1)
     path = folder / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(UserError, match="rank-00000.safetensors: has .* it was cut off"):
+    with pytest.raises(UserError, match="rank-00000.safetensors: has .* it was truncated"):
         check_files(folder, context)
     path.unlink()
     with pytest.raises(UserError, match="rank-00000.safetensors: missing"):
@@ -181,7 +181,7 @@ def test_a_damaged_manifest_says_where(tmp_path):
     with pytest.raises(UserError, match="damaged"):
         read_manifest(folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="the checkpoint is incomplete"):
         read_manifest(folder)
 
 

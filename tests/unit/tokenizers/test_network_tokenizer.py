@@ -52,7 +52,7 @@ def test_identity_knows_weights_and_settings(images):
         ("kind", "objective 'igpt', which is no tokenizer; one is: small_codebook, vae"),
         ("no checkpoint", "has no checkpoint yet"),
         ("other sizes", "does not fit the run's config.yaml"),
-        ("damaged", "SHA-256 is not the manifest's"),
+        ("damaged", "SHA-256 differs from the manifest"),
     ],
 )
 def test_what_is_no_tokenizer(tmp_path, images, case, message):

@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, ca
     flip_a_byte(run / "checkpoints" / "step-00000004" / "rank-00000.safetensors")
     assert main(["train", str(config), "--device", "cpu", f"output={tmp_path}"]) == 0
     stderr = capsys.readouterr().err
-    assert "step-00000004/rank-00000.safetensors: its SHA-256 is not the manifest's" in stderr
+    assert "step-00000004/rank-00000.safetensors: its SHA-256 differs from the manifest" in stderr
     assert "resuming from" in stderr
     assert (run / "checkpoints" / "step-00000004" / "manifest.json").read_bytes() == whole
     # Pruned once newer ones than it are kept.
@@ -178,8 +178,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(config, ca
         flip_a_byte(run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors")
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
     message = refused(capsys, config, f"output={tmp_path}", "training.steps=6")
-    assert "its SHA-256 is not the manifest's" in message
-    assert "no older checkpoint is whole" in message
+    assert "its SHA-256 differs from the manifest" in message
+    assert "no older checkpoint is intact" in message
     assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")} == before
 
 

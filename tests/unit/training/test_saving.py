@@ -76,7 +76,7 @@ def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd
     stderr = capfd.readouterr().err
     assert "WARNING: checkpoint of step 4 not saved: " in stderr
     assert (
-        "rank-00000.safetensors: the thread that writes it has died; training continues" in stderr
+        "rank-00000.safetensors: the writer thread has died; training continues" in stderr
     )
 
 
@@ -84,6 +84,6 @@ def test_a_writer_that_dies_at_the_end_is_an_error(saving, tmp_path):
     after_step, dies = saving
     dies.append(LAST)
     after_step(StepState(2, LAST, None, None))
-    with pytest.raises(OSError, match="step 6 not saved: .* the thread that writes it has died"):
+    with pytest.raises(OSError, match="step 6 not saved: .* the writer thread has died"):
         after_step(StepState(LAST, LAST, None, None))
     assert saved_steps(tmp_path) == [2]
