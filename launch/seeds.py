@@ -17,7 +17,7 @@ from typing import Any
 
 import gallery
 
-from megavis.reports.results import EvalMetric, eval_metrics, spelled
+from megavis.reports.results import EvalMetric, eval_metrics, format_value
 from megavis.reports.run_record import RunRecord
 
 Key = tuple[str, str]
@@ -116,7 +116,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 
 def numbers_of(run: RunRecord) -> dict[Key, EvalMetric]:
     """Return what a run has come to, and its last validation loss."""
-    found = {(each.of, each.name): each for each in eval_metrics(run.folder)}
+    found = {(each.group, each.name): each for each in eval_metrics(run.folder)}
     for first, second in DIFFERENCES:
         if first in found and second in found:
             value = found[first].value - found[second].value
@@ -135,7 +135,7 @@ def table(numbers: Mapping[int, Mapping[Key, EvalMetric]]) -> Iterator[str]:
     yield "|---" * (2 + len(seeds)) + "|"
     for key in dict.fromkeys(key for seed in seeds for key in numbers[seed]):
         each = [numbers[seed].get(key) for seed in seeds]
-        cells = ["" if one is None else one.written for one in each]
+        cells = ["" if one is None else one.formatted for one in each]
         name = ", ".join(part for part in key if part)
         yield f"| {name} | {spread([one for one in each if one])} | {' | '.join(cells)} |"
 
@@ -144,9 +144,9 @@ def spread(each: Sequence[EvalMetric]) -> str:
     """Return mean ± deviation of one number over seeds; the number where there is one seed."""
     values, unit = [one.value for one in each], each[0].unit
     if len(values) == 1:
-        return each[0].written
+        return each[0].formatted
     digits = 1 if unit == "%" else 2
-    return f"{fmean(values):.{digits}f} ± {spelled(stdev(values), unit)}"
+    return f"{fmean(values):.{digits}f} ± {format_value(stdev(values), unit)}"
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ def _measures(folder: Path) -> Iterator[str]:
     before = ""
     for measure in eval_metrics(folder):
         note = f"  {measure.note}" if measure.note else ""
-        label = "" if measure.of == before else measure.of
-        yield _row(label, f"{measure.name:16}{measure.written:>8}{note}")
-        before = measure.of
+        label = "" if measure.group == before else measure.group
+        yield _row(label, f"{measure.name:16}{measure.formatted:>8}{note}")
+        before = measure.group
 
 
 def _pictures(pictures: Mapping[str, Path]) -> Iterator[str]:

@@ -117,7 +117,7 @@ def _results(run: Run) -> Iterator[str]:
                 rows.append((key.replace("_", " "), f"{values[-1]:.4g} at step {steps[-1]:,}"))
     for measure in eval_metrics(run.folder):
         note = f" ({measure.note})" if measure.note else ""
-        rows.append((f"{measure.of}, {measure.name}", f"{measure.written}{note}"))
+        rows.append((f"{measure.group}, {measure.name}", f"{measure.formatted}{note}"))
     if rows:
         yield from _table(iter(rows))
     else:

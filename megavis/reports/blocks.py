@@ -1,4 +1,4 @@
-"""Blocks of a page besides charts: tables, pictures, facts, headings."""
+"""Blocks of a report: tables, pictures, confusion matrices and sections."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MOST_ITEMS = 8
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
+    """A table of text.
 
     Attributes:
-        title: above it.
+        title: above the block.
         columns: c names.
-        rows: each of c texts.
-        caption: below it.
-        marked: numbers of highlighted rows.
-        closed: True shows it only when it is asked for.
+        rows: of c cells each.
+        caption: below the block.
+        marked: indices of highlighted rows.
+        closed: collapsed until the reader opens it.
     """
 
     title: str
@@ -42,12 +42,12 @@ class Table:
     kind: str = field(default="table", init=False)
 
     def open(self) -> Table:
-        """Return the same without a title, for where a click has shown the title already."""
+        """Return the table without a title, for a place that shows the title already."""
         return dataclasses.replace(self, title="")
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold nothing but numbers, to be aligned by their digits."""
+        """Whether each column holds only numbers, which are right-aligned."""
         return [
             all(_NUMBER.fullmatch(row[column]) for row in self.rows)
             for column in range(len(self.columns))
@@ -56,15 +56,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG inside the page.
+    """A PNG embedded in the page.
 
     Attributes:
-        title: above it.
-        uri: the file as a data URI.
-        caption: below it.
+        title: above the block.
+        uri: content as a data URI.
+        caption: below the block.
         width: pixels.
         height: pixels.
-        on_white: True where it was drawn for a white page.
+        on_white: drawn for a white background.
     """
 
     title: str
@@ -78,13 +78,13 @@ class Picture:
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class (row) got each answer (column).
+    """A confusion matrix: how often each class (row) was predicted as each class (column).
 
     Attributes:
-        title: above it.
-        names: c names.
-        counts: c rows of c numbers.
-        caption: below it.
+        title: above the block.
+        names: the c class names.
+        counts: c rows of c counts.
+        caption: below the block.
     """
 
     title: str
@@ -95,7 +95,7 @@ class Confusion:
 
     @property
     def shares(self) -> list[list[float]]:
-        """The counts as shares of their rows, in [0, 1]."""
+        """The counts as fractions of their rows, in [0, 1]."""
         return [[count / max(1, sum(row)) for count in row] for row in self.counts]
 
 
@@ -108,7 +108,7 @@ class PageSection:
 
     Attributes:
         title: the heading.
-        blocks: in their order.
+        blocks: in order.
         note: below the heading.
     """
 
@@ -118,7 +118,7 @@ class PageSection:
 
 
 def picture(path: Path, *, title: str, caption: str = "", on_white: bool = False) -> Picture:
-    """Read a PNG; raises OSError, and ValueError where it is none."""
+    """Read a PNG. Raises OSError, and ValueError if it is not a PNG."""
     content = path.read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n":
         raise ValueError(f"{path}: not a PNG")
@@ -128,7 +128,7 @@ def picture(path: Path, *, title: str, caption: str = "", on_white: bool = False
 
 
 def csv_table(path: Path, *, title: str) -> Table:
-    """Read a CSV file as a closed table; raises OSError."""
+    """Read a CSV file as a collapsed table. Raises OSError."""
     columns, *rows = list(csv.reader(io.StringIO(path.read_text(encoding="utf-8")))) or [[]]
     shown = [[_rounded(cell) for cell in row] for row in rows if len(row) == len(columns)]
     return _shortened(title, [words(column) for column in columns], shown, closed=True)
@@ -144,11 +144,11 @@ def markdown_table(path: Path) -> Table:
 
 
 def tables_of(value: Any, *, title: str) -> list[Table]:
-    """Return whatever JSON holds as plain tables: the numbers first, then what is nested.
+    """Convert any JSON value to tables: scalars first, then nested values.
 
     Args:
         value: a JSON value.
-        title: of the first table; nested ones add the key.
+        title: of the first table; those of nested values add their key.
     """
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return [_table_of_records(value, title)]
@@ -180,14 +180,14 @@ def _shortened(
 
 
 def _is_plain(value: Any) -> bool:
-    """Say whether a value fits into one cell, if need be shortened."""
+    """Return whether a value fits into one cell."""
     if isinstance(value, list):
         return all(_is_plain(item) for item in value)
     return not isinstance(value, dict)
 
 
 def text(value: Any) -> str:
-    """Return a JSON value as it is read best."""
+    """Format a JSON value as readable text."""
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):
@@ -201,19 +201,19 @@ def text(value: Any) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with four digits that count; whole ones whole, with thin spaces."""
+    """Format with four significant digits; integers in full, with thin spaces."""
     if isinstance(value, int) or (math.isfinite(value) and value == int(value)):
         return f"{int(value):,}".replace(",", "\u202f") if abs(value) >= 10_000 else str(int(value))
     return f"{value:.4g}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share in [0, 1] as `95.7 %`."""
+    """Format a fraction in [0, 1] as `95.7 %`."""
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
 def words(key: str) -> str:
-    """Return a key as words: `num_images` is `num images`."""
+    """Replace underscores by spaces: `num_images` becomes `num images`."""
     return str(key).replace("_", " ")
 
 

@@ -1,6 +1,6 @@
-"""Charts as inline SVG that follows the page's light or dark colours.
+"""Charts as inline SVG in the page's light or dark colours.
 
-matplotlib draws with colours of a code each, which are then replaced by the page's variables.
+matplotlib draws with placeholder colours, which are then replaced by the page's CSS variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTH, _HEIGHT = 480, 270
 _MOST_POINTS = 400
 _TICKS = [1, 2, 2.5, 5, 10]
 _STYLE: Any = {
-    "svg.fonttype": "none",  # Text stays text, in the page's font.
+    "svg.fonttype": "none",  # keep text as text, in the page's font
     "svg.hashsalt": "megavis",
     "font.size": 13,
     "font.family": "sans-serif",
@@ -52,14 +52,14 @@ class Line:
     """A curve.
 
     Attributes:
-        x: places.
-        y: as many values.
-        color: which of the page's series, from 0; None: the colour of what is there to compare.
-        label: in the legend; empty: not in it.
-        marks: True draws a dot at each point.
-        faint: True draws it thin, as what is noisy.
-        dashed: True draws dashes.
-        band: lower and upper values around it, shaded.
+        x: x values.
+        y: as many y values.
+        color: index of the series colour; None for the colour of reference lines.
+        label: in the legend; empty for none.
+        marks: draw a dot at each point.
+        faint: draw it thin, for noisy data.
+        dashed: draw it dashed.
+        band: lower and upper values of a shaded band.
     """
 
     x: Sequence[float]
@@ -73,19 +73,19 @@ class Line:
 
     @property
     def variable(self) -> str:
-        """The CSS variable of its colour."""
+        """CSS variable of the line's colour."""
         return _VARIABLES[_color(self)]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of numbers, with what it says below.
+    """A chart with its caption.
 
     Attributes:
         title: above it.
-        svg: the picture.
-        legend: a label and the CSS variable of its colour for each labelled line.
-        caption: N, split, seed: whatever is needed to read it right.
+        svg: the SVG element.
+        legend: label and CSS variable of each labelled line.
+        caption: what is needed to interpret it, such as N, split and seed.
     """
 
     title: str
@@ -96,21 +96,21 @@ class Chart:
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x: str, y: str, caption: str = "") -> Chart:
-    """Draw curves over one axis.
+    """Draw curves in one chart.
 
     Args:
-        title: above the picture.
+        title: above the chart.
         lines: at least one.
-        x: label of the axis.
-        y: label of the axis.
-        caption: below the picture.
+        x: label of the x axis.
+        y: label of the y axis.
+        caption: below the chart.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     with mpl.rc_context(_STYLE):
-        # 72 points an inch: a unit of the drawing is a point.
+        # At 72 points per inch, a unit of the SVG is a point.
         figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), layout="constrained")
         axes = figure.add_subplot(xlabel=x, ylabel=y)
         for line in lines:
@@ -138,7 +138,7 @@ def _draw(axes: Axes, line: Line) -> None:
         color=color,
         alpha=0.45 if line.faint else 1.0,
         linewidth=1.0 if line.faint else 1.8,
-        # One point alone has no line to be seen by.
+        # A single point would draw no line.
         marker="o" if line.marks or len(x) == 1 else None,
         markersize=4,
     )
@@ -149,7 +149,7 @@ def _color(line: Line) -> str:
 
 
 def _thinned(line: Line) -> tuple[Sequence[float], Sequence[float]]:
-    """Return means of neighbours where there are more points than the picture can show."""
+    """Average neighbouring points if there are more than the chart can show."""
     size = -(-len(line.x) // _MOST_POINTS)
     if size <= 1:
         return line.x, line.y
@@ -159,12 +159,12 @@ def _thinned(line: Line) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def _inline(document: str, title: str) -> Markup:
-    """Return the SVG element alone: no header, size, ids or fonts of its own."""
+    """Return the bare SVG element, without header, size, ids or fonts."""
     svg = document[document.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">', svg, count=1)
-    # Its style element would hold for the whole page.
+    # A style element would apply to the whole page.
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg).replace("xlink:", "")
     for code, variable in _VARIABLES.items():

@@ -1,7 +1,7 @@
 """How known files of `RUN/evaluation/` are displayed.
 
-A function takes the run and what its file holds, and yields blocks. It raises KeyError, TypeError,
-IndexError or ValueError where the file is not of the form that the command writes.
+Each function takes the run and the content of a file, and yields blocks. It raises KeyError,
+TypeError, IndexError or ValueError if the file is not in the format that its command writes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from megavis.reports.charts import Line, line_chart
 from megavis.reports.run_record import RunRecord
 
 _MOST_NAMES = 25
-"""Classes of a confusion matrix whose names and counts can be read; of more, the PNG is shown."""
+"""Most classes for which a confusion matrix is legible; with more, the PNG is shown."""
 
 
 def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
-    """`megavis probe`: accuracy by depth, what was chosen, neighbouring layers, few labels."""
+    """`megavis probe`: accuracy by depth, the best layer, concatenated layers, few labels."""
     data = _probed_on(run, result)
     if len(result["trained"]) > 1:
         yield _depth_chart(result, data)
     best, pixels = result["best_layer"], result["pixels"]
     rows = [
         (f"step {result['step']}, layer {best['layer']}", percent(best["accuracy"])),
-        ("untrained network, its best layer", percent(result["untrained_accuracy"])),
+        ("untrained network, best layer", percent(result["untrained_accuracy"])),
         ("raw pixels", percent(pixels["accuracy"])),
     ]
     if result["num_views"] > 1:
         vote = f"step {result['step']}, vote of {result['num_views']} masks"
         rows.insert(1, (vote, percent(best["vote_accuracy"])))
     rows += _concatenated(result.get("concatenated") or ())
-    chosen = f"The layer did best on {result['num_held_out']} images that no accuracy here is of."
+    chosen = f"The layer was selected on {result['num_held_out']} other images."
     yield Table(
         "Best layer", ("features", "accuracy"), rows, f"{chosen} {data}", marked=frozenset({0})
     )
@@ -73,12 +73,12 @@ def _accuracies(scores: list[dict[str, Any]]) -> list[float]:
 
 
 def _concatenated(scores: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield adjacent layers together: the trained network's, and the mean of untrained ones."""
+    """Yield accuracies of concatenated layers: trained, and the mean of untrained networks."""
     for features in dict.fromkeys(score["features"] for score in scores):
         own = [score for score in scores if score["features"] == features]
         layers = ", ".join(str(layer) for layer in own[0]["layers"])
         several = f", mean of {len(own)}" if len(own) > 1 else ""
-        name = f"{features}, layers {layers} together ({own[0]['num_features']} features){several}"
+        name = f"{features}, layers {layers} concatenated ({own[0]['num_features']}){several}"
         yield name, percent(fmean(score["accuracy"] for score in own))
 
 
@@ -96,7 +96,7 @@ def _low_data(result: dict[str, Any], data: str) -> Table:
         rows.append((features, *cells))
     draws = len(scores[0]["accuracies"])
     title = f"Few labels: accuracy in %, mean ± standard deviation over {draws} draws"
-    columns = ("features", *(f"{count} a class" for count in counts))
+    columns = ("features", *(f"{count} per class" for count in counts))
     return Table(title, columns, rows, data, marked=frozenset({0}))
 
 
@@ -105,28 +105,31 @@ def _classes(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
     rows = [("top-1", percent(result["top1"])), ("top-5", percent(result["top5"]))]
     if result["num_views"] > 1:
         rows.append((f"vote of {result['num_views']} draws", percent(result["vote"])))
-    role = {"selection": "chose the step", "test": "chose nothing"}[result["part"]]
+    role = {"selection": "used to select the step", "test": "held out"}[result["part"]]
     caption = (
-        f"{result['num_images']} images of {result['data']}, which {role}; step {result['step']},"
+        f"{result['num_images']} images of {result['data']}, {role}; step {result['step']},"
         f" seed {run.setting('seed', '–')}."
     )
     yield Table("Accuracy", ("", "accuracy"), rows, caption)
     if len(result["class_names"]) <= _MOST_NAMES:
         yield Confusion(
-            "Confusion", result["class_names"], result["confusion"], "Rows: class. Columns: answer."
+            "Confusion",
+            result["class_names"],
+            result["confusion"],
+            "Rows: class. Columns: prediction.",
         )
 
 
 def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
-    """`megavis likelihood`: nats and bits, and what a dimension is."""
+    """`megavis likelihood`: nats and bits per dimension and per image."""
     rows = [
-        ("nats a dimension", f"{result['nats_per_dimension']:.4f}"),
-        ("bits a dimension", f"{result['bits_per_dimension']:.4f}"),
-        ("nats an image", number(result["nats_per_image"])),
+        ("nats per dimension", f"{result['nats_per_dimension']:.4f}"),
+        ("bits per dimension", f"{result['bits_per_dimension']:.4f}"),
+        ("nats per image", number(result["nats_per_image"])),
     ]
     given = f", given {result['given']}" if result["given"] else ""
     caption = (
-        f"A dimension is {result['dimension']}, {number(result['dimensions_per_image'])} an"
+        f"A dimension is {result['dimension']}, {number(result['dimensions_per_image'])} per"
         f" image{given}. {number(result['num_images'])} images of {result['data']}; step"
         f" {result['step']}, {result['precision']}."
     )
@@ -134,12 +137,12 @@ def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
 
 
 def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
-    """`megavis evaluate watch`: each measure over the steps of the checkpoints."""
+    """`megavis evaluate watch`: each metric by checkpoint step."""
     records = sorted(records, key=lambda record: record["step"])
     last = records[-1]
     caption = (
         f"{text(last['validation_images'] or 'All')} validation images, classifiers fitted on"
-        f" {text(last['train_images'])} at most, seed {last['seed']}."
+        f" at most {text(last['train_images'])}, seed {last['seed']}."
     )
     for title, keys, unit, factor in _OVER_STEPS:
         lines = []
@@ -153,14 +156,14 @@ def _watch(run: RunRecord, records: list[dict[str, Any]]) -> Iterator[Block]:
         if lines:
             about = measured[-1].get("distance_of", "") if keys[0] in _DISTANCES else caption
             yield line_chart(title, lines, x="step", y=unit, caption=about)
-    # Said once, below the curve.
+    # Shown once, below the chart.
     numbers = [{k: v for k, v in record.items() if k != "distance_of"} for record in records]
-    table = tables_of(numbers, title="The numbers")[0]
+    table = tables_of(numbers, title="Values")[0]
     yield dataclasses.replace(table, closed=True)
 
 
 def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[Block]:
-    """`megavis evaluate samples`: distances, with all that qualifies them."""
+    """`megavis evaluate samples`: distances and the settings that qualify them."""
     network, samples, reference = (result[key] for key in ("network", "samples", "reference"))
     names = {"fid": "FID", "sfid": "sFID", "frechet_distance": result["title"]}
     numbers = {key: value for key, value in result.items() if isinstance(value, float)}
@@ -190,4 +193,4 @@ KNOWN_RESULTS: dict[str, Callable[[RunRecord, Any], Iterator[Block]]] = {
     "finetune_test": _classes,
     "finetune_selection": _classes,
 }
-"""By the name of the file, in the order of the page."""
+"""Functions by file name, in page order."""

@@ -14,7 +14,7 @@ from megavis.evaluation.published import published_papers
 from megavis.reports.blocks import Block, PageSection, Picture, picture, text, words
 from megavis.reports.charts import NUM_COLORS
 from megavis.reports.published_comparison import compare
-from megavis.reports.results import first_sections, numbers_found, result_sections
+from megavis.reports.results import first_sections, metrics_table, result_sections
 from megavis.reports.run_record import RunRecord
 from megavis.reports.training_sections import (
     events_table,
@@ -25,12 +25,12 @@ from megavis.reports.training_sections import (
 from megavis.training.provenance import versions
 
 _PICTURES = {
-    "completions": "Completions: the original, what was given, what the run draws",
+    "completions": "Completions: the original, the given part, generated completions",
     "samples": "Samples",
-    "step": "Drawn while training",
-    "watch": "Generated during training",
+    "step": "Samples during training",
+    "watch": "Samples by checkpoint",
 }
-"""What each kind of picture in `samples/` is, in the order of the page."""
+"""Titles of the pictures in `samples/` by kind, in page order."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class RunPage:
     """The page of one run.
 
     Attributes:
-        name: of the run.
-        folder: its path.
-        color: number of its colour.
+        name: name of the run.
+        folder: path of its folder.
+        color: index of its colour.
         paper: title of the paper, or the objective's name.
-        facts: names and texts.
-        glance: the first screen: completions or samples, the probe, what shows the paper's task.
-        pictures: the newest of each other kind.
-        sections: its other evaluations.
-        commands: what to type to repeat it, each group with a label.
-        config: `config.yaml`, whole.
-        environment: names and versions.
+        facts: pairs of name and text.
+        glance: the first screen: completions or samples, the probe, and the paper's main result.
+        pictures: the newest picture of each other kind.
+        sections: other evaluations.
+        commands: commands to reproduce it, in groups with a label.
+        config: full text of `config.yaml`.
+        environment: package names and versions.
     """
 
     name: str
@@ -65,7 +65,7 @@ class RunPage:
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Return the page of one run or several, as HTML.
+    """Render one or several runs as an HTML page.
 
     Raises:
         OSError: a file of a run cannot be read.
@@ -108,7 +108,7 @@ def _run_page(number: int, run: RunRecord) -> RunPage:
         color=number % NUM_COLORS,
         paper=paper.title if paper else words(run.objective),
         facts=headline(run),
-        glance=[*pictures[:1], *numbers_found(run), *found],
+        glance=[*pictures[:1], *metrics_table(run), *found],
         pictures=pictures[1:],
         sections=list(result_sections(run)),
         commands=list(_commands(run)),
@@ -128,18 +128,18 @@ def _pictures(run: RunRecord) -> Sequence[Picture]:
         try:
             shown.append(picture(path, title="", caption=caption))
         except ValueError:
-            continue  # Not a PNG, or torn: nothing to show.
+            continue  # not a PNG, or truncated
     return shown
 
 
 def _commands(run: RunRecord) -> Iterator[tuple[str, Sequence[str]]]:
     verb = "finetune" if run.is_finetuning else "train"
     if started := [start["command"] for start in run.starts if "command" in start]:
-        yield "As it was started", list(dict.fromkeys(started))
+        yield "Training as started", list(dict.fromkeys(started))
     if run.config_text:
         config = str(run.folder / "config.yaml")
         again = shlex.join(["megavis", verb, config, f"name={run.name}_again"])
-        yield "The same from its resolved config", [again]
+        yield "Training from the resolved config", [again]
     if run.commands:
         done = [record["command"] for record in run.commands if "command" in record]
-        yield "What was made of it", list(dict.fromkeys(done))
+        yield "Evaluation and export", list(dict.fromkeys(done))

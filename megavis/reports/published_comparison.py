@@ -16,15 +16,15 @@ from megavis.reports.run_record import RunRecord
 
 
 @dataclass(frozen=True)
-class OwnResult:
-    """A number of a run that a paper's table has too.
+class RunResult:
+    """A result of a run that is comparable with a paper's table.
 
     Attributes:
-        measure: as in `PublishedTable`.
-        run: name.
-        what: in words.
-        images: how many of which set.
-        value: with its unit.
+        measure: see `PublishedTable`.
+        run: name of the run.
+        what: description.
+        images: number of images and data set.
+        value: formatted with its unit.
     """
 
     measure: str
@@ -39,10 +39,10 @@ class PaperComparison:
     """Comparison with one paper on a page.
 
     Attributes:
-        title: of the paper.
-        own: the runs' numbers; None where there are none to compare.
-        compared: the paper's tables of the same measures.
-        others: its other tables.
+        title: title of the paper.
+        own: results of the runs; None if none are comparable.
+        compared: the paper's tables with the same measures.
+        others: the paper's other tables.
     """
 
     title: str
@@ -59,18 +59,18 @@ _SAME_MEASURE = {
     "transfer": {"transfer", "linear_probe"},
     "likelihood": {"likelihood"},
 }
-"""Which tables are shown with which results."""
+"""Measures of the tables to show with each result."""
 
 
 def compare(runs: Sequence[RunRecord]) -> Iterator[PaperComparison]:
-    """Yield a comparison for each paper that the runs are of."""
+    """Yield a comparison for each paper of the runs."""
     papers = published_papers()
     by_title: dict[str, tuple[PublishedPaper, list[RunRecord]]] = {}
     for run in runs:
         if paper := papers.get(run.objective):
             by_title.setdefault(paper.title, (paper, []))[1].append(run)
     for paper, own_runs in by_title.values():
-        results = [result for run in own_runs for result in own_results(run)]
+        results = [result for run in own_runs for result in run_results(run)]
         measures = set().union(*(_SAME_MEASURE[result.measure] for result in results))
         compared = [table for table in paper.tables if table.measure in measures]
         others = [table for table in paper.tables if table.measure not in measures]
@@ -82,7 +82,7 @@ def compare(runs: Sequence[RunRecord]) -> Iterator[PaperComparison]:
         )
 
 
-def _own_table(results: Sequence[OwnResult]) -> Table:
+def _own_table(results: Sequence[RunResult]) -> Table:
     rows = [(result.run, result.what, result.images, result.value) for result in results]
     caption = "Comparable with the paper's only where data, model size and recipe are the same."
     title = "This run" if len({result.run for result in results}) == 1 else "These runs"
@@ -103,7 +103,7 @@ def _table(table: PublishedTable, paper: PublishedPaper) -> Table:
     )
 
 
-def own_results(run: RunRecord) -> Iterator[OwnResult]:
+def run_results(run: RunRecord) -> Iterator[RunResult]:
     """Yield what a run's evaluation has found, as far as papers have a table of it."""
     for path in run.results():
         find = _FINDERS.get(path.name)
@@ -112,7 +112,7 @@ def own_results(run: RunRecord) -> Iterator[OwnResult]:
         try:
             yield from list(find(run, _read(path)))
         except (KeyError, TypeError, ValueError):
-            continue  # The file's own section shows whatever it holds.
+            continue  # the file's own section shows its content
 
 
 def _read(path: Path) -> Any:
@@ -120,48 +120,48 @@ def _read(path: Path) -> Any:
     return list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else json.loads(text)
 
 
-def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+def _probe(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
     images = f"{result['num_validation']} of {run.setting('data.validation', 'validation')}"
     best = result["best_layer"]
     what = f"linear probe, layer {best['layer']}, step {result['step']}"
-    yield OwnResult("linear_probe", run.name, what, images, percent(best["accuracy"]))
+    yield RunResult("linear_probe", run.name, what, images, percent(best["accuracy"]))
     for score in result.get("low_data") or ():
         if score["features"] == "trained":
-            what = f"{score['images_per_class']} labels a class, {len(score['accuracies'])} draws"
+            what = f"{score['images_per_class']} labels per class, {len(score['accuracies'])} draws"
             error = f"{100 * (1 - score['mean']):.1f} ± {100 * score['deviation']:.1f} % error"
-            yield OwnResult("low_data", run.name, what, images, error)
+            yield RunResult("low_data", run.name, what, images, error)
 
 
-def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+def _finetune(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
     images = f"{result['num_images']} of {result['data']} (test)"
     what = f"fine-tuned, step {result['step']}"
-    yield OwnResult("finetune", run.name, what, images, percent(result["vote"]))
+    yield RunResult("finetune", run.name, what, images, percent(result["vote"]))
 
 
-def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+def _samples(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
     reference = result["reference"]["source"]
     images = f"{result['samples']['num_images']} against {reference}"
     for key, name in (("fid", "FID"), ("frechet_distance", result["title"])):
         if key in result:
-            yield OwnResult("generation", run.name, name, images, number(result[key]))
+            yield RunResult("generation", run.name, name, images, number(result[key]))
 
 
-def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[OwnResult]:
+def _transfer(run: RunRecord, rows: list[dict[str, str]]) -> Iterator[RunResult]:
     for row in rows:
-        # Tables written before runs were compared with anything have no such column.
+        # Older tables do not have the column.
         if row["labels"] == "all" and row.get("features", "trained") == "trained":
             what = f"linear probe on {row['data_set']}, layer {row['layer']}"
             images = f"{row['num_test']} of {row['test']}"
-            yield OwnResult("transfer", run.name, what, images, percent(float(row["accuracy"])))
+            yield RunResult("transfer", run.name, what, images, percent(float(row["accuracy"])))
 
 
-def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[OwnResult]:
+def _likelihood(run: RunRecord, result: dict[str, Any]) -> Iterator[RunResult]:
     images = f"{result['num_images']} of {result['data']}"
-    value = f"{result['nats_per_dimension']:.4f} nats a dimension ({result['dimension']})"
-    yield OwnResult("likelihood", run.name, f"likelihood, step {result['step']}", images, value)
+    value = f"{result['nats_per_dimension']:.4f} nats per dimension ({result['dimension']})"
+    yield RunResult("likelihood", run.name, f"likelihood, step {result['step']}", images, value)
 
 
-_FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[OwnResult]]] = {
+_FINDERS: dict[str, Callable[[RunRecord, Any], Iterator[RunResult]]] = {
     "probe.json": _probe,
     "transfer.csv": _transfer,
     "finetune_test.json": _finetune,

@@ -1,6 +1,6 @@
-"""Files of `RUN/evaluation/`, read without torch: as numbers, and as sections of a page.
+"""Read the files of `RUN/evaluation/` without torch, as metrics and as sections of a page.
 
-Nothing is left out: JSON that `known_results.py` does not know becomes a table of what it holds.
+JSON files that `known_results.py` does not know are shown as tables.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ from megavis.training.metrics import read_json_lines
 
 _SHOWN = (".json", ".jsonl", ".csv", ".md", ".png")
 _FIGURES = {
-    "attention": "Where each head looks",
+    "attention": "Attention by head",
     "completions": "Lower halves from upper ones",
-    "correlation": "How alike tokens are over their distance",
+    "correlation": "Similarity of tokens by distance",
     "depth": "Linear probe by layer",
     "groups": "Hidden patches, group by group",
-    "jigsaw": "Images put together from predicted places",
+    "jigsaw": "Images reassembled from predicted positions",
     "likelihood": "Accuracy over validation loss",
-    "mixture": "Patches of two images, put back",
+    "mixture": "Mixed patches of two images, reassembled",
     "neighbors": "Nearest neighbours by layer",
-    "patches": "Prediction error by place",
-    "positions": "Patches put into their place, over the mask ratio",
+    "patches": "Prediction error by position",
+    "positions": "Accuracy of predicted positions by mask ratio",
     "reconstructions": "Hidden patches predicted from the visible ones",
 }
 _HEADINGS = {
     "probe": "Linear probe",
-    "finetune_selection": "Fine-tuning: the images that chose the step",
-    "finetune_test": "Fine-tuning: the images that judge",
+    "finetune_selection": "Fine-tuning: selection images",
+    "finetune_test": "Fine-tuning: test images",
     "likelihood": "Likelihood",
     "samples": "Generated images",
     "transfer": "Linear probes on other data sets",
-    "watch": "Checkpoints as they appeared",
+    "watch": "Checkpoints during training",
 }
 _FIRST = ("probe", "completions", "jigsaw", "groups", "reconstructions")
 
 
-def numbers_found(run: RunRecord) -> Iterator[Table]:
-    """Yield a table of what evaluation has measured; the probe is shown in its own way."""
+def metrics_table(run: RunRecord) -> Iterator[Table]:
+    """Yield a table of all metrics except the probe's, which has a section of its own."""
     try:
-        found = [measure for measure in eval_metrics(run.folder) if measure.of != "linear probe"]
+        found = [measure for measure in eval_metrics(run.folder) if measure.group != "linear probe"]
     except (KeyError, TypeError, ValueError):
-        return  # Not of the form that the commands write: each is shown by itself.
-    rows = [(f"{each.of}, {each.name}", f"{each.written} {each.note}".strip()) for each in found]
+        return  # not in the commands' format: each file is shown in its own section
+    rows = [(f"{m.group}, {m.name}", f"{m.formatted} {m.note}".strip()) for m in found]
     if rows:
-        yield Table("In numbers", ("", "value"), rows)
+        yield Table("Metrics", ("", "value"), rows)
 
 
 def first_sections(run: RunRecord) -> Iterator[PageSection]:
-    """Yield the main results: the probe, and predictions of held-out images."""
+    """Yield the main results: the probe and predictions of held-out images."""
     return _sections(run, lambda stem: stem in _FIRST)
 
 
 def result_sections(run: RunRecord) -> Iterator[PageSection]:
-    """Yield the other sections, in the order of the page, and the names of other files."""
+    """Yield the other sections in page order, and a list of other files."""
     yield from _sections(run, lambda stem: stem not in _FIRST)
     others = [path for path in run.results() if path.suffix not in _SHOWN]
     if others:
@@ -86,7 +86,7 @@ def result_sections(run: RunRecord) -> Iterator[PageSection]:
 
 
 def _sections(run: RunRecord, shows: Callable[[str], bool]) -> Iterator[PageSection]:
-    """Yield a section for each name in `evaluation/`: its JSON, its CSV and its picture."""
+    """Yield a section for each name in `evaluation/`: JSON, CSV and picture."""
     files: dict[str, dict[str, Path]] = {}
     for path in run.results():
         if shows(path.stem):
@@ -121,15 +121,15 @@ def _blocks(run: RunRecord, stem: str, files: dict[str, Path]) -> Iterator[Block
     if ".md" in files:
         yield markdown_table(files[".md"])
     if ".png" in files and not drawn:
-        # Where the section has the name of something else.
+        # The section is named after another file.
         title = _FIGURES.get(stem, "") if stem in _HEADINGS else ""
         yield picture(files[".png"], title=title, on_white=True)
     if ".csv" in files:
-        yield csv_table(files[".csv"], title="The numbers")
+        yield csv_table(files[".csv"], title="Values")
 
 
 def _known_blocks(stem: str, run: RunRecord, content: Any) -> list[Block]:
-    """Return what a known file is shown as; nothing where it is not of the form that is known."""
+    """Return the blocks of a known file; none if it is unknown or has another format."""
     try:
         return list(KNOWN_RESULTS[stem](run, content)) if stem in KNOWN_RESULTS else []
     except (KeyError, TypeError, IndexError, ValueError):
@@ -138,38 +138,38 @@ def _known_blocks(stem: str, run: RunRecord, content: Any) -> list[Block]:
 
 @dataclass(frozen=True)
 class EvalMetric:
-    """One number.
+    """One metric.
 
     Attributes:
-        of: what was measured, `linear probe`.
-        name: which number of it, `trained`.
+        group: what was evaluated, for example `linear probe`.
+        name: of the metric in its group, for example `trained`.
         value: in `unit`.
-        unit: `%`, `dB`, `nats`, or nothing.
-        note: what else to know of it, `layer 2`.
+        unit: `%`, `dB`, `nats`, or empty.
+        note: further information, for example `layer 2`.
     """
 
-    of: str
+    group: str
     name: str
     value: float
     unit: str
     note: str = ""
 
     @property
-    def written(self) -> str:
-        """The number with its unit: `34.4%`, `13.03 dB`."""
-        return spelled(self.value, self.unit)
+    def formatted(self) -> str:
+        """Value with unit: `34.4%`, `13.03 dB`."""
+        return format_value(self.value, self.unit)
 
 
-def spelled(value: float, unit: str) -> str:
-    """Return a number with its unit, with as many digits as are worth reading."""
+def format_value(value: float, unit: str) -> str:
+    """Format a value with its unit."""
     return f"{value:.1f}%" if unit == "%" else f"{value:.2f} {unit}".strip()
 
 
 def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
-    """Yield what the evaluation of a run folder has found, by the command that measured it.
+    """Yield the metrics in the evaluation files of a run folder, by command.
 
     Raises:
-        KeyError, ValueError: a file is not of the form that its command writes.
+        KeyError, ValueError: a file is not in the format that its command writes.
     """
     for name, read in _READERS.items():
         path = folder / "evaluation" / name
@@ -182,31 +182,31 @@ def eval_metrics(folder: Path) -> Iterator[EvalMetric]:
 
 
 def _probe(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    """The trained network's best layer, an untrained one's, and raw pixels."""
-    of, best = "linear probe", result["best_layer"]
-    yield _share(of, "trained", best["accuracy"], f"layer {best['layer']}")
+    """Accuracy of the best layer, of an untrained network and of raw pixels."""
+    group, best = "linear probe", result["best_layer"]
+    yield _share(group, "trained", best["accuracy"], f"layer {best['layer']}")
     if best.get("vote_accuracy") is not None:
-        yield _share(of, "vote of masks", best["vote_accuracy"])
-    yield _share(of, "untrained", result["untrained_accuracy"])
-    yield _share(of, "raw pixels", result["pixels"]["accuracy"])
+        yield _share(group, "vote of masks", best["vote_accuracy"])
+    yield _share(group, "untrained", result["untrained_accuracy"])
+    yield _share(group, "raw pixels", result["pixels"]["accuracy"])
 
 
 def _classes(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    """Fine-tuning, on the images that chose nothing."""
+    """Accuracy of fine-tuning on the test images."""
     yield _share("classes", "test images", result["top1"], f"of {result['num_images']}")
 
 
 def _positions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
-    """Patches in their place: all of them seen, half of them, and by chance."""
+    """Accuracy of positions: without a mask, with half masked, and by chance."""
     accuracy = {float(row["mask_ratio"]): float(row["accuracy"]) for row in rows}
-    of = "in their place"
-    yield _share(of, "none masked", accuracy[0.0])
-    yield _share(of, "half masked", accuracy[0.5])
-    yield _share(of, "chance", float(rows[0]["chance"]))
+    group = "in their place"
+    yield _share(group, "none masked", accuracy[0.0])
+    yield _share(group, "half masked", accuracy[0.5])
+    yield _share(group, "chance", float(rows[0]["chance"]))
 
 
 def _completions(rows: list[dict[str, str]]) -> Iterator[EvalMetric]:
-    """PSNR over the pixels of all images, which the rows have image by image."""
+    """PSNR over the pixels of all images, from the rows of single images."""
     names = {
         "completed": "one completion",
         "mean_of_completions": "mean of several",
@@ -234,7 +234,7 @@ def _reconstruction(result: dict[str, Any]) -> Iterator[EvalMetric]:
 
 
 def _named(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    """How often samples, reconstructions and real images are named as their class."""
+    """Accuracy of a classifier on samples, reconstructions and real images."""
     for name in ("samples", "reconstructions", "real images"):
         if name in result:
             part = result[name]
@@ -242,11 +242,11 @@ def _named(result: dict[str, Any]) -> Iterator[EvalMetric]:
 
 
 def _likelihood(result: dict[str, Any]) -> Iterator[EvalMetric]:
-    yield EvalMetric("likelihood", "a dimension", result["nats_per_dimension"], "nats")
+    yield EvalMetric("likelihood", "per dimension", result["nats_per_dimension"], "nats")
 
 
-def _share(of: str, name: str, share: float, note: str = "") -> EvalMetric:
-    return EvalMetric(of, name, 100 * share, "%", note)
+def _share(group: str, name: str, share: float, note: str = "") -> EvalMetric:
+    return EvalMetric(group, name, 100 * share, "%", note)
 
 
 _READERS: dict[str, Callable[[Any], Iterator[EvalMetric]]] = {

@@ -1,4 +1,4 @@
-"""Everything a run folder holds, read without torch: config, metrics, starts, results, pictures."""
+"""Read a run folder without torch: config, metrics, starts, results and pictures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RunRecord:
     """One run.
 
     Attributes:
-        folder: its path.
-        config_text: `config.yaml` as it is; empty where there is none.
-        config: the same as a tree.
-        metrics: the lines of `metrics.jsonl`, at least one.
-        starts: the lines of `starts.jsonl`.
-        commands: the lines of `commands.jsonl`.
-        faults: the lines of `faults.jsonl`.
+        folder: path of the run folder.
+        config_text: content of `config.yaml`; empty if there is none.
+        config: the parsed `config.yaml`.
+        metrics: records of `metrics.jsonl`, at least one.
+        starts: records of `starts.jsonl`.
+        commands: records of `commands.jsonl`.
+        faults: records of `faults.jsonl`.
     """
 
     folder: Path
@@ -46,14 +46,14 @@ class RunRecord:
         """Read a run folder.
 
         Raises:
-            UserError: the folder holds no metrics.
+            UserError: the folder has no metrics.
         """
         path = folder / "metrics.jsonl"
         if not path.exists():
-            raise UserError(f"{folder} is not a run folder: it holds no metrics.jsonl")
+            raise UserError(f"{folder} is not a run folder: it has no metrics.jsonl")
         metrics = read_metrics(folder)
         if not metrics:
-            raise UserError(f"{path} is empty: the run has not begun")
+            raise UserError(f"{path} is empty: the run has not started")
         config = folder / "config.yaml"
         text = config.read_text(encoding="utf-8") if config.exists() else ""
         return cls(
@@ -68,27 +68,27 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The run's name, or its folder's where it has no config."""
+        """Name of the run; that of its folder if it has no config."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
     def objective(self) -> str:
-        """The objective's name; empty where there is no config."""
+        """Name of the objective; empty if there is no config."""
         return str(self.setting("objective.name", ""))
 
     @property
     def is_finetuning(self) -> bool:
-        """True where the run learns classes."""
+        """Whether the run fine-tunes a classifier."""
         return bool(self.config.get("finetune"))
 
     @property
     def last_step(self) -> int:
-        """Optimizer steps taken, as far as they were logged."""
+        """Last logged optimizer step."""
         return int(self.metrics[-1]["step"])
 
     @functools.cached_property
     def manifest(self) -> CheckpointManifest | None:
-        """Of the newest checkpoint; None where there is none that can be read."""
+        """Manifest of the newest checkpoint, if there is one that can be read."""
         try:
             checkpoint = latest_checkpoint(self.folder)
             return read_manifest(checkpoint) if checkpoint else None
@@ -97,7 +97,7 @@ class RunRecord:
 
     @property
     def num_parameters(self) -> int | None:
-        """Weights in the newest checkpoint."""
+        """Number of parameters in the newest checkpoint."""
         if self.manifest is None:
             return None
         weights = (t for name, t in self.manifest.tensors.items() if name.startswith("weight/"))
@@ -105,7 +105,7 @@ class RunRecord:
 
     @property
     def seconds_in_steps(self) -> float | None:
-        """How long the logged steps took, by their speed: without validation, saving, waiting."""
+        """Time in training steps, from the logged throughput: no validation, saving or waiting."""
         seconds, seen = 0.0, 0.0
         for record in self.metrics:
             if "samples_seen" not in record:
@@ -123,7 +123,7 @@ class RunRecord:
         return default if node is None else node
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a number was logged, and its finite values."""
+        """Return the steps and the finite values of a logged metric."""
         points = [
             (record["step"], record[key])
             for record in self.metrics
@@ -132,12 +132,12 @@ class RunRecord:
         return [step for step, _ in points], [value for _, value in points]
 
     def median(self, key: str) -> float | None:
-        """Return the median of what was logged under a key; None where nothing was."""
+        """Return the median of a logged metric; None if it was never logged."""
         values = self.series(key)[1]
         return statistics.median(values) if values else None
 
     def results(self) -> Iterator[Path]:
-        """Yield the files of `evaluation/`, by name."""
+        """Yield the files of `evaluation/` in order of name."""
         yield from sorted(path for path in self.folder.glob("evaluation/*") if path.is_file())
 
     def pictures(self) -> dict[str, Path]:

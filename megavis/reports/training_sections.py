@@ -1,4 +1,4 @@
-"""Training on the page: headline facts, curves of several runs, events."""
+"""Sections about training: headline facts, curves of several runs, and events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megavis.reports.charts import Chart, Line, line_chart
 from megavis.reports.run_record import RunRecord
 
 Colored = Sequence[tuple[int, str, RunRecord]]
-"""Runs with the number of their colour and their name in legends, which one run alone needs not."""
+"""Runs with their colour index and their legend, which is empty for a single run."""
 
 
 def headline(run: RunRecord) -> list[tuple[str, str]]:
-    """Return what a run is and what it has come to, as names and texts."""
+    """Return the main facts of a run as pairs of name and text."""
     facts: list[tuple[str, str | None]] = [
         ("model", _model(run)),
         ("parameters", None if run.num_parameters is None else _millions(run.num_parameters)),
@@ -25,7 +25,7 @@ def headline(run: RunRecord) -> list[tuple[str, str]]:
         ("layout", _layout(run)),
         ("speed", _speed(run)),
         ("time in steps", _duration(run.seconds_in_steps)),
-        ("watched for", _guards(run)),
+        ("checks", _guards(run)),
         *_losses(run),
     ]
     return [(name, value) for name, value in facts if value]
@@ -60,7 +60,7 @@ def _data(run: RunRecord) -> str | None:
 
 def _images_seen(run: RunRecord) -> str | None:
     seen, batch = run.series("samples_seen")[1], run.setting("training.batch_size")
-    return f"{number(seen[-1])}, {batch} a step" if seen else None
+    return f"{number(seen[-1])}, {batch} per step" if seen else None
 
 
 def _layout(run: RunRecord) -> str | None:
@@ -101,7 +101,7 @@ def _duration(seconds: float | None) -> str | None:
 
 
 def _guards(run: RunRecord) -> str | None:
-    """Return which faults training looks for; what it finds is among the events."""
+    """Return the enabled fault checks; their findings are listed as events."""
     spikes, every = (
         run.setting(f"training.{key}") for key in ("spike_threshold", "check_replicas_every")
     )
@@ -120,7 +120,7 @@ def _losses(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def training_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
-    """Yield curves: losses of comparable runs together, other measures of all runs together."""
+    """Yield charts: losses of comparable runs together, other metrics of all runs together."""
     colored = [(place, run.name if len(runs) > 1 else "", run) for place, run in enumerate(runs)]
     kinds = list(dict.fromkeys(_comparable(run) for run in runs))
     for kind in kinds:
@@ -128,8 +128,8 @@ def training_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         yield from _loss_chart(f"Loss: {kind}" if len(kinds) > 1 else "Loss", members)
     for key, name, caption in (
         ("lr", "Learning rate", ""),
-        ("grad_norm", "Gradient norm", "Before clipping; infinite ones are left out."),
-        ("samples_per_s", "Images a second", "Of the whole job, in training steps alone."),
+        ("grad_norm", "Gradient norm", "Before clipping; infinite values are left out."),
+        ("samples_per_s", "Images per second", "Of the whole job, in training steps only."),
     ):
         yield from _measure_chart(key, name, colored, caption)
     for key in _validation_measures(runs):
@@ -139,7 +139,7 @@ def training_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def _comparable(run: RunRecord) -> str:
-    """Return what two runs must share for their losses to mean the same."""
+    """Return a key that is equal for runs with comparable losses."""
     return f"{run.objective or 'run'}{', fine-tuning' if run.is_finetuning else ''}"
 
 
@@ -156,7 +156,7 @@ def _loss_chart(title: str, runs: Colored) -> Iterator[Chart]:
         lines.append(Line(*run.series("loss"), place, "" if held_out[0] else name, faint=True))
         lines.append(Line(*held_out, place, name, marks=True))
     shown = [line for line in lines if line.x]
-    caption = "Thin: batches in training."
+    caption = "Thin: training batches."
     if any(line.marks for line in shown):
         caption += f" Dots: {_held_out(runs)}"
     if shown:
@@ -177,7 +177,7 @@ def _measure_chart(key: str, title: str, runs: Colored, caption: str) -> Iterato
 
 
 def events_table(runs: Sequence[RunRecord]) -> Table | None:
-    """Return what happened besides steps, by step in each run; None where nothing did."""
+    """Return a table of events such as restarts and faults, or None if there were none."""
     events = [(run.name, str(step), what) for run in runs for step, what in sorted(_events(run))]
     columns = ("run", "step", "what")
     first = 0 if len(runs) > 1 else 1
@@ -197,7 +197,7 @@ def _events(run: RunRecord) -> Iterator[tuple[int, str]]:
     yield from _counted(run)
     for record in run.metrics:
         if "went_back_from" in record:
-            yield record["step"], _return_told(record)
+            yield record["step"], _rollback_event(record)
 
 
 def _minute(line: Mapping[str, Any]) -> str:
@@ -205,7 +205,7 @@ def _minute(line: Mapping[str, Any]) -> str:
 
 
 def _counted(run: RunRecord) -> Iterator[tuple[int, str]]:
-    """Yield what the lines of `metrics.jsonl` count: since the line before, or since the start."""
+    """Yield events from counters in the records of `metrics.jsonl`."""
     before = 0
     for record in run.metrics:
         step = record["step"]
@@ -219,14 +219,14 @@ def _counted(run: RunRecord) -> Iterator[tuple[int, str]]:
         before = max(before, count)
 
 
-def _return_told(record: Mapping[str, Any]) -> str:
-    """Say from where training went back to a line's step, and which data it left out."""
+def _rollback_event(record: Mapping[str, Any]) -> str:
+    """Describe a rollback: the bad steps and the data that is skipped."""
     first, last, times = (
         record.get(key, "?") for key in ("first_bad_step", "went_back_from", "times_gone_back")
     )
     return (
-        f"went back here from step {last}: steps {first} to {last} were bad, time {times} in this"
-        f" run; {record.get('batches_skipped', '?')} batches of the sample order left out so far"
+        f"rolled back here from step {last}: steps {first} to {last} were bad, rollback {times} of"
+        f" the run; {record.get('batches_skipped', '?')} batches of the sample order skipped so far"
     )
 
 

@@ -220,7 +220,7 @@ def test_the_report_draws_them(copied):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (copied / "evaluation" / "watch.jsonl").write_text(text)
     page = render([RunRecord.read(copied)])
-    assert "Checkpoints as they appeared" in page
+    assert "Checkpoints during training" in page
     assert "<h4>Accuracy by step</h4>" in page
     assert "<h4>Fréchet distance by step</h4>" in page
     assert page.count("N 5 of watched") == 1

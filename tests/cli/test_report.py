@@ -120,4 +120,4 @@ def test_a_folder_without_a_run_is_refused(tmp_path, folder, capsys):
     assert "not a run folder" in capsys.readouterr().err
     (folder / "metrics.jsonl").write_text("")
     assert main(["report", str(folder)]) == 2
-    assert "has not begun" in capsys.readouterr().err
+    assert "has not started" in capsys.readouterr().err

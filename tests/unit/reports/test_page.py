@@ -46,7 +46,7 @@ def text(run_folder):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "expected",
     [
         "Generative Pretraining from Pixels",
         "2 layers, 32 wide, 4 heads",
@@ -58,19 +58,19 @@ def text(run_folder):
         "2 steps skipped: gradients not finite",
         "1 checkpoint could not be written so far",
         "30 1 step with a spike of the loss",
-        "20 went back here from step 25: steps 22 to 25 were bad, time 1 in this run; 12 batches",
+        "20 rolled back here from step 25: steps 22 to 25 were bad, rollback 1 of the run; 12 batches",
         "24 ended 2026-01-01 03:05 UTC with exit code 71: blocks.1.mlp.weight differs between rank",
         "spikes of the loss, 8 deviations above the median; copies of weights and losses that",
-        "Likelihood Held-out images mean of -log p nats a dimension 2.0895 bits a dimension 3.0145",
-        "A dimension is a token, 256 an image. 64 images of demo/validation; step 40, float32.",
-        "first likelihood, step 40 64 of demo/validation 2.0895 nats a dimension (a token)",
+        "Likelihood Held-out images mean of -log p nats per dimension 2.0895 bits per dimension 3.0145",
+        "A dimension is a token, 256 per image. 64 images of demo/validation; step 40, float32.",
+        "first likelihood, step 40 64 of demo/validation 2.0895 nats per dimension (a token)",
         "resumed 2026-01-01 00:00 UTC on 2 × cpu",
-        # The probe and where its numbers are from.
+        # The probe and its data.
         "step 40, layer 1 75.7 %",
         "100 validation images of demo/validation, 3 classes; fitted on 200, seed 0.",
         "trained 55.0 ± 7.0",
         "top-1 90.4 %",
-        "30 images of demo/validation, which chose nothing; step 20, seed 3.",
+        "30 images of demo/validation, held out; step 20, seed 3.",
         "FID 12.35 precision 0.5",
         "64 images of a.npz; reference b.npz fedcba98 (N 50 000); network Inception 01234567,"
         " resize bilinear. Compare only with the same N.",
@@ -78,21 +78,21 @@ def text(run_folder):
         "set top-1, % cifar10 62.5 Linear probes",
         "first linear probe on cifar10, layer 1 80 of test_batch.bin 62.5 %",
         "Other files file bytes watch.log 7",
-        # What no function knows is shown all the same.
+        # Unknown files are shown too.
         "New thing",
         "num images 12 345",
         "0.1235",
         "17.41",
         # Compared with the paper.
         "first linear probe, layer 1, step 40 100 of demo/validation 75.7 %",
-        "4 labels a class, 2 draws 100 of demo/validation 45.0 ± 7.0 % error",
+        "4 labels per class, 2 draws 100 of demo/validation 45.0 ± 7.0 % error",
         "iGPT-XL 64² · 3 6801 15360 72.0",
         "megavis train small.yaml seed=3",
         "torch 2.11.0",
     ],
 )
-def test_it_says(text, said):
-    assert said in text
+def test_page_contains(text, expected):
+    assert expected in text
 
 
 def test_the_first_screen_shows_pictures_and_probe_before_the_curves(run_folder):

@@ -75,9 +75,7 @@ def test_a_writer_that_dies_is_told_and_training_goes_on(saving, tmp_path, capfd
     assert not list((tmp_path / "checkpoints").glob(".*.partial"))
     stderr = capfd.readouterr().err
     assert "WARNING: checkpoint of step 4 not saved: " in stderr
-    assert (
-        "rank-00000.safetensors: the writer thread has died; training continues" in stderr
-    )
+    assert "rank-00000.safetensors: the writer thread has died; training continues" in stderr
 
 
 def test_a_writer_that_dies_at_the_end_is_an_error(saving, tmp_path):
