@@ -91,7 +91,7 @@ def test_erasing_comes_after_all_else_and_not_of_ids(image_shards, folder):
         np.testing.assert_array_equal(
             some[place], erase(before[place], draws[place, -NUM_ERASING_DRAWS:])
         )
-    with pytest.raises(UserError, match=r"leave data\.random_erasing out"):
+    with pytest.raises(UserError, match=r"remove data\.random_erasing"):
         ShardDataset(folder[0], Transform(image_size=4, erase=erase))
 
 

@@ -150,5 +150,5 @@ def test_what_a_palette_cannot_read_is_refused(folder, tmp_path):
         frame_shape=(2, 4),
         preparation=Preparation(resize="none", crop="none", decoders={}),
     )
-    with pytest.raises(UserError, match=r"frames shards.*leave data\.palette out"):
+    with pytest.raises(UserError, match=r"frames shards.*remove data\.palette"):
         ShardDataset(tmp_path / "frames", None, palette=PALETTE)
