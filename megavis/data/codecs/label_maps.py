@@ -1,8 +1,8 @@
 """Label maps as pixels: classes and segments, or depths, in the three bytes of a PNG.
 
-A pixel of a map is one number, R + 256 G + 65536 B, the form of COCO's panoptic maps. In shards a
-panoptic map holds R, the class from 1 on (0: void); G, the segment from 1 on (0: void); B, 1 in a
-crowd. A depth map holds tenths of a millimetre, 0 where nothing was measured.
+A pixel encodes one integer, R + 256 G + 65536 B, as in COCO's panoptic maps. In shards, R of a
+panoptic map is the class, counted from 1 (0: void), G the segment, counted from 1 (0: void), and B
+is 1 in a crowd. A depth map has depths in tenths of a millimetre, 0 for unknown depth.
 
 Legend: h and w, height and width of a map in pixels, s segments.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 TargetKind = Literal["panoptic", "depth"]
-"""What the target of a pair shows, besides colours."""
+"""Kind of label map in the target of a pair."""
 
 UNITS_A_METRE = 10_000
 """Depths are stored in tenths of a millimetre."""
@@ -23,23 +23,23 @@ MAX_SEGMENTS = 255
 MAX_NUMBER = (1 << 24) - 1
 _GOLDEN_RATIO = 0.618033988749895
 _DARKENED = 4.0
-"""Metres at which a painted depth has half of the brightness."""
+"""Depth in metres that is painted at half brightness."""
 
 
 def to_numbers(pixels: np.ndarray) -> np.ndarray:
-    """Return int32 `[..., h, w]` of pixels uint8 `[..., h, w, 3]`."""
+    """Decode pixels uint8 `[..., h, w, 3]` to integers int32 `[..., h, w]`."""
     wide = pixels.astype(np.int32)
     return wide[..., 0] + 256 * wide[..., 1] + 65536 * wide[..., 2]
 
 
 def to_pixels(numbers: np.ndarray) -> np.ndarray:
-    """Return pixels uint8 `[..., h, w, 3]` of numbers `[..., h, w]` in 0 .. 2²⁴ - 1."""
+    """Encode integers `[..., h, w]` in 0 .. 2²⁴ - 1 as pixels uint8 `[..., h, w, 3]`."""
     parts = [numbers & 255, (numbers >> 8) & 255, (numbers >> 16) & 255]
     return np.stack(parts, axis=-1).astype(np.uint8)
 
 
 def nearest(pixels: np.ndarray, *, height: int, width: int) -> np.ndarray:
-    """Resize `[h, w, ...]`; every pixel is the one whose area holds the new pixel's centre."""
+    """Resize `[h, w, ...]` to the nearest pixels, by the centers of the new ones."""
     places = [
         (np.arange(new) + 0.5) * old // new
         for new, old in zip((height, width), pixels.shape[:2], strict=True)
@@ -49,10 +49,10 @@ def nearest(pixels: np.ndarray, *, height: int, width: int) -> np.ndarray:
 
 
 def renumbered(pixels: np.ndarray) -> np.ndarray:
-    """Number the segments of a panoptic map anew, from 1 on by their centres of mass.
+    """Renumber the segments of a panoptic map from 1 in the order of their centers of mass.
 
-    The vertical place decides, and between equal ones the horizontal, as in UViM's released code:
-    numbers after a crop follow from what the crop shows.
+    They are sorted by vertical, then horizontal position, as in UViM's released code, so numbers
+    after a crop depend only on the crop.
 
     Args:
         pixels: uint8 `[h, w, 3]`; see the module.
@@ -75,10 +75,10 @@ def renumbered(pixels: np.ndarray) -> np.ndarray:
 
 
 def painted(pixels: np.ndarray, kind: TargetKind) -> np.ndarray:
-    """Return maps `[..., h, w, 3]` as pictures for people, uint8 alike.
+    """Color maps `[..., h, w, 3]` for display; uint8 of the same shape.
 
-    Panoptic: a hue for each class, and a brightness for each of its segments; void is black.
-    Depth: the nearer the brighter; what was not measured is black.
+    Panoptic maps get a hue per class and a brightness per segment; depth maps are brighter the
+    nearer. Void and unknown depth are black.
     """
     if kind == "depth":
         metres = to_numbers(pixels) / UNITS_A_METRE
