@@ -1,1 +1,1 @@
-"""Cost of a run before it starts: parameters, memory, communication, time, and layouts."""
+"""Estimate the cost of a run: parameters, memory, communication and time of each layout."""

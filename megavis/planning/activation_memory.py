@@ -1,8 +1,8 @@
 """Activation memory: what a process keeps from the forward to the backward pass.
 
-"Reducing Activation Recomputation in Large Transformer Models", section 4, counted anew for
-megavis's own block, whose norms work in float32 and whose attention keeps no matrix of scores. What
-the first and the last layer keep is measured (`boundary_activations.py`).
+Follows "Reducing Activation Recomputation in Large Transformer Models", section 4, adapted to
+megavis's blocks, whose norms work in float32 and whose attention stores no score matrix. The
+activations of the first and last layer are measured (`boundary_activations.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megavis.planning.parameters import PipelineStage
 from megavis.planning.shape import ModelShape, StackShape
 
 _AROUND_ACTIVATION = 2
-"""Tensors of the MLP's width: what its activation function is of, and what it gives."""
+"""Tensors of the MLP's width: input and output of its activation function."""
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Bytes that a block keeps for the backward pass, for one image."""
+    """Bytes per image that a block keeps for the backward pass."""
 
     norms: float
     attention: float
@@ -30,24 +30,24 @@ class BlockActivations:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.norms + self.attention + self.mlp
 
 
 def block_activations(
     shape: StackShape, layout: Layout, *, is_last: bool = False
 ) -> BlockActivations:
-    """Return what a block keeps where nothing is recomputed but, by `selective`, attention.
+    """Return what a block keeps without recomputation, except of attention with `selective`.
 
     Args:
-        shape: its stack.
-        layout: tensor and sequence parallelism divide, each what it splits.
-        is_last: the last block of the stack, which continues with the tokens that are read.
+        shape: stack of the block.
+        layout: whose tensor and sequence parallelism divide the activations.
+        is_last: the last block of the stack, which continues only with the tokens that are read.
     """
     work, width = shape.work, shape.hidden_size
     read = work.num_read if is_last else work.num_tokens
     numbers = shape.number_size * width
-    # The input, and of each token the mean (where it is subtracted) and the deviation.
+    # The input, and per token the standard deviation and, if subtracted, the mean.
     norm = 4 * width + 4 * (1 + shape.is_layer_norm)
     dropped = shape.residual_dropouts * width * read
     normalised = work.num_tokens + read * (2 if work.num_memory else 1)
@@ -62,57 +62,56 @@ def block_activations(
 
 
 def _attention_activations(shape: StackShape, layout: Layout, read: int) -> float:
-    """Return the bytes of an image: inputs of the projections, and what the kernel keeps."""
+    """Return the bytes per image of the projections' inputs and of the attention kernel."""
     work, width, size = shape.work, shape.hidden_size, shape.number_size
     chooses = shape.visibility in ("two_stream", "context")
-    # Where tokens are chosen, they are chosen from the whole sequence.
+    # Tokens are selected from the full sequence.
     inputs = work.num_tokens / (1 if chooses else shape.token_parts(layout))
     if shape.visibility == "context":
         inputs += work.num_visible
-    # Queries, keys and values, what the output matrix takes; a rotated key besides the first one.
+    # Queries, keys, values and the output projection's input; rotary keys are kept twice.
     split = 2 * read + (2 + shape.is_rotary) * work.num_visible
     num_kernels = 1
     if work.num_memory:
-        # Of the memory, which all blocks share, only keys and values; queries from all tokens.
+        # Of the memory, which all blocks share, only keys and values; queries of all tokens.
         inputs, split = inputs + read, split + 2 * read + 2 * work.num_memory
         num_kernels = 2
     kernel = 0.0
     if layout.parallel.activation_checkpointing != "selective":
-        # What is turned or masked after the kernel is copied for the output matrix.
+        # Rotating or masking the kernel's output copies it.
         copies = shape.is_rotary or shape.visibility == "two_stream"
         states = num_kernels * 4 * shape.num_heads
         kernel = read * (size * width * copies + states) / layout.tensor
         if shape.visibility == "two_stream":
             kernel += read * (size * work.num_visible + 1)
-    # Sines and cosines of positions are one pair for all blocks: too little to count.
+    # The rotary tables, one pair for all blocks, are negligible.
     return size * width * (inputs + split / layout.tensor) + kernel
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes of the micro-batches that a process has under way.
+    """Bytes of the micro-batches in flight on a process.
 
     Attributes:
-        embedding: saved in the first layer, where this process has it, and the memory to which
+        embedding: saved in the first layer, if this process has it, and the memory to which
             blocks attend.
-        below: saved in the blocks of this process's stacks but the uppermost, and in bridges.
-        block: saved in each block of the uppermost stack but the last.
+        below: saved in bridges and in the blocks of all but the top stack on this process.
+        block: saved in each block of the top stack but the last.
         last_block: saved in the last of this process's blocks.
-        head: saved in the last layer and the loss, where this process has them.
-        num_blocks: of the uppermost stack on this process.
-        in_flight: micro-batches whose backward pass is still to come.
-        recomputed: one block's, or one attention's, while it is recomputed: of the stack where
-            that comes to most.
-        backward: gradients inside one of its blocks while its backward pass runs.
-        head_backward: gradients inside the loss, or what a block of the head recomputes and its
-            gradients, while their backward pass runs.
-        transit: hidden states that came from, and go to, neighbouring stages.
-        outputs: what the last layer gave, where DeepSpeed's pipeline keeps it.
-        freed: saved above that stack, and gone by then.
-        weights: what the gradient of a matrix of the MLP, before it is added up, takes more than
-            the second gradient of a norm, which is counted with `backward` and not there then.
-        bridge_pass: what the forward pass of a bridge holds besides what it saves, less what is
-            saved above it later.
+        head: saved in the last layer and the loss, if this process has them.
+        num_blocks: blocks of the top stack on this process.
+        in_flight: micro-batches whose backward pass has not finished.
+        recomputed: one block, or one attention, during recomputation, in the stack where the peak
+            is.
+        backward: gradients inside a block during its backward pass.
+        head_backward: gradients inside the loss, or inside a recomputed block of the head, during
+            its backward pass.
+        transit: hidden states received from and sent to neighbouring stages.
+        outputs: outputs of the last layer that DeepSpeed's pipeline keeps.
+        freed: saved above that stack, and freed by the time of the peak.
+        weights: gradient of an MLP matrix before accumulation, minus the second gradient of a
+            norm, which is part of `backward` but does not exist at that time.
+        bridge_pass: temporaries of a bridge's forward pass, minus what is saved above it later.
     """
 
     embedding: float
@@ -133,13 +132,13 @@ class ActivationMemory:
 
     @property
     def saved(self) -> float:
-        """What autograd saves, in all micro-batches under way."""
+        """Bytes saved by autograd for all micro-batches in flight."""
         blocks = (self.num_blocks - 1) * self.block + self.last_block
         return self.in_flight * (self.embedding + self.below + blocks + self.head)
 
     @property
     def total(self) -> float:
-        """The most at once: in a bridge, as the backward pass begins, or as it is in a stack."""
+        """Peak: in a bridge, at the start of the backward pass, or in a stack's backward pass."""
         beginning = self.head_backward
         at_blocks = self.recomputed + self.backward + self.weights - self.freed
         return (
@@ -148,14 +147,14 @@ class ActivationMemory:
 
 
 def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> ActivationMemory:
-    """Return what a process of a pipeline stage keeps, at the worst moment of a step."""
+    """Return the peak activation memory of a process in a pipeline stage."""
     images, ends = layout.micro_batch_size, shape.ends[layout_key(layout.parallel)]
     holds = shape.layers.stages(layout.pipeline)[stage]
     here = _stacks_on(shape, holds, ends, layout)
     *lower, upper = here
     embedding = ends.embedding * holds.is_first + _memory(upper.stack)
     head = ends.head * holds.is_last
-    # One forward, one backward: a stage has as many under way as stages follow, and its own.
+    # 1F1B: one micro-batch in flight for each following stage, and one for the stage itself.
     in_flight = min(layout.accumulation_steps, layout.pipeline - stage)
     moments = _moments(here, head, layout)
     worst = max(moments, key=lambda moment: images * moment.more + moment.weights)
@@ -180,9 +179,9 @@ def activation_memory(shape: ModelShape, layout: Layout, stage: int = 0) -> Acti
 
 @dataclass(frozen=True)
 class _StackHere:
-    """Bytes an image that a stage saves in its blocks of a stack, and in the bridge above it.
+    """Bytes per image that a stage saves in its blocks of a stack and in the bridge above it.
 
-    `bridge_pass` is what the forward pass of that bridge holds besides.
+    `bridge_pass` are the other temporaries of that bridge's forward pass.
     """
 
     stack: StackShape
@@ -194,14 +193,14 @@ class _StackHere:
 
     @property
     def blocks(self) -> float:
-        """All blocks."""
+        """Bytes of all blocks."""
         return (self.num_blocks - 1) * self.block + self.last_block
 
 
 def _stacks_on(
     shape: ModelShape, holds: PipelineStage, ends: BoundaryActivations, layout: Layout
 ) -> list[_StackHere]:
-    """Return the stacks of which a stage has blocks, from below."""
+    """Return the stacks with blocks on a stage, from bottom to top."""
     bridges = zip((*ends.bridges, 0.0), (*ends.bridge_passes, 0.0), strict=True)
     return [
         _StackHere(
@@ -222,7 +221,7 @@ def _bridges(here: Sequence[_StackHere]) -> Iterator[float]:
 
 
 def _bridge_passes(here: Sequence[_StackHere], above: float) -> Iterator[float]:
-    """Yield what is held in each bridge, from above, less what is saved above it later."""
+    """Yield each bridge's temporaries minus what is saved above it later, from top to bottom."""
     for stack in reversed(here):
         yield stack.bridge_pass - above
         above += stack.blocks + stack.bridge
@@ -230,9 +229,9 @@ def _bridge_passes(here: Sequence[_StackHere], above: float) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes an image while the backward pass of a block runs; see `ActivationMemory`.
+    """Bytes per image during the backward pass of a block; see `ActivationMemory`.
 
-    Those of `weights` are the same for any number of images.
+    `weights` does not depend on the number of images.
     """
 
     recomputed: float
@@ -242,12 +241,12 @@ class _Moment:
 
     @property
     def more(self) -> float:
-        """What there is more than where the backward pass begins."""
+        """Bytes in addition to those at the start of the backward pass."""
         return self.recomputed + self.backward - self.freed
 
 
 def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterator[_Moment]:
-    """Yield the backward pass of each stack, from above, with what is freed by then."""
+    """Yield the backward pass of each stack, from top to bottom."""
     freed = head
     for stack in reversed(here):
         freed += stack.bridge
@@ -256,24 +255,24 @@ def _moments(here: Sequence[_StackHere], head: float, layout: Layout) -> Iterato
 
 
 def _moment(stack: StackShape, layout: Layout, freed: float) -> _Moment:
-    # The memory has a gradient to which the blocks above have added.
+    # The memory's gradient, accumulated by the blocks above.
     gradients = stack.work.num_tokens * _backward(stack, layout) + _memory(stack)
     weights = _weights(stack, layout, stack.work.num_tokens)
     return _Moment(_recomputed(stack, layout), gradients, freed, weights)
 
 
 def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout) -> float:
-    """Return the bytes of the worst moment of the head's backward pass."""
-    # Gradients of the scores, and of what the loss made of them first.
+    """Return the peak bytes of gradients in the head's backward pass."""
+    # Gradients of the scores and of the first result of the loss.
     images, scores = layout.micro_batch_size, 2 * ends.scores
-    if shape.is_alone:
+    if shape.is_only_stack:
         return images * scores
     if shape.decoder is None:
         # Layers without attention: the gradient of the widest tensor.
         return images * max(scores, ends.widest)
     decoder = shape.decoder
     recomputed, is_full = _recomputed(decoder, layout), _is_full(layout)
-    # Unless blocks are recomputed, most is there where the backward pass begins: in the last one.
+    # Without recomputation the peak is at the start of the backward pass, in the last block.
     is_last = not is_full or decoder.num_layers == 1
     if is_full and is_last:
         recomputed = block_activations(decoder, layout, is_last=True).total
@@ -284,39 +283,39 @@ def _head_backward(shape: ModelShape, ends: BoundaryActivations, layout: Layout)
 
 
 def _weights(stack: StackShape, layout: Layout, num_tokens: int) -> float:
-    """Return the bytes of `ActivationMemory.weights` for a block of so many tokens an image."""
+    """Return `ActivationMemory.weights` for a block with `num_tokens` per image."""
     matrix = stack.number_size * stack.hidden_size * stack.mlp_size / layout.tensor
     norm = _FLOAT32 * stack.hidden_size * num_tokens / stack.token_parts(layout)
     return max(0.0, matrix - layout.micro_batch_size * norm)
 
 
 def _is_full(layout: Layout) -> bool:
-    """True where all that a block saves is recomputed."""
+    """Return whether activation checkpointing is `full`."""
     return layout.parallel.activation_checkpointing == "full"
 
 
 def _memory(stack: StackShape) -> float:
-    """Return the bytes an image of what a stack attends to besides its own tokens."""
+    """Return the bytes per image of the memory to which a stack attends."""
     return stack.number_size * stack.hidden_size * stack.work.num_memory
 
 
 def _passing(stack: StackShape, layout: Layout) -> float:
-    """Return the bytes an image that travel with the hidden states of a stack, with a gradient."""
+    """Return the bytes per image of differentiable tensors carried with a stack's hidden states."""
     return _memory(stack) + _passing_rows(stack, layout)
 
 
 def _passing_rows(stack: StackShape, layout: Layout) -> float:
-    """Return the bytes an image of the rows that travel past an encoder."""
+    """Return the bytes per image of the rows that bypass an encoder."""
     return stack.number_size * stack.num_passing / stack.token_parts(layout)
 
 
 def _hidden(stack: StackShape, layout: Layout) -> float:
-    """Return the bytes an image of the hidden states in front of a block."""
+    """Return the bytes per image of a block's input."""
     return stack.number_size * stack.hidden_size * stack.work.num_tokens / stack.token_parts(layout)
 
 
 def _kept_of_blocks(stack: StackShape, layout: Layout, *, is_top: bool) -> tuple[float, float]:
-    """Return the bytes an image kept in a block of a stage, and in the last one of the stage."""
+    """Return the bytes per image saved in a block, and in the last block of a stage."""
     if _is_full(layout):
         return (_hidden(stack, layout),) * 2
     block = block_activations(stack, layout).total
@@ -324,7 +323,7 @@ def _kept_of_blocks(stack: StackShape, layout: Layout, *, is_top: bool) -> tuple
 
 
 def _recomputed(stack: StackShape, layout: Layout) -> float:
-    """Return the bytes an image of one block, or one attention, while it is recomputed."""
+    """Return the bytes per image of a block, or an attention, while it is recomputed."""
     if _is_full(layout):
         return block_activations(stack, layout).total
     attention = stack.number_size * stack.hidden_size * stack.work.num_tokens / layout.tensor
@@ -332,30 +331,30 @@ def _recomputed(stack: StackShape, layout: Layout) -> float:
 
 
 def _backward(shape: StackShape, layout: Layout) -> float:
-    """Return the bytes a token of gradients in the MLP, and in float32 in a norm."""
+    """Return the bytes per token of gradients in the MLP and, in float32, in a norm."""
     inside, parts = shape.number_size * shape.mlp_size / layout.tensor, shape.token_parts(layout)
     norm = 2 * _FLOAT32 * shape.hidden_size / parts
-    if shape.is_alone:
-        # As much as any activation function takes: what other models share out has a margin here.
+    if shape.is_only_stack:
+        # An upper bound for any activation function; other models have slack elsewhere.
         return _AROUND_ACTIVATION * inside + norm
-    # Where tokens are split, the gradient of what the MLP gives is gathered.
+    # With sequence parallelism, the gradient of the MLP's output is gathered.
     gathered = shape.number_size * shape.hidden_size * (parts > 1)
     return shape.mlp_gradients * inside + norm + gathered
 
 
 def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -> float:
-    """Return the bytes an image that a stage keeps for its neighbours, and of what it receives."""
+    """Return the bytes per image that a stage sends to and receives from its neighbours."""
     if layout.pipeline == 1:
         return 0.0
     holds = shape.layers.stages(layout.pipeline)[stage]
     held = zip(shape.stacks, holds.blocks, (False, *holds.tops), strict=False)
-    # A bridge gives the states of the stack above it.
+    # A bridge outputs the hidden states of the stack above it.
     here = [(stack, count) for stack, count, is_given in held if count or is_given]
     stacks, (top, num_blocks) = [stack for stack, _ in here], here[-1]
     hidden = max(_hidden(stack, layout) for stack in stacks)
     from_below, to_above = stage > 0, stage < layout.pipeline - 1
-    # What is carried with a gradient. A bridge makes all of it for the stack above; a memory that
-    # blocks of this stage attend to is counted with these.
+    # Differentiable carried tensors. A bridge creates those of the stack above; a memory that
+    # blocks of this stage attend to is included.
     made = _passing(top, layout) if not num_blocks else _passing_rows(top, layout) * (stage == 0)
     passing = (from_below * _passing(stacks[0], layout) + to_above * made) * in_flight
     passing += max(_passing(stack, layout) for stack in stacks)
@@ -363,8 +362,8 @@ def _in_transit(shape: ModelShape, layout: Layout, stage: int, in_flight: int) -
 
 
 def _kept_outputs(layout: Layout) -> int:
-    """Return of how many micro-batches DeepSpeed keeps what the last stage gave.
+    """Return the number of micro-batches whose outputs DeepSpeed keeps on the last stage.
 
-    It has two buffers there, and frees what is in one when the next micro-batch takes it.
+    It has two buffers, and frees one when the next micro-batch takes it.
     """
     return min(2, layout.accumulation_steps) if layout.pipeline > 1 else 0

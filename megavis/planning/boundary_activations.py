@@ -1,10 +1,8 @@
-"""Activations that the first layer, bridges and the head with its loss keep for the backward pass.
+"""Measure the activations of the first layer, of bridges, and of the head with its loss.
 
-They are the paper's own code, so it is run, on the meta device, where tensors have shapes and no
-numbers, and what autograd saves is counted. A tensor group splits them each in its own way, so they
-are run once for every way, in the place of one of its processes.
-
-Storages that operations make and hold at once, on any device, `meta` too.
+These layers differ from paper to paper, so they are run on the meta device, where tensors have
+shapes but no data, and the tensors that autograd saves are counted. Tensor parallelism splits each
+in its own way, so they are run once per kind of layout, as one process of the tensor group.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ from megavis.parallel.context import ParallelContext, close_context, open_virtua
 from megavis.planning.layouts import LayoutKey, layout_key
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Two images, so that a dimension of one image is not taken for one that is shared by all.
+# Two images, so that a batch dimension is not mistaken for a broadcast dimension of size 1.
 _IMAGES = 2
 
 Storages = dict[int, Tensor]
-"""A tensor of each storage, by the storage's place."""
+"""One tensor per storage, by the storage's address."""
 
 
 @dataclass(frozen=True)
 class BoundaryActivations:
-    """Bytes an image on one process of a tensor group.
+    """Bytes per image on one process of a tensor group.
 
-    A stack inside the last layer is in what that saves.
+    A stack inside the last layer is included.
 
     Attributes:
         embedding: saved in the first layer.
         head: saved in the last layer and the loss.
-        outputs: what the last layer gives.
-        scores: the same in float32, in which losses work.
+        outputs: output of the last layer.
+        scores: the same in float32, the precision of losses.
         bridges: saved above each stack but the last.
-        bridge_passes: the most that the forward pass of each holds besides what it saves.
-        widest: of what the last layer saves, the largest tensor.
+        bridge_passes: peak of the other temporaries in each bridge's forward pass.
+        widest: largest tensor saved in the last layer.
     """
 
     embedding: float
@@ -67,9 +65,9 @@ class BoundaryActivations:
 def boundary_activations_of_layouts(
     layouts: Iterable[RunConfig],
 ) -> dict[LayoutKey, BoundaryActivations]:
-    """Measure both ends in every way in which they run in these layouts of a config.
+    """Measure the boundary layers in every way in which they run in these layouts of a config.
 
-    No context may be open.
+    There must be no open parallel context.
     """
     ways = {layout_key(config.parallel): config for config in layouts}
     found: dict[LayoutKey, BoundaryActivations] = {}
@@ -89,7 +87,7 @@ def _objective(config: RunConfig, context: ParallelContext) -> Objective:
 
 
 def boundary_activations_of(objective: Objective) -> BoundaryActivations:
-    """Measure the layers that are no blocks in the objective's own context."""
+    """Measure the layers other than blocks, in the objective's own context."""
     dtype = DTYPES[objective.config.training.precision]
     first_plan, *between, last_plan = objective.layer_plans()
     first, last = (_built(plan, dtype) for plan in (first_plan, last_plan))
@@ -112,20 +110,20 @@ def boundary_activations_of(objective: Objective) -> BoundaryActivations:
 
 
 def _built(plan: LayerPlan, dtype: torch.dtype) -> nn.Module:
-    """Return a layer for this measurement alone, on the meta device."""
+    """Build a layer on the meta device for this measurement."""
     with torch.device("meta"):
         layer = plan.build().to(dtype).train()
     for module in layer.modules():
         if isinstance(module, Attention):
-            # Without numbers torch takes a kernel that keeps all scores: see `_kernels`.
+            # On the meta device torch chooses a kernel that keeps all scores; see `_kernels`.
             module.recompute = True
     return layer
 
 
 def _kernels(plan: LayerPlan) -> float:
-    """Return the bytes an image that attention keeps inside a layer where it is not recomputed.
+    """Return the bytes per image that attention kernels save if attention is not recomputed.
 
-    A number in float32 for each head and token that is read.
+    This is one float32 per head and query.
     """
     stack = plan.inner
     if stack is None or stack.core.config.parallel.activation_checkpointing != "none":
@@ -139,9 +137,9 @@ def _kernels(plan: LayerPlan) -> float:
 def _through(
     plans: Sequence[LayerPlan], state: PackedState, dtype: torch.dtype
 ) -> tuple[list[float], list[float], PackedState]:
-    """Return the bytes an image that bridges save, and hold besides; what leaves the last block.
+    """Run the bridges. Return bytes per image saved, other temporaries, and the final state.
 
-    Stacks are not run: what leaves one has the shape of what enters it, but for unread tokens.
+    Stacks are skipped: except for tokens that are not read, their output has their input's shape.
     """
     saved: list[float] = []
     passes: list[float] = []
@@ -161,7 +159,7 @@ def _through(
 
 
 def _above(stack: PlannedStack, state: PackedState) -> PackedState:
-    """Return what leaves a stack that this enters, with a gradient of its own."""
+    """Return the output state of a stack, as a new leaf that requires a gradient."""
     core = stack.core
     stream = LayerState.unpack(state, core.carried_names)
     num_parts = core.groups.tp.size() if core.megatron.sequence_parallel else 1
@@ -181,19 +179,19 @@ def _score(
 def saved_tensors(
     run: Callable[[], Any], modules: Iterable[nn.Module] = ()
 ) -> tuple[Storages, Any]:
-    """Return what autograd saves while `run` runs, and what it returned.
+    """Return the tensors that autograd saves during `run`, and the result of `run`.
 
     Args:
         run: a forward pass.
-        modules: whose parameters are not counted: they are there anyway.
+        modules: modules whose parameters are not counted.
     """
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    # Kept until the end: a storage that is freed would leave its name to another.
+    # Keep the tensors alive: the address of a freed storage may be reused.
     saved: Storages = {}
 
     def keep(tensor: Tensor) -> Tensor:
         place = _place(tensor)
-        # Asked each time: ZeRO-3 gives a parameter another storage whenever it gathers it.
+        # Look it up each time: ZeRO-3 allocates a new storage whenever it gathers a parameter.
         if all(place != _place(parameter) for parameter in parameters):
             saved.setdefault(place, tensor)
         return tensor
@@ -204,7 +202,7 @@ def saved_tensors(
 
 
 def num_bytes(storages: Storages) -> int:
-    """Return the bytes of all storages."""
+    """Return the total bytes of the storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
@@ -214,11 +212,11 @@ def _place(tensor: Tensor) -> int:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Storages that operations inside have made, until they are freed.
+    """Track storages created by operations in this context until they are freed.
 
     Attributes:
-        sizes: bytes of those that are alive, by their place.
-        most: bytes at the worst moment.
+        sizes: bytes of live storages by address.
+        most: peak bytes.
     """
 
     def __init__(self) -> None:
@@ -227,7 +225,7 @@ class LiveStorages(TorchDispatchMode):
         self.num_bytes = self.most = 0
 
     def counted(self) -> int:
-        """Return the bytes of those alive that count."""
+        """Return the bytes of live storages that are counted."""
         return self.num_bytes
 
     def __torch_dispatch__(
@@ -237,7 +235,7 @@ class LiveStorages(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and see what it made, which is not a view of what it was given."""
+        """Run an operation and record its new storages; views of its arguments have none."""
         known = {storage_of(tensor)._cdata for tensor in _tensors((args, kwargs))}
         made = operation(*args, **(kwargs or {}))
         for storage in map(storage_of, _tensors(made)):
@@ -254,7 +252,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return what holds a tensor's numbers."""
+    """Return the storage that holds a tensor's data."""
     return tensor.untyped_storage()
 
 

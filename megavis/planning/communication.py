@@ -1,13 +1,13 @@
-"""Bytes that a process sends in an optimizer step, by what for and over which link.
+"""Bytes that a process sends per optimizer step, by purpose and link.
 
 A collective over n processes sends (n - 1)/n of the tensor for an all-gather or a reduce-scatter,
 and twice that for an all-reduce ("ZeRO", section 7; "Efficient Large-Scale Language Model Training
-on GPU Clusters Using Megatron-LM", section 3.2). Where a group spans nodes it is counted in two
-levels, inside each node and between equal places of the nodes, as NCCL's rings over all network
-ports do: of m processes in a node each carries a share 1/m of what goes between nodes.
+on GPU Clusters Using Megatron-LM", section 3.2). A group that spans nodes is counted in two levels,
+inside each node and between corresponding processes of the nodes, as NCCL's rings use all network
+ports: each of the m processes in a node sends 1/m of the traffic between nodes.
 
-What DeepSpeed does was read in its source (0.19): under ZeRO 1 and 2 gradients are all-reduced (not
-reduce-scattered), under ZeRO-2 after every micro-batch.
+DeepSpeed's behaviour was read in its source (0.19): ZeRO 1 and 2 all-reduce gradients instead of
+reduce-scattering them, and ZeRO-2 does so after every micro-batch.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _ALL_REDUCE, _GATHER = 2.0, 1.0
 
 @dataclass(frozen=True)
 class Group:
-    """Processes of a group: how many, and how many of them in a node."""
+    """Size of a process group, in total and per node."""
 
     size: int
     in_a_node: int
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that it spans."""
+        """Number of nodes that the group spans."""
         return -(-self.size // self.in_a_node)
 
     def sent(self, size: float, factor: float) -> tuple[float, float]:
-        """Return what a process sends inside its node and to others, for a tensor of `size`."""
+        """Return the bytes a process sends within and between nodes for `size` bytes."""
         inside = factor * size * (self.in_a_node - 1) / self.in_a_node
         nodes = self.num_nodes
         return inside, factor * size / self.in_a_node * (nodes - 1) / nodes
 
 
 def tensor_group(layout: Layout, devices_per_node: int) -> Group:
-    """Return the processes that share a layer: consecutive ones."""
+    """Return the tensor-parallel group, which has consecutive ranks."""
     return Group(layout.tensor, min(layout.tensor, devices_per_node))
 
 
 def data_group(layout: Layout, devices_per_node: int) -> Group:
-    """Return the processes that hold copies of a layer: a tensor size apart."""
+    """Return the data-parallel group, whose ranks are a tensor size apart."""
     return Group(layout.data, max(1, min(layout.data, devices_per_node // layout.tensor)))
 
 
@@ -55,11 +55,11 @@ class Transfer:
     """One kind of communication.
 
     Attributes:
-        kind: what for.
-        inside: bytes that a process sends to others of its node, a step.
-        between: bytes that it sends to other nodes.
-        calls: how often, a step.
-        is_hidden: it overlaps with computation.
+        kind: purpose and collective.
+        inside: bytes that a process sends within its node per step.
+        between: bytes that it sends to other nodes per step.
+        calls: number of calls per step.
+        is_hidden: whether it overlaps with computation.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Transfer:
     is_hidden: bool = False
 
     def __add__(self, other: Transfer) -> Transfer:
-        """Return both as one."""
+        """Return the sum of two transfers of one kind."""
         return replace(
             self,
             inside=self.inside + other.inside,
@@ -79,7 +79,7 @@ class Transfer:
 
 
 def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
-    """Return what the process with most parameters sends in an optimizer step, by kind."""
+    """Return the transfers of the process with the most parameters in an optimizer step."""
     found: list[Transfer] = []
     if layout.tensor > 1:
         found += _tensor_transfers(shape, layout, tensor_group(layout, devices_per_node))
@@ -92,12 +92,12 @@ def transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[
 
 @dataclass(frozen=True)
 class BlockTraffic:
-    """Tokens of an image whose hidden states one block sends through its tensor group.
+    """Tokens per image whose hidden states a block communicates in its tensor group.
 
     Attributes:
-        reduced: summed over the group and given to all, both passes.
-        gathered: gathered from the group, both passes.
-        scattered: summed and cut, both passes.
+        reduced: all-reduced, in both passes.
+        gathered: all-gathered, in both passes.
+        scattered: reduce-scattered, in both passes.
     """
 
     reduced: float
@@ -108,9 +108,9 @@ class BlockTraffic:
 def block_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
     """Count the collectives of a block for one image ("Reducing Activation Recomputation ...").
 
-    Section 4.2 of that paper has one operation before and after attention, and MLP, in each pass.
-    Queries and keys-values have matrices of their own here, so that attention begins with two, and
-    Megatron gathers inputs once more in the backward pass, which are kept in parts.
+    In section 4.2 of that paper, attention and MLP have one collective before and one after, in
+    each pass. Here queries and keys-values have separate projections, so attention starts with two;
+    and Megatron gathers inputs that are kept sharded again in the backward pass.
     """
     own, crossed = _own_traffic(shape, layout), _crossed_traffic(shape, layout)
     return BlockTraffic(
@@ -125,11 +125,11 @@ def _forward_passes(layout: Layout) -> int:
 
 
 def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
-    """Count those around the attention to a memory, which every process has whole."""
+    """Count the collectives around cross-attention to a memory, which is replicated."""
     work, forward = shape.work, _forward_passes(layout)
     if not work.num_memory:
         return BlockTraffic(0, 0, 0)
-    # In the backward pass, what queries, and what keys and values, give to their inputs.
+    # Backward pass: gradients of the inputs of queries, and of keys and values.
     gradients, passed = work.num_tokens + work.num_memory, work.num_tokens * forward
     if shape.token_parts(layout) == 1:
         return BlockTraffic(passed + gradients, 0, 0)
@@ -137,13 +137,13 @@ def _crossed_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
 
 
 def _own_traffic(shape: StackShape, layout: Layout) -> BlockTraffic:
-    """Count those around attention to the sequence itself, and the MLP."""
+    """Count the collectives around self-attention and the MLP."""
     work, forward = shape.work, _forward_passes(layout)
     tokens, visible = work.num_tokens, work.num_visible
     if shape.token_parts(layout) == 1:
         return BlockTraffic(2 * tokens * forward + tokens + visible + tokens, 0, 0)
     if shape.visibility in ("two_stream", "context"):
-        # Tokens are chosen from the whole sequence, gathered once.
+        # Tokens are selected from the full sequence, which is gathered once.
         return BlockTraffic(
             reduced=tokens + visible,
             gathered=2 * tokens * forward + 3 * tokens,
@@ -175,9 +175,9 @@ def _tensor_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[T
 
 
 def _pipeline_transfers(shape: ModelShape, layout: Layout, devices_per_node: int) -> list[Transfer]:
-    """Hidden states forward, their gradients back; DeepSpeed cuts them over the tensor group."""
+    """Count hidden states and their gradients, which DeepSpeed splits over the tensor group."""
     images = layout.micro_batch_size * layout.accumulation_steps
-    # Where stacks differ, the largest of what may have to pass.
+    # The largest hidden states of all stacks.
     hidden = max(
         stack.number_size
         * (stack.hidden_size * (stack.work.num_tokens + stack.work.num_memory) + stack.num_passing)
@@ -213,7 +213,7 @@ def _data_transfers(shape: ModelShape, layout: Layout, group: Group) -> list[Tra
             _sent(group, "gradients: all-reduce", gradients * often, _ALL_REDUCE, buckets * often),
             _sent(group, "ZeRO: all-gather of weights", weights, _GATHER, buckets),
         ]
-    # What fits into what DeepSpeed keeps whole stays from the forward to the backward pass.
+    # DeepSpeed keeps gathered weights from the forward to the backward pass up to a limit.
     passes = times * (1 if 2 * held <= MOST_GATHERED else 2)
     layers = sum(shape.layers.busiest(layout.pipeline).blocks) + 2
     return [

@@ -1,4 +1,4 @@
-"""The devices and links of a cluster, by name or from a YAML file of the user's own."""
+"""Devices and networks of a cluster, by name or from the user's YAML file."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megavis.config.yaml_tree import ConfigSource, read_tree
 Amount = Annotated[float, Field(gt=0, strict=False)]
 
 NETWORKS: Mapping[str, float] = {"100ge": 12.5, "hdr": 25.0, "ndr": 50.0}
-"""GB/s of one port each way: 100 Gbit/s Ethernet, InfiniBand HDR and NDR."""
+"""GB/s per port and direction: 100 Gbit/s Ethernet, InfiniBand HDR and NDR."""
 
 
 class Device(Section):
-    """What one GPU and its links can do; rates are peaks, in one direction."""
+    """Peak rates of one GPU and its links, per direction."""
 
     name: str
     memory_gb: Amount
-    """10⁹ bytes."""
+    """Memory in 10⁹ bytes."""
     bf16_tflops: Amount
-    """Dense, without sparsity; fp16 is the same."""
+    """Dense peak, for fp16 too."""
     float32_tflops: Amount
-    """Without TensorFloat-32: `training.tf32` is not planned with."""
+    """Peak without TensorFloat-32; plans ignore `training.tf32`."""
     memory_gb_per_s: Amount
-    """To and from the device's own memory."""
+    """Bandwidth of the device's memory."""
     node_gb_per_s: Amount
-    """To the other GPUs of its node."""
+    """Bandwidth to the other GPUs of the node."""
     network_gb_per_s: Amount
-    """To other nodes: this GPU's share of its node's network."""
+    """Bandwidth to other nodes: this GPU's share of the node's network."""
 
 
-# Vendor's data sheets: A100 80 GB SXM, H100 SXM, H200 SXM; NVLink is given for both directions
-# there. Networks: one HDR port a GPU as in DGX A100, one NDR port as in DGX H100 and H200.
+# Vendor's data sheets of A100 80 GB SXM, H100 SXM and H200 SXM, which give NVLink for both
+# directions. Networks: one HDR port per GPU as in DGX A100, one NDR port as in DGX H100 and H200.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -75,7 +75,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many devices, so many to a node."""
+    """Equal devices in equal nodes."""
 
     device: Device
     num_devices: int
@@ -83,25 +83,25 @@ class Cluster:
 
     @property
     def usable_memory(self) -> float:
-        """Bytes of a device; a tenth is left to CUDA's context, NCCL and fragmentation."""
+        """Usable bytes per device; a tenth is left for CUDA's context, NCCL and fragmentation."""
         return 0.9e9 * self.device.memory_gb
 
     def peak(self, number_size: int) -> float:
-        """Return the operations a second for numbers of so many bytes."""
+        """Return the peak FLOP/s for elements of `number_size` bytes."""
         device = self.device
         return 1e12 * (device.float32_tflops if number_size == 4 else device.bf16_tflops)
 
 
 def open_device(name: str, *, memory: str | None = None, interconnect: str | None = None) -> Device:
-    """Return a device by its name or from a file.
+    """Return a device by name or from a file.
 
     Args:
-        name: of `DEVICES`, or a YAML file with the keys of `Device`.
-        memory: for example `80GB`; the device's own when None.
-        interconnect: of `NETWORKS`, or GB/s for each GPU; the device's own when None.
+        name: of `DEVICES`, or path of a YAML file with the keys of `Device`.
+        memory: for example `80GB`; default: the device's own.
+        interconnect: of `NETWORKS`, or GB/s per GPU; default: the device's own.
 
     Raises:
-        UserError: there is no such device, or a value is none.
+        UserError: the device is unknown, or a value is invalid.
     """
     device = DEVICES.get(name.lower()) or _read_device(Path(name))
     changes: dict[str, float] = {}
@@ -109,7 +109,7 @@ def open_device(name: str, *, memory: str | None = None, interconnect: str | Non
         changes["memory_gb"] = _number(memory, "--gpu-memory", "80GB")
     if interconnect is not None:
         changes["network_gb_per_s"] = NETWORKS.get(interconnect.lower()) or _number(
-            interconnect, "--interconnect", f"{', '.join(NETWORKS)}, or GB/s for each GPU as 25"
+            interconnect, "--interconnect", f"{', '.join(NETWORKS)}, or GB/s per GPU such as 25"
         )
     return device.model_copy(update=changes)
 
@@ -120,14 +120,14 @@ def _number(text: str, option: str, example: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise UserError(f"{option}: {text!r} is no amount; give for example {example}")
+        raise UserError(f"{option}: {text!r} is not a valid amount; use for example {example}")
     return value
 
 
 def _read_device(path: Path) -> Device:
     if path.suffix not in (".yaml", ".yml"):
         known = ", ".join(DEVICES)
-        raise UserError(f"--gpu: {path} is no known GPU; give {known}, or a YAML file that says")
+        raise UserError(f"--gpu: {path} is not a known GPU; use {known}, or a YAML file")
     source = ConfigSource(str(path))
     tree = read_tree(path, source)
     try:

@@ -1,4 +1,4 @@
-"""Layouts of a run over processes: their names, and which are legal."""
+"""Parallel layouts: their names, and enumeration of the legal ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from megavis.config.checks import check_config, check_world
 from megavis.config.schema import ParallelConfig, RunConfig
 
 LayoutKey = tuple[int, bool, str]
-"""How a layer runs: on so many processes of a tensor group, whether they share out tokens too, and
-what is recomputed."""
+"""How a layer runs: tensor size, sequence parallelism, and activation checkpointing."""
 
 
 def layout_key(parallel: ParallelConfig) -> LayoutKey:
-    """Return how layers run in a `parallel` section."""
+    """Return the key of a `parallel` section."""
     size, recomputes = parallel.tensor_model_parallel_size, parallel.activation_checkpointing
     return size, parallel.sequence_parallel, recomputes
 
@@ -26,8 +25,8 @@ class Layout:
 
     Attributes:
         parallel: the section.
-        data: data-parallel size, what tensor and pipeline size leave.
-        micro_batch_size: images that a process handles at once.
+        data: data-parallel size.
+        micro_batch_size: images per micro-batch and process.
         accumulation_steps: micro-batches of an optimizer step, for each data-parallel process.
     """
 
@@ -38,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, num_processes: int) -> Layout:
-        """Return the config's layout, which must be legal on so many processes."""
+        """Return the config's layout, which must be legal on `num_processes`."""
         parallel, training = config.parallel, config.training
         data = num_processes // (
             parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -48,32 +47,32 @@ class Layout:
 
     @property
     def tensor(self) -> int:
-        """Processes that share each layer."""
+        """Tensor-parallel size."""
         return self.parallel.tensor_model_parallel_size
 
     @property
     def pipeline(self) -> int:
-        """Processes that hold consecutive blocks."""
+        """Number of pipeline stages."""
         return self.parallel.pipeline_model_parallel_size
 
     @property
     def zero_stage(self) -> int:
-        """What is split over the data-parallel processes."""
+        """ZeRO stage."""
         return self.parallel.zero_stage
 
     @property
     def num_processes(self) -> int:
-        """All of them."""
+        """Total number of processes."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def token_parts(self) -> int:
-        """Parts into which the residual stream is cut."""
+        """Number of parts into which sequence parallelism splits the tokens."""
         return self.tensor if self.parallel.sequence_parallel else 1
 
     @property
     def name(self) -> str:
-        """For example `tp2-pp1-zero3-sp-full-micro4`."""
+        """Name, for example `tp2-pp1-zero3-sp-full-micro4`."""
         return f"{layout_name(self.parallel)}-micro{self.micro_batch_size}"
 
 
@@ -93,7 +92,7 @@ def layout_name(parallel: ParallelConfig) -> str:
 
 
 def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelConfig]:
-    """Yield every layout of so many processes that the config's own checks accept."""
+    """Yield every layout of `num_processes` that the config checks accept."""
     sizes = [size for size in range(1, num_processes + 1) if num_processes % size == 0]
     choices = product(sizes, sizes, (0, 1, 2, 3), (False, True), ("none", "selective", "full"))
     for tensor, pipeline, zero, sequence, recompute in choices:
@@ -109,14 +108,14 @@ def legal_layouts(config: RunConfig, num_processes: int) -> Iterator[ParallelCon
 
 
 def is_legal(config: RunConfig, num_processes: int) -> bool:
-    """Return whether the config's own checks accept it on so many processes."""
+    """Return whether the config checks accept `config` on `num_processes`."""
     return not [*check_config(config), *check_world(config, num_processes)]
 
 
 def with_layout(
     config: RunConfig, parallel: ParallelConfig, micro_batch_size: int | None = None
 ) -> RunConfig:
-    """Return the config in another layout; with its own micro-batch where none is given."""
+    """Return the config with another layout and, if given, another micro-batch size."""
     training = config.training
     if micro_batch_size is not None:
         training = training.model_copy(update={"micro_batch_size": micro_batch_size})
@@ -124,8 +123,8 @@ def with_layout(
 
 
 def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
-    """Yield every legal layout with every micro-batch that divides a process's share of a step."""
-    # Whole shares as micro-batches, so that legality does not hang on the config's own.
+    """Yield every legal layout with every micro-batch size that divides a process's batch."""
+    # The full share as micro-batch, so that legality does not depend on the config's own.
     plain = config.model_copy(
         update={"training": config.training.model_copy(update={"micro_batch_size": None})}
     )
@@ -136,7 +135,7 @@ def all_layouts(config: RunConfig, num_processes: int) -> Iterator[Layout]:
 
 
 def with_offload(layouts: list[Layout]) -> Iterator[Layout]:
-    """Yield those under ZeRO 1 to 3, without stages, with the optimizer's states on the CPU."""
+    """Yield the ZeRO 1 to 3 layouts without pipeline stages, with the optimizer offloaded."""
     for layout in layouts:
         if layout.zero_stage and layout.pipeline == 1:
             parallel = layout.parallel.model_copy(update={"offload_optimizer": "cpu"})

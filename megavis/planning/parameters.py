@@ -1,4 +1,4 @@
-"""How many parameters a model has, and where, without allocating them."""
+"""Count the parameters of a model by layer and pipeline stage, without allocating them."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from megavis.planning.stages import balanced_bounds
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter, and how many layers have one of the same name and shape."""
+    """A parameter tensor, and the number of layers that have one of this name and shape."""
 
     name: str
-    """With `*` for the number of the block: `blocks.*.mlp.linear_fc1.weight`."""
+    """Name with `*` for the block index: `blocks.*.mlp.linear_fc1.weight`."""
     part: str
-    """Name of its layer, of a block that of its stack: `embedding`, `blocks` or `head`."""
+    """Layer, or the stack of a block: `embedding`, `blocks` or `head`."""
     shape: tuple[int, ...]
-    """Of the whole logical tensor, whatever the tensor-parallel size."""
+    """Shape of the full logical tensor, for any tensor-parallel size."""
     copies: int
     is_split: bool
-    """True where the tensor group shares it out; each process holds all of the others."""
+    """Whether it is split over the tensor group; other parameters are replicated."""
 
     @property
     def parameters(self) -> int:
-        """Numbers in all copies together."""
+        """Number of elements over all layers."""
         return math.prod(self.shape) * self.copies
 
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """Parameters of one layer."""
+    """Number of parameters of one layer."""
 
     split: int
-    """Numbers that the tensor group shares out."""
+    """Elements split over the tensor group."""
     whole: int
-    """Numbers that every process of the tensor group holds."""
+    """Elements replicated in the tensor group."""
 
     def held(self, tensor_size: int) -> float:
-        """Return how many one process of a tensor group holds."""
+        """Return the elements per process of a tensor group."""
         return self.split / tensor_size + self.whole
 
 
 def count_parameters(objective: Trainable) -> list[Matrix]:
-    """Build the model's layers on the meta device, one at a time, and list what they hold.
+    """Build the model's layers on the meta device, one at a time, and list their parameters.
 
     Args:
-        objective: of a context with tensor size 1, so that shapes are those of whole tensors.
+        objective: in a context with tensor size 1, so that shapes are those of full tensors.
     """
     found: Counter[tuple[str, str, tuple[int, ...], bool]] = Counter()
-    # Blocks of a stack differ in what they drop alone: one is built for all.
+    # Blocks of a stack differ only in drop rates: build one of them.
     for plan, copies in distinct_layers(objective.layer_plans()):
-        # Megatron draws its initial weights on the CPU; on the meta device that does nothing.
+        # Megatron initializes weights on the CPU; on the meta device this is a no-op.
         with torch.device("meta"):
             layer = plan.build()
         for name, parameter in layer.named_parameters():
@@ -75,12 +75,12 @@ def count_parameters(objective: Trainable) -> list[Matrix]:
 
 
 def part_name(plan: LayerPlan) -> str:
-    """Return the name of a layer, of a block that of its stack."""
+    """Return the name of a layer, or of a block's stack."""
     return plan.name if plan.stack is None else plan.stack.core.stack.name
 
 
 def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
-    """Return the parameters of each part of the model, in the model's order."""
+    """Return the number of parameters of each part, in the model's order."""
     parts: Counter[str] = Counter()
     for matrix in matrices:
         parts[matrix.part] += matrix.parameters
@@ -89,12 +89,12 @@ def by_part(matrices: Iterable[Matrix]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of a model: a single layer, a stack of blocks, or one inside a layer.
+    """A part of a model: a layer, a stack of blocks, or a stack inside a layer.
 
     Attributes:
-        name: begins its parameters' names.
+        name: prefix of its parameters' names.
         matrices: its parameters, without those of parts inside it.
-        stack: its sizes, of a stack.
+        stack: sizes of the stack, if it is one.
     """
 
     name: str
@@ -103,12 +103,12 @@ class ModelPart:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all of them."""
+        """Number of elements."""
         return sum(matrix.parameters for matrix in self.matrices)
 
 
 def parts_of(matrices: Iterable[Matrix], plans: Sequence[LayerPlan]) -> list[ModelPart]:
-    """Return the parts of a model, in its order."""
+    """Return the parts of a model in order."""
     stacks = {stack.name: stack for stack in stack_sizes(plans)}
     found: dict[str, list[Matrix]] = {}
     for matrix in matrices:
@@ -127,14 +127,14 @@ class StackParameters:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """What a pipeline stage holds.
+    """Content of a pipeline stage.
 
     Attributes:
-        blocks: how many of each stack.
-        tops: of each stack, whether its last block, and the bridge above it, is among them.
-        is_first: the first layer, too.
-        is_last: the head, too.
-        share: of the work of all blocks.
+        blocks: number of blocks of each stack.
+        tops: for each stack, whether the stage has its last block and the bridge above it.
+        is_first: whether it has the first layer.
+        is_last: whether it has the head.
+        share: fraction of the work of all blocks.
     """
 
     blocks: tuple[int, ...]
@@ -146,19 +146,19 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class Layers:
-    """Parameters of the first layer, of the blocks of each stack, of bridges and the last layer."""
+    """Parameters of the first layer, the blocks of each stack, bridges and the last layer."""
 
     first: LayerParameters
     stacks: tuple[StackParameters, ...]
     bridges: tuple[LayerParameters, ...]
-    """Of the layers above each stack but the last."""
+    """Parameters of the layers above each stack but the last."""
     last: LayerParameters
     weights: tuple[float, ...]
-    """Work of each block, by which stages are cut; see `block_weights`."""
+    """Work of each block, by which stages are balanced; see `block_weights`."""
 
     @classmethod
     def of(cls, matrices: list[Matrix], plans: Sequence[LayerPlan]) -> Layers:
-        """Sort a model's parameters by place; without blocks, the first part comes first."""
+        """Group parameters by layer; without blocks, the first part is the first layer."""
         stacks = stacks_of(plans)
         numbers = {stack.core.stack.name: stack.core.model.num_layers for stack in stacks}
         first, *others = by_part(matrices)
@@ -177,7 +177,7 @@ class Layers:
 
     @property
     def total(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the model."""
         single = sum(layer.split + layer.whole for layer in (self.first, self.last, *self.bridges))
         return single + sum(
             stack.num_blocks * (stack.block.split + stack.block.whole) for stack in self.stacks
@@ -185,25 +185,26 @@ class Layers:
 
     @property
     def num_blocks(self) -> int:
-        """Of all stacks."""
+        """Number of blocks in all stacks."""
         return sum(stack.num_blocks for stack in self.stacks)
 
     @property
     def is_even(self) -> bool:
-        """True where all blocks are alike, and weigh alike."""
+        """Whether all blocks are equal in parameters and work."""
         return len(self.stacks) <= 1 and len(set(self.weights)) <= 1
 
     def largest(self, tensor_size: int) -> float:
-        """Return what a process of a tensor group holds of the largest layer."""
+        """Return the parameters of the largest layer per process of a tensor group."""
         blocks = (stack.block for stack in self.stacks)
         return max(
             layer.held(tensor_size) for layer in (self.first, *blocks, *self.bridges, self.last)
         )
 
     def stages(self, num_stages: int) -> list[PipelineStage]:
-        """Return what stages hold of which one may need most.
+        """Return the candidates for the stage that needs the most memory.
 
-        Equal blocks are counted as in the largest stage, for the first one and the last.
+        If all blocks are equal, these are the first and the last stage with the largest number of
+        blocks.
         """
         if not self.is_even:
             return self._cut(num_stages)
@@ -230,11 +231,11 @@ class Layers:
         ]
 
     def busiest(self, num_stages: int) -> PipelineStage:
-        """Return the stage with most work."""
+        """Return the stage with the most work."""
         return max(self.stages(num_stages), key=lambda stage: stage.share)
 
     def held(self, stage: PipelineStage, tensor_size: int) -> float:
-        """Return the parameters of a process of a stage, whole over its data-parallel group."""
+        """Return the parameters of a process of a stage, before ZeRO partitioning."""
         pairs = zip(stage.blocks, self.stacks, strict=True)
         held = sum(count * stack.block.held(tensor_size) for count, stack in pairs)
         above = zip(self.bridges, stage.tops, strict=False)
@@ -255,7 +256,7 @@ def _bridges_of(plans: Sequence[LayerPlan]) -> list[set[str]]:
 
 
 def _counted(matrices: Iterable[Matrix], num_layers: int = 1) -> LayerParameters:
-    """Return the parameters of one of `num_layers` equal layers that have these together."""
+    """Return the parameters of one of `num_layers` equal layers with these in total."""
     counts = {True: 0, False: 0}
     for matrix in matrices:
         counts[matrix.is_split] += matrix.parameters // num_layers

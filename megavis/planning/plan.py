@@ -1,4 +1,4 @@
-"""The cost of a layout, a ranking of all legal ones, and the reason for the recommended one."""
+"""Estimate the cost of layouts, rank them, and explain the recommendation."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megavis.planning.states import RankMemory, rank_memory
 from megavis.planning.time import StepTime, step_time
 
 _DAY = 86_400.0
-# Estimates closer than this are taken as equal, and the simpler layout wins.
+# Estimates within this factor count as equal; then the simpler layout wins.
 _EQUAL = 1.03
 _CHECKPOINTING = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and what it costs.
+    """A layout and its cost.
 
     Attributes:
-        layout: which.
-        memory: of the fullest process.
-        traffic: what a process sends in a step.
+        layout: the layout.
+        memory: of the process with the highest peak.
+        traffic: transfers of a process per step.
         time: of a step.
-        steps: of the whole run.
-        fits: the memory is enough.
+        steps: of the run.
+        fits: whether the memory suffices.
     """
 
     layout: Layout
@@ -41,12 +41,12 @@ class Plan:
 
     @property
     def days(self) -> float:
-        """Of the whole run, without validation and checkpoints."""
+        """Duration of the run in days, without validation and checkpoints."""
         return self.steps * self.time.total / _DAY
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """What a layout has besides plain data parallelism; the less, the simpler."""
+        """Sort key: features used beyond plain data parallelism."""
         layout = self.layout
         return (
             layout.pipeline,
@@ -59,12 +59,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The layouts that are legal, and the one to take.
+    """All legal layouts, and the recommended one.
 
     Attributes:
-        plans: those that fit, the fastest first; then the others, the smallest first.
-        best: the simplest of those that are as fast as the fastest; None where none fits.
-        reasons: why, a sentence each.
+        plans: those that fit, fastest first; then the others, smallest first.
+        best: the simplest of the fastest ones; None if none fits.
+        reasons: explanation, one sentence each.
     """
 
     plans: tuple[Plan, ...]
@@ -73,12 +73,12 @@ class Recommendation:
 
     @property
     def fitting(self) -> tuple[Plan, ...]:
-        """Those that fit."""
+        """The plans that fit."""
         return tuple(plan for plan in self.plans if plan.fits)
 
 
 def plan_layout(shape: ModelShape, layout: Layout, cluster: Cluster, *, steps: int) -> Plan:
-    """Return what one layout costs."""
+    """Return the cost of a layout."""
     memory = rank_memory(shape, layout)
     traffic = tuple(transfers(shape, layout, cluster.devices_per_node))
     return Plan(
@@ -92,7 +92,7 @@ def plan_layout(shape: ModelShape, layout: Layout, cluster: Cluster, *, steps: i
 
 
 def recommend(config: RunConfig, shape: ModelShape, cluster: Cluster) -> Recommendation:
-    """Plan every legal layout; with the optimizer on the CPU only where nothing fits without."""
+    """Plan every legal layout; offload the optimizer only if nothing fits otherwise."""
     layouts = list(all_layouts(config, cluster.num_devices))
     plans = _plan_all(config, shape, cluster, layouts)
     if not any(plan.fits for plan in plans):
@@ -123,14 +123,14 @@ def _nothing_fits(others: list[Plan], cluster: Cluster) -> str:
         )
     least = others[0]
     return (
-        f"nothing fits into {cluster.usable_memory / 1e9:.1f} GB: the smallest,"
-        f" {least.layout.name}, takes {least.memory.total / 1e9:.1f} GB; use more or larger GPUs"
+        f"no layout fits into {cluster.usable_memory / 1e9:.1f} GB: the smallest,"
+        f" {least.layout.name}, needs {least.memory.total / 1e9:.1f} GB; use more or larger GPUs"
     )
 
 
 _Simpler = tuple[str, Callable[[Layout], bool], Callable[[Layout], bool]]
 
-# What a layout may have, whether it has it, and which others do without.
+# Description of a feature, whether a layout has it, and which layouts do not.
 _FEATURES: tuple[_Simpler, ...] = (
     (
         "ZeRO-{0.zero_stage}",
@@ -161,11 +161,11 @@ _FEATURES: tuple[_Simpler, ...] = (
 
 
 def _reasons(best: Plan, plans: Iterable[Plan], cluster: Cluster) -> Iterable[str]:
-    """Say for each thing that the best layout has what happens without it."""
+    """Yield, for each feature of the best layout, the effect of going without it."""
     plans = list(plans)
     num_fitting = sum(plan.fits for plan in plans)
     yield (
-        f"the simplest, and then the smallest, of the {num_fitting} that fit and are within"
+        f"the simplest, then the smallest, of the {num_fitting} that fit and are within"
         f" {_EQUAL - 1:.0%} of the fastest"
     )
     for words, has, lacks in _FEATURES:
@@ -175,14 +175,14 @@ def _reasons(best: Plan, plans: Iterable[Plan], cluster: Cluster) -> Iterable[st
         if without:
             yield f"{words.format(best.layout)}: {_without(best, without[0], cluster)}"
     if best.layout.tensor == best.layout.pipeline == 1:
-        yield "tensor and pipeline parallelism only cost time where weights fit without"
+        yield "tensor and pipeline parallelism only cost time if the weights fit without them"
 
 
 def _without(best: Plan, other: Plan, cluster: Cluster) -> str:
     name = f"without it the best, {other.layout.name},"
     if not other.fits:
         taken, usable = other.memory.total / 1e9, cluster.usable_memory / 1e9
-        return f"{name} takes {taken:.1f} GB of {usable:.1f}"
+        return f"{name} needs {taken:.1f} GB of {usable:.1f}"
     slower = other.time.total / best.time.total - 1
     if slower <= 0:
         return f"{name} is no simpler"

@@ -1,8 +1,7 @@
-"""The shape of a model for planning: sizes, tokens, parameters, activations of its ends.
+"""The shape of a model for planning: sizes, tokens, parameters, boundary activations.
 
-Blocks are the same for every paper, so what they keep for the backward pass is arithmetic
-(`activation_memory.py`). Embedding, head and loss are the paper's own, and are measured
-(`boundary_activations.py`).
+Blocks are the same for every paper, so their activations are computed (`activation_memory.py`).
+Embedding, head and loss differ between papers, and are measured (`boundary_activations.py`).
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from megavis.planning.parameters import Layers, ModelPart, PipelineStage, count_
 
 @dataclass(frozen=True)
 class StackShape:
-    """One stack of equal blocks as planning sees it.
+    """A stack of equal blocks for planning.
 
     Attributes:
-        num_layers: blocks.
+        num_layers: number of blocks.
         hidden_size: width of the residual stream.
         mlp_size: width of the MLP.
         num_heads: attention heads.
-        work: tokens of an image, by what is computed for them.
-        visibility: who sees whom; of the tokens of `work.num_memory`, all do.
-        is_rotary: queries and keys are rotated by their positions.
-        is_layer_norm: norms subtract the mean.
-        mlp_dropout: something is dropped inside the MLP.
-        residual_dropouts: parts of a block whose result is dropped from, 0 to 3.
-        mlp_gradients: gradients of the MLP's width that its activation function has at once.
-        is_alone: the model computes nothing else but maps of tokens.
-        may_split_tokens: sequence parallelism divides its tokens.
-        number_size: bytes of a number in the compute precision.
+        work: tokens per image, by computation.
+        visibility: attention mask; tokens of `work.num_memory` are always visible.
+        is_rotary: whether queries and keys are rotated.
+        is_layer_norm: whether norms subtract the mean.
+        mlp_dropout: whether there is dropout inside the MLP.
+        residual_dropouts: residual branches of a block with dropout, 0 to 3.
+        mlp_gradients: simultaneous gradients of the MLP's width in its activation function.
+        is_only_stack: whether the model has no other computation than maps of tokens.
+        may_split_tokens: whether sequence parallelism applies.
+        number_size: bytes per element in the compute precision.
         num_passing: see `PlannedStack`.
     """
 
@@ -55,19 +54,19 @@ class StackShape:
     mlp_dropout: bool
     residual_dropouts: int
     mlp_gradients: int
-    is_alone: bool
+    is_only_stack: bool
     may_split_tokens: bool
     number_size: int
     num_passing: int
 
     @classmethod
-    def of(cls, stack: PlannedStack, precision: str, *, is_alone: bool) -> StackShape:
-        """Return the shape of a stack that computes in this precision.
+    def of(cls, stack: PlannedStack, precision: str, *, is_only_stack: bool) -> StackShape:
+        """Return the shape of a planned stack.
 
         Args:
             stack: of the model.
-            precision: of its numbers.
-            is_alone: see there.
+            precision: compute precision.
+            is_only_stack: see `StackShape`.
         """
         model = stack.core.model
         has_memory = stack.work.num_memory > 0
@@ -84,31 +83,31 @@ class StackShape:
             residual_dropouts=(1 + has_memory) * bool(model.residual_dropout)
             + bool(model.hidden_dropout),
             mlp_gradients=2 if model.activation == "quick_gelu" else 1,
-            is_alone=is_alone,
+            is_only_stack=is_only_stack,
             may_split_tokens=stack.core.stack.may_split_tokens,
             number_size=number_size(precision),
             num_passing=stack.num_passing,
         )
 
     def token_parts(self, layout: Layout) -> int:
-        """Return into how many parts a layout cuts its residual stream."""
+        """Return the number of parts into which sequence parallelism splits the tokens."""
         return layout.token_parts if self.may_split_tokens else 1
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as planning sees it.
+    """A model for planning.
 
     Attributes:
-        layers: parameters.
-        parts: by name.
-        stacks: of blocks, from below.
-        decoder: the stack inside the last layer.
+        layers: parameters by layer.
+        parts: parameters by name of the part.
+        stacks: stacks of blocks, from bottom to top.
+        decoder: the stack inside the last layer, if any.
         precision: `float32`, `bf16` or `fp16`.
-        gradient_size: bytes of a number in the averages of gradients over processes.
-        keeps_average: a moving average of the weights is kept.
-        ends: what layers that are no blocks keep, in every way in which they may run.
-        flops: operations of a training step for one image, recomputation not counted.
+        gradient_size: bytes per element in the all-reduce of gradients.
+        keeps_average: whether an EMA of the weights is kept.
+        ends: activations of the other layers, by kind of layout.
+        flops: operations of a training step per image, without recomputation.
     """
 
     layers: Layers
@@ -123,24 +122,24 @@ class ModelShape:
 
     @property
     def number_size(self) -> int:
-        """Bytes of a number in the compute precision."""
+        """Bytes per element in the compute precision."""
         return number_size(self.precision)
 
     @property
-    def is_alone(self) -> bool:
-        """True where one stack is all that computes, besides maps of tokens."""
-        return all(stack.is_alone for stack in self.stacks)
+    def is_only_stack(self) -> bool:
+        """Whether the model has no other computation than one stack and maps of tokens."""
+        return all(stack.is_only_stack for stack in self.stacks)
 
     @property
     def main_stack(self) -> StackShape:
-        """The stack with most work."""
+        """The stack with the most work."""
         return max(
             self.stacks,
             key=lambda stack: stack.num_layers * stack.hidden_size**2 * stack.work.num_tokens,
         )
 
     def blocks_of(self, stage: PipelineStage) -> list[tuple[StackShape, int]]:
-        """Return the stacks of which a stage has blocks, and how many, inside layers or not."""
+        """Return the stacks with blocks on a stage, including those inside layers, with counts."""
         every = [*zip(self.stacks, stage.blocks, strict=True)]
         if self.decoder is not None and stage.is_last:
             every.append((self.decoder, self.decoder.num_layers))
@@ -148,19 +147,19 @@ class ModelShape:
 
 
 def shape_of(objective: Objective, ends: Mapping[LayoutKey, BoundaryActivations]) -> ModelShape:
-    """Measure the model of an objective, in a context of one process, without allocating it.
+    """Return the shape of an objective's model without allocating it, in a single-process context.
 
     Args:
-        objective: the paper.
-        ends: of its model, for the layouts that are to be planned.
+        objective: the objective.
+        ends: boundary activations, for the layouts to plan.
     """
     config, plans = objective.config, objective.layer_plans()
     inner, matrices = plans[-1].inner, count_parameters(objective)
     stacks = stacks_of(plans)
-    is_alone = len(stacks) == 1 and not any(plan.own_flops for plan in plans)
+    is_only_stack = len(stacks) == 1 and not any(plan.own_flops for plan in plans)
 
     def shape(stack: PlannedStack) -> StackShape:
-        return StackShape.of(stack, config.training.precision, is_alone=is_alone)
+        return StackShape.of(stack, config.training.precision, is_only_stack=is_only_stack)
 
     return ModelShape(
         layers=Layers.of(matrices, plans),
@@ -176,7 +175,7 @@ def shape_of(objective: Objective, ends: Mapping[LayoutKey, BoundaryActivations]
 
 
 def number_size(precision: str) -> int:
-    """Return the bytes of a number in a compute precision."""
+    """Return the bytes per element of a compute precision."""
     return DTYPES[precision].itemsize
 
 
@@ -186,7 +185,7 @@ def _gradient_size(config: RunConfig) -> int:
 
 
 def require_blocks(config: RunConfig) -> None:
-    """Refuse what planning has no arithmetic for.
+    """Check that the config can be planned.
 
     Raises:
         UserError: the config has no Transformer, or fine-tunes one.
@@ -194,8 +193,8 @@ def require_blocks(config: RunConfig) -> None:
     if not config.objective.has_blocks:
         name = config.objective.name
         raise UserError(
-            f"a {name} has no Transformer blocks to lay out; it trains data-parallel, so start it"
+            f"a {name} has no Transformer blocks to plan; it trains data-parallel, so start it"
             " on as many GPUs as divide training.batch_size"
         )
     if config.finetune is not None:
-        raise UserError("plans are of pre-training; leave the finetune section away")
+        raise UserError("only pre-training can be planned; remove the finetune section")

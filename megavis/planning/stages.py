@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: consecutive ones, of about the same work."""
+"""Divide layers into pipeline stages of about equal work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megavis.model.stack import LayerPlan
 
 
 def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:
-    """Cut a list of layers into stages of about equal work, each with at least one block.
+    """Divide a list of layers into stages of about equal work, each with at least one block.
 
     Returns:
-        Bounds: stage i holds the layers from `bounds[i]` to before `bounds[i + 1]`.
+        Bounds: stage i holds `layers[bounds[i]:bounds[i + 1]]`.
     """
     places, weights = block_weights(plans)
     inner = balanced_bounds(tuple(weights), num_stages)[1:-1]
@@ -24,20 +24,20 @@ def stage_bounds(plans: Sequence[LayerPlan], num_stages: int) -> list[int]:
 
 @functools.cache
 def balanced_bounds(weights: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
-    """Cut weights into consecutive parts, none empty, whose largest sum is the least possible.
+    """Divide weights into consecutive non-empty parts with the least possible largest sum.
 
-    Of such cuts the one with the largest smallest part, and of these the one with the latest
-    bounds: equal weights are cut as DeepSpeed's `partition_balanced` cuts them.
+    Among these, choose the division with the largest smallest part, then the one with the latest
+    bounds, as DeepSpeed's `partition_balanced` does for equal weights.
 
     Args:
         weights: at least `num_parts`.
         num_parts: 1 or more.
 
     Returns:
-        Bounds: part i is from `bounds[i]` to before `bounds[i + 1]`.
+        Bounds: part i is `weights[bounds[i]:bounds[i + 1]]`.
     """
     sums = [0.0, *itertools.accumulate(weights)]
-    # By number of weights: the largest and the smallest part of the best cut, and its bounds.
+    # By number of weights: largest part, smallest part and bounds of the best division.
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, math.inf, [0])}
     for _ in range(num_parts):
         longer: dict[int, tuple[float, float, list[int]]] = {}
@@ -49,7 +49,7 @@ def balanced_bounds(weights: tuple[float, ...], num_parts: int) -> tuple[int, ..
                 for part in [sums[end] - sums[start]]
             ]
             if cuts:
-                # The last of equally good ones.
+                # Prefer the last of equally good ones.
                 longer[end] = min(reversed(cuts), key=lambda cut: (cut[0], -cut[1]))
         best = longer
     return tuple(best[len(weights)][2])

@@ -1,9 +1,7 @@
-"""Model states of a process: weights, gradients, optimizer states.
+"""Peak memory of a process in training: model states, activations and buffers.
 
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1, with
-float32 gradients as megavis accumulates them.
-
-Memory of one process in training: states, activations, and the buffers of DeepSpeed.
+Model states are weights, gradients and optimizer states, as in "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models" (section 3, figure 1), with gradients accumulated in float32.
 """
 
 from __future__ import annotations
@@ -16,24 +14,24 @@ from megavis.planning.layouts import Layout
 from megavis.planning.parameters import Layers
 from megavis.planning.shape import ModelShape, number_size
 
-# Bytes a parameter: Adam's two moments; a gradient, a master weight or its moving average.
+# Bytes per parameter: Adam's two moments; a float32 gradient, master weight or EMA.
 _ADAM, FLOAT32 = 8, 4
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes on one process before it has seen an image; what is offloaded counts nothing.
+    """Bytes on one process at the start of a step; offloaded states are not counted.
 
     Attributes:
         weights: in the compute precision.
-        gradients: in float32; in bf16 under ZeRO-1 also those of the weights themselves, which
-            DeepSpeed's optimizer for that case sets to zero and does not free.
-        optimizer: Adam's moments, and under ZeRO 1 to 3 the float32 master weights, which DeepSpeed
-            keeps in addition to the weights also where it computes in float32.
-        average: the moving average of the weights (`optimizer.ema_decay`), in float32, which is
-            split and offloaded with the optimizer's states.
-        gathered: under ZeRO-3, the largest layer, whole while it is used. This is the least:
-            DeepSpeed keeps up to 10⁹ parameters whole where it can, to gather them less often.
+        gradients: in float32; for bf16 with ZeRO-1, also those of the bf16 weights, which
+            DeepSpeed's optimizer zeroes but does not free.
+        optimizer: Adam's moments and, under ZeRO 1 to 3, float32 master weights, which DeepSpeed
+            keeps even if the weights are float32.
+        average: EMA of the weights (`optimizer.ema_decay`) in float32; partitioned and offloaded
+            with the optimizer's states.
+        gathered: under ZeRO-3, the largest layer while it is gathered. This is the minimum:
+            DeepSpeed keeps up to 10⁹ parameters gathered to reduce communication.
     """
 
     weights: float
@@ -44,7 +42,7 @@ class StateMemory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.average + self.gathered
 
 
@@ -57,20 +55,20 @@ def state_memory(
     data_size: int,
     keeps_average: bool,
 ) -> StateMemory:
-    """Return what a process holds.
+    """Return the model states of a process.
 
     Args:
-        num_parameters: in this process's slice of its stage, whole over the data-parallel group.
+        num_parameters: in this process's slice of its stage, before ZeRO partitioning.
         largest_layer: parameters of its largest layer, likewise.
         parallel: the layout.
         precision: `float32`, `bf16` or `fp16`.
         data_size: data-parallel size.
-        keeps_average: a moving average of the weights is kept.
+        keeps_average: whether an EMA of the weights is kept.
     """
     stage, size = parallel.zero_stage, number_size(precision)
 
     def held(from_stage: int) -> float:
-        """Parameters of which this process holds what ZeRO splits from that stage on."""
+        """Return the parameters per process of a state that ZeRO partitions from a stage on."""
         return num_parameters / (data_size if stage >= from_stage else 1)
 
     optimizer = _ADAM + (FLOAT32 if stage else 0)
@@ -85,19 +83,19 @@ def state_memory(
 
 
 def keeps_half_gradients(zero_stage: int, precision: str) -> bool:
-    """Return whether DeepSpeed keeps gradients of the weights in addition to those in float32."""
+    """Return whether DeepSpeed keeps bf16 gradients in addition to float32 ones."""
     return zero_stage == 1 and precision == "bf16"
 
 
 def parameters_held(layers: Layers, layout: Layout, stage: int = 0) -> float:
-    """Return the parameters of a pipeline stage's process, whole over its data-parallel group."""
+    """Return the parameters per process of a pipeline stage, before ZeRO partitioning."""
     return layers.held(layers.stages(layout.pipeline)[stage], layout.tensor)
 
 
 def states_of(
     layers: Layers, layout: Layout, stage: int, *, precision: str, keeps_average: bool
 ) -> StateMemory:
-    """Return what a process of a pipeline stage holds before it has seen an image."""
+    """Return the model states of a process in a pipeline stage."""
     return state_memory(
         parameters_held(layers, layout, stage),
         layers.largest(layout.tensor),
@@ -111,7 +109,7 @@ def states_of(
 def fullest_states(
     layers: Layers, layout: Layout, *, precision: str, keeps_average: bool
 ) -> StateMemory:
-    """Return it for the stage that holds most."""
+    """Return the model states of the stage with the most."""
     states = (
         states_of(layers, layout, stage, precision=precision, keeps_average=keeps_average)
         for stage in range(layout.pipeline)
@@ -119,21 +117,21 @@ def fullest_states(
     return max(states, key=lambda memory: memory.total)
 
 
-# DeepSpeed's defaults, in numbers: a bucket of gradients that is reduced at once, and weights that
-# ZeRO-3 keeps whole at a time.
+# DeepSpeed's defaults in elements: bucket size of the gradient reduction, and the limit of gathered
+# weights under ZeRO-3.
 BUCKET, MOST_GATHERED = 500_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Everything that the fullest process holds, in bytes.
+    """Peak memory of the process that needs the most, in bytes.
 
     Attributes:
         states: weights, gradients, optimizer.
-        activations: of the micro-batches under way.
-        buffers: DeepSpeed's bucket of gradients, weights that ZeRO-3 keeps whole beyond the
-            largest layer, and Megatron's buffer for sequences that it gathers.
-        stage: the pipeline stage that holds most.
+        activations: of the micro-batches in flight.
+        buffers: DeepSpeed's gradient bucket, weights that ZeRO-3 keeps gathered beyond the largest
+            layer, and Megatron's buffer for gathered sequences.
+        stage: pipeline stage of the process.
     """
 
     states: StateMemory
@@ -143,14 +141,14 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.states.total + self.activations.total + self.buffers
 
 
 def rank_memory(shape: ModelShape, layout: Layout) -> RankMemory:
-    """Return the memory of the process that needs most.
+    """Return the memory of the process that needs the most.
 
-    Where all blocks are alike it is one of the first stage or the last.
+    If all blocks are equal, it is in the first or the last stage.
     """
     last = layout.pipeline - 1
     stages = {0, last} if shape.layers.is_even else range(layout.pipeline)
@@ -178,17 +176,17 @@ def _buffers(shape: ModelShape, layout: Layout, stage: int) -> float:
         stack.hidden_size * layout.micro_batch_size * stack.work.num_tokens
         for stack in shape.stacks
     )
-    # Megatron gathers the inputs of a split sequence into one buffer that all layers share.
+    # Megatron gathers split sequences into one buffer that all layers share.
     whole = shape.number_size * numbers * (layout.token_parts > 1)
     half = keeps_half_gradients(layout.zero_stage, shape.precision)
     if layout.zero_stage == 0 or half:
-        # Gradients are flattened, a bucket at a time, where there is someone to share them with.
+        # With data parallelism, gradients are flattened one bucket at a time.
         flat = FLOAT32 + shape.number_size * half
         return whole + min(held, BUCKET) * flat * (layout.data > 1)
     gathered = 0.0
     if layout.zero_stage == 3:
         gathered = max(0.0, min(held, MOST_GATHERED) - shape.layers.largest(layout.tensor))
-    # ZeRO-2 fills its bucket in the compute precision, and averages a copy.
+    # ZeRO-2 fills its bucket in the compute precision and averages a copy.
     averages_a_copy = layout.zero_stage == 2 and shape.gradient_size != shape.number_size
     bucket = shape.gradient_size + shape.number_size * averages_a_copy
     return whole + BUCKET * bucket + gathered * shape.number_size

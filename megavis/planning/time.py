@@ -1,8 +1,8 @@
-"""How long an optimizer step takes: an estimate, good for ranking layouts.
+"""Estimate the time of an optimizer step, accurate enough to rank layouts.
 
-Arithmetic at a share of the device's peak, element-wise work at the speed of its memory, the
-bubble of the pipeline, and communication that cannot overlap with computation. The shares
-are assumptions, all of them in this file; none has been fitted to megavis on a GPU.
+The model has matrix products at a fraction of the device's peak, element-wise operations at a
+fraction of its memory bandwidth, the pipeline bubble, and communication that does not overlap. All
+fractions are assumptions in this file; none has been fitted to megavis on a GPU.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from megavis.planning.layouts import Layout
 from megavis.planning.shape import ModelShape, StackShape
 from megavis.planning.states import parameters_held
 
-# Share of its peak that a large matrix product reaches, and the sizes at which it reaches a half of
+# Fraction of peak that a large matrix product reaches, and the sizes at which it reaches half of
 # that: rows (tokens of a micro-batch) and columns (of this process's part of a matrix).
 _PRODUCT_SHARE, _HALF_ROWS, _HALF_COLUMNS = 0.7, 256.0, 128.0
-# Share of a link's peak, and of the memory's, that is reached; seconds that a collective costs
-# before its first byte.
+# Fraction of peak of links and of memory; latency of a collective in seconds.
 _LINK_SHARE, _MEMORY_SHARE, _LATENCY = 0.8, 0.7, 20e-6
-# A number that is kept for the backward pass is written once, read by the next operation and in the
-# backward pass, and its gradient is written and read.
+# Memory accesses per saved activation: written once, read by the next operation and in the backward
+# pass; its gradient is written and read.
 _TOUCHES = 5.0
-# Hidden communication slows the arithmetic down a little: this share of it is felt.
+# Fraction of overlapped communication by which it slows down computation.
 _FELT = 0.1
-# Offloaded states: GB/s between a GPU and its CPU, and of a node's memory under Adam.
+# Offloaded states: bytes/s between GPU and CPU, and of a node's memory during Adam.
 _PCIE, _CPU_MEMORY = 20e9, 150e9
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, and what they come to.
+    """Seconds per optimizer step by kind, and the resulting MFU.
 
     Attributes:
-        products: matrix products and attention, with what is recomputed.
-        elementwise: everything between them.
-        bubble: idle stages at both ends of a step.
-        communication: what the arithmetic waits for.
+        products: matrix products and attention, including recomputation.
+        elementwise: operations between them.
+        bubble: idle time of pipeline stages.
+        communication: communication that does not overlap.
         optimizer: Adam.
-        mfu: share of the peak that the model's own operations use, recomputation not counted.
+        mfu: fraction of peak used by the model's operations, without recomputation.
     """
 
     products: float
@@ -54,12 +53,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.products + self.elementwise + self.bubble + self.communication + self.optimizer
 
 
 def bubble_fraction(pipeline_size: int, num_micro_batches: int) -> float:
-    """Return idle over busy time, (p - 1)/m.
+    """Return the ratio of idle to busy time, (p - 1)/m.
 
     "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.
     """
@@ -71,7 +70,7 @@ def step_time(
 ) -> StepTime:
     """Estimate an optimizer step of the slowest stage."""
     images = layout.micro_batch_size * layout.accumulation_steps
-    # The share of the largest stage, in which embedding and head are not distinguished from blocks.
+    # Work of the busiest stage; embedding and head are spread over the blocks.
     share = shape.layers.busiest(layout.pipeline).share / layout.tensor
     own = images * share * shape.flops
     products = own * _with_recomputed(shape, layout) / _speed(shape, layout, cluster)
@@ -94,7 +93,7 @@ def step_time(
 
 
 def _with_recomputed(shape: ModelShape, layout: Layout) -> float:
-    """Return operations that are done over those that count."""
+    """Return the ratio of executed to counted operations."""
     checkpointing = layout.parallel.activation_checkpointing
     if checkpointing == "full":
         return 4 / 3
@@ -109,12 +108,12 @@ def _with_recomputed(shape: ModelShape, layout: Layout) -> float:
 
 
 def _keys(stack: StackShape) -> float:
-    """Return how many keys a query sees, on average."""
+    """Return the average number of keys per query."""
     return stack.work.mean_visible + stack.work.num_memory
 
 
 def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
-    """Return the operations a second that matrix products of these sizes reach."""
+    """Return the FLOP/s that matrix products of these sizes reach."""
     stack = shape.main_stack
     rows = layout.micro_batch_size * stack.work.num_tokens
     columns = stack.hidden_size / layout.tensor
@@ -123,8 +122,8 @@ def _speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
 
 
 def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
-    """Return the seconds an image between matrix products, at the speed of the memory."""
-    # What `selective` does not keep is written and read all the same.
+    """Return the seconds per image of element-wise operations, bound by memory bandwidth."""
+    # Activations that `selective` recomputes are still written and read.
     plain = layout.parallel.model_copy(update={"activation_checkpointing": "none"})
     plainly = replace(layout, parallel=plain)
     touched = sum(
@@ -136,7 +135,7 @@ def _elementwise(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
 
 
 def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float, float, float]:
-    """Return seconds inside the passes, of those what overlaps with them, and at their end."""
+    """Return seconds of communication in the passes, its overlapped part, and after the passes."""
     device = cluster.device
     shown = hidden = ends = 0.0
     for transfer in traffic:
@@ -153,7 +152,7 @@ def _communication(traffic: Iterable[Transfer], cluster: Cluster) -> tuple[float
 
 
 def _optimizer(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
-    """Return the seconds of Adam, which reads and writes all states, the average among them."""
+    """Return the seconds of Adam, which reads and writes all states including the EMA."""
     states = 12 + 4 * shape.keeps_average
     own = parameters_held(shape.layers, layout) / (layout.data if layout.zero_stage else 1)
     if layout.parallel.offload_optimizer == "none":
