@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megavis.config.errors import UserError
 
 TOLERANCE = 1e-4
-
-
-def random_images(side: int) -> Tensor:
-    """Return two images uint8 `[2, side, side, 3]`, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, (2, side, side, 3), generator=generator, dtype=torch.uint8)
 
 
 def check_agreement(ours: Tensor, theirs: Tensor) -> float:

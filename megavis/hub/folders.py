@@ -17,18 +17,12 @@ from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
 from megavis.data.format.manifest import PALETTE_NAME
 from megavis.hub import plain_loader
-from megavis.hub.agreement import check_agreement, random_images
+from megavis.hub.agreement import check_agreement
 from megavis.hub.card import CARD, model_card
 from megavis.hub.plain import WEIGHTS, PlainForm, write_run
-from megavis.hub.vit import (
-    as_vit,
-    classifies,
-    compared_vit,
-    timm_settings,
-    to_transformers,
-    transformers_settings,
-)
+from megavis.hub.vit import as_vit, classifies, compared_vit, timm_settings
 from megavis.notebook import Run
+from megavis.papers.darl.transformers_vit import to_transformers, transformers_settings
 from megavis.papers.igpt.imagegpt import fits_imagegpt, to_imagegpt
 from megavis.papers.igpt.imagegpt_folder import (
     folder_logits,
@@ -36,12 +30,12 @@ from megavis.papers.igpt.imagegpt_folder import (
     write_folder,
 )
 from megavis.papers.mae.vit_mae import (
+    compared_vit_mae,
     fits_vit_mae,
     settings_of,
     to_vit_mae,
-    vit_mae_predictions,
 )
-from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, standardize
+from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SETTINGS = "config.json"
 PROCESSOR = "preprocessor_config.json"
@@ -141,16 +135,6 @@ def _write_vit_mae(run: Run, weights: Mapping[str, Tensor], folder: Path) -> Exp
     use = _VIT_USE.format(name="ViTMAEForPreTraining", options="")
     _write_card(run, weights, folder, library="transformers", use=use)
     return Exported("transformers' ViTMAEForPreTraining", difference)
-
-
-def compared_vit_mae(
-    run: Run, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Return the predictions of a run and of a ViTMAE folder on random images."""
-    images, index = random_images(run.config.data.image_size), torch.arange(2)
-    order = run.objective.backbone.composition().schedule.draw(index).order
-    theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
-    return run.outputs(images, sample_index=index), theirs
 
 
 def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: str) -> Exported:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megavis.commands.options.shared import add_json, add_run, add_runs, add_step, refuse_options
-from megavis.config.arguments import non_negative, non_negative_number, positive
+from megavis.config.arguments import non_negative, positive
 from megavis.config.errors import UserError
+from megavis.config.imports import paper_imports
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -132,63 +133,49 @@ def _add_verb(verbs: Any, name: str, text: str, run: str) -> argparse.ArgumentPa
     return parser
 
 
-_FORMS = {
-    "huggingface": ("--palette", "--heads"),
-    "imagegpt": ("--palette",),
-    "givt": ("--mode", "--num-classes", "--adapter", "--tokenizer"),
-    "givt-vae": ("--beta", "--image-size"),
-    "vqgan": ("--image-size",),
-    "timm": ("--heads",),
-}
-"""The options of each form."""
-
-
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megavis import`."""
+    specs = list(paper_imports())
+    of_hub = ", ".join(name for spec in specs for name in spec.model_types)
+    sentences = [f"{spec.name}: {spec.help}." for spec in specs]
     parser.description = (
-        "huggingface: read a folder of the Hub by its config.json: ImageGPT, ViTMAE, ViT, a ViT of"
-        " timm, or what `megavis export` wrote."
-        " imagegpt: read an ImageGPT folder (config.json and model.safetensors as"
-        " transformers; kmeans_centers.npy or preprocessor_config.json for the palette),"
-        " write a run folder, and compare the logits of both on random input. givt, givt-vae: read"
-        " an .npz file of GIVT's released Transformers or VAEs. vqgan: read a checkpoint of"
-        " taming-transformers."
-        " timm: read a Vision Transformer with a class token (model.safetensors, and config.json)"
-        " as saved by timm's save_for_hf, and compare both; the run can be fine-tuned."
+        "Read released weights, write a run folder, and compare both networks on random input"
+        f" where the released one can be run. huggingface: a folder of the Hub ({of_hub}), or"
+        " what `megavis export` wrote. " + " ".join(sentences)
     )
     parser.epilog = (
         "example: megavis import huggingface vit-mae-base runs/vit_mae_base\n"
         "         megavis import imagegpt imagegpt-small runs/imagegpt_small\n"
         "         megavis import givt givt.npz runs/givt --tokenizer runs/givt_vae"
     )
-    parser.add_argument("form", choices=tuple(_FORMS), help="form of the weights")
+    names = ("huggingface", *(spec.name for spec in specs))
+    parser.add_argument("form", choices=names, help="form of the weights")
     parser.add_argument("source", type=Path, metavar="DIR|FILE", help="the released weights")
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="new run folder")
-    parser.add_argument(
-        "--palette", type=Path, help="kmeans_centers.npy; default: the folder's own"
-    )
-    givt = parser.add_argument_group("givt")
-    givt.add_argument("--mode", choices=("causal", "maskgit"), help="default: read from the file")
-    givt.add_argument("--num-classes", type=positive, help="default: read from the file")
-    givt.add_argument(
-        "--beta",
-        type=non_negative_number,
-        metavar="B",
-        help="givt-vae: the β it was trained with; default: 5e-5",
-    )
-    givt.add_argument("--adapter", type=Path, help=".npz file of a separate adapter")
-    givt.add_argument("--tokenizer", type=Path, help="run folder of the VAE")
-    givt.add_argument(
-        "--image-size", type=positive, default=256, help="givt-vae, vqgan: image size"
-    )
-    timm = parser.add_argument_group("timm")
-    timm.add_argument("--heads", type=positive, help="attention heads; default: width / 64")
+    for option in dict.fromkeys(option for spec in specs for option in spec.options):
+        forms = [spec.name for spec in specs if option in spec.options]
+        parser.add_argument(
+            option.name,
+            type=option.type,
+            choices=option.choices,
+            default=option.default,
+            metavar=option.metavar,
+            help=f"{', '.join(forms)}: {option.help}",
+        )
     parser.set_defaults(run="import_:run", check=_check_import)
 
 
 def _check_import(args: argparse.Namespace) -> None:
-    others = {option for options in _FORMS.values() for option in options} - {*_FORMS[args.form]}
-    refuse_options(args, sorted(others), f"to {args.form}")
+    of_hub = [spec for spec in paper_imports() if spec.model_types]
+    specs = of_hub if args.form == "huggingface" else paper_imports()
+    every = {option.name for spec in paper_imports() for option in spec.options}
+    taken = {
+        option.name
+        for spec in specs
+        for option in spec.options
+        if args.form in ("huggingface", spec.name)
+    }
+    refuse_options(args, sorted(every - taken), f"to {args.form}")
     if args.run_folder.exists():
         raise UserError(f"{args.run_folder} exists; choose another name")
 

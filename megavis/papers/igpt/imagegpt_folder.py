@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from megavis.checkpoint.format.hub_folder import read_json, read_tensors
 from megavis.config.errors import UserError
 from megavis.tokenizers.palette import Palette
 
@@ -41,27 +41,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = read_tensors(paths[1])
     _check_fit(settings, tensors, paths[0])
     return settings, tensors
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises UserError where it is not whole."""
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({error})") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file. Raises UserError where it is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path}: not a JSON file") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return values
 
 
 def _check_fit(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:

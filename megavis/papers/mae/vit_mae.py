@@ -5,6 +5,7 @@ Legend: b images, n patches, c of them visible, h hidden size, w width of the de
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavis.checkpoint.format.hub_folder import read_hub_folder
+from megavis.composition.released_run import OpenedRun, ReleasedRun, random_images
 from megavis.composition.shared_keys import DecoderConfig
 from megavis.config.errors import UserError
 from megavis.config.schema import ModelConfig, RunConfig
@@ -19,7 +22,7 @@ from megavis.model.positions import cell_coordinates, sincos
 from megavis.model.vit_blocks import TRANSFORMERS, block_from, block_to, run_block
 from megavis.papers.mae.config import MAEConfig
 from megavis.schedules.boundaries import context_size
-from megavis.tokenizers.patches import patchify
+from megavis.tokenizers.patches import patchify, standardize
 
 # megavis's name and theirs of what is no block.
 _PLAIN = (
@@ -249,3 +252,31 @@ def vit_mae_predictions(
     decoded = blocks(torch.cat([lifted[:, :1] + above[:, :1], everything], 1), 1)
     predicted = F.linear(norm(decoded, "decoder.decoder_norm"), *pair("decoder.decoder_pred"))
     return predicted[:, 1 + visible :]
+
+
+def read_vit_mae(args: argparse.Namespace) -> ReleasedRun:
+    """Convert a folder; predictions are compared.
+
+    Raises:
+        UserError: it is not such a folder.
+    """
+    settings, tensors = read_hub_folder(args.source)
+    paper, model = vit_mae_sections(settings, has_tables=not has_sines(tensors, settings))
+    return ReleasedRun(
+        paper,
+        from_vit_mae(tensors, settings),
+        image_size=settings["image_size"],
+        sections={"model": model},
+        compare=lambda run: [compared_vit_mae(run, tensors, settings)],
+        compared="predictions",
+    )
+
+
+def compared_vit_mae(
+    run: OpenedRun, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the predictions of a run and of a ViTMAE folder on random images."""
+    images, index = random_images(run.config.data.image_size), torch.arange(2)
+    order = run.objective.backbone.composition().schedule.draw(index).order
+    theirs = vit_mae_predictions(tensors, settings, standardize(images), order)
+    return run.outputs(images, sample_index=index), theirs

@@ -1,0 +1,38 @@
+"""Released weights of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megavis.config.arguments import non_negative_number, positive
+from megavis.config.imports import IMAGE_SIZE, ImportOption, ImportSpec
+
+_RUN = "megavis.papers.givt.released_run:"
+
+IMPORTS = (
+    ImportSpec(
+        "givt",
+        help="an .npz file of one of GIVT's released Transformers",
+        read=_RUN + "read_transformer",
+        options=(
+            ImportOption("--mode", "default: read from the file", choices=("causal", "maskgit")),
+            ImportOption("--num-classes", "default: read from the file", type=positive),
+            ImportOption("--adapter", ".npz file of a separate adapter", type=Path),
+            ImportOption("--tokenizer", "run folder of the VAE", type=Path),
+        ),
+    ),
+    ImportSpec(
+        "givt-vae",
+        help="an .npz file of one of GIVT's released VAEs",
+        read=_RUN + "read_vae",
+        options=(
+            ImportOption(
+                "--beta",
+                "the β it was trained with; default: 5e-5",
+                type=non_negative_number,
+                metavar="B",
+            ),
+            IMAGE_SIZE,
+        ),
+    ),
+)

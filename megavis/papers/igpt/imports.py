@@ -1,0 +1,16 @@
+"""Released weights of the paper."""
+
+from __future__ import annotations
+
+from megavis.config.imports import PALETTE, ImportSpec
+
+IMPORTS = (
+    ImportSpec(
+        "imagegpt",
+        help="an ImageGPT folder as transformers saves it (config.json and model.safetensors;"
+        " kmeans_centers.npy or preprocessor_config.json for the palette)",
+        read="megavis.papers.igpt.released_run:read_imagegpt",
+        options=(PALETTE,),
+        model_types=("imagegpt",),
+    ),
+)

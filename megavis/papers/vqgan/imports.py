@@ -1,0 +1,14 @@
+"""Released weights of VQGANs."""
+
+from __future__ import annotations
+
+from megavis.config.imports import IMAGE_SIZE, ImportSpec
+
+IMPORTS = (
+    ImportSpec(
+        "vqgan",
+        help="a checkpoint of taming-transformers, or the VQGAN that MAGE released",
+        read="megavis.papers.vqgan.released_run:read_vqgan",
+        options=(IMAGE_SIZE,),
+    ),
+)
