@@ -52,19 +52,10 @@ class Variant:
     Attributes:
         words: keys that differ.
         change: what is done to the layers before DeepSpeed sees them.
-        only: the presets that can be run so; all when None.
     """
 
     words: tuple[str, ...]
     change: Callable[[LayerStack], None] | None = None
-    only: tuple[str, ...] | None = None
-
-
-def gather_whole_blocks(stack: LayerStack) -> None:
-    """Let ZeRO-3 gather a block at once instead of each of its matrices."""
-    from deepspeed.utils import set_z3_leaf_modules
-
-    set_z3_leaf_modules(stack, [Block])
 
 
 def compile_blocks(stack: LayerStack) -> None:
@@ -93,12 +84,6 @@ _PLAIN = "parallel.activation_checkpointing=none"
 VARIANTS: Mapping[str, Variant] = {
     "ZeRO-1": Variant(("parallel.zero_stage=1", _PLAIN)),
     "ZeRO-3": Variant(("parallel.zero_stage=3", _PLAIN)),
-    # Of the others DeepSpeed 0.19 frees weights before the backward pass has used them.
-    "ZeRO-3, leaf modules": Variant(
-        ("parallel.zero_stage=3", _PLAIN),
-        gather_whole_blocks,
-        only=("iGPT-XL, 6 of 60 blocks", "GIVT-L"),
-    ),
     "ZeRO-1, compiled": Variant(("parallel.zero_stage=1", _PLAIN), compile_blocks),
     "ZeRO-1, full recomputation": Variant(
         ("parallel.zero_stage=1", "parallel.activation_checkpointing=full")
@@ -115,9 +100,8 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
     first_preset, first_variant = next(iter(PRESETS)), next(iter(VARIANTS))
     return {
         f"{preset}, {name}": functools.partial(_measure, preset, name)
-        for name, variant in VARIANTS.items()
+        for name in VARIANTS
         for preset in PRESETS
-        if variant.only is None or preset in variant.only
         if not settings.small or preset == first_preset or name == first_variant
     }
 

@@ -94,12 +94,10 @@ def settings(small):
     return Settings("cpu", small, Path("nowhere"))
 
 
-def test_every_preset_is_run_in_every_way_that_it_can_be():
+def test_every_preset_is_run_in_every_way():
     names = list(parts(settings(False)))
     assert names[: len(PRESETS)] == [f"{preset}, ZeRO-1" for preset in PRESETS]
-    left_out = {f"{preset}, ZeRO-3, leaf modules" for preset in ("DARL ViT-H", "GVP-B")}
-    every = {f"{preset}, {variant}" for preset in PRESETS for variant in VARIANTS}
-    assert set(names) == every - left_out
+    assert set(names) == {f"{preset}, {variant}" for preset in PRESETS for variant in VARIANTS}
     for preset in PRESETS.values():
         for variant in VARIANTS.values():
             config = config_of(preset, variant, settings(False))
