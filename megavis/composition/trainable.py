@@ -224,6 +224,10 @@ class Trainable(ABC):
         """True where images go in and the same images come out, as of a tokenizer in training."""
         return False
 
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Return what is reconstructed of `Batch.inputs`, as pictures uint8 `[b, H, W, 3]`."""
+        return inputs
+
     def reconstruction(self, predictions: Any) -> Tensor:
         """Return the images that came out, uint8 `[b, H, W, 3]`, where the model reconstructs.
 

@@ -164,14 +164,14 @@ def picture_of_reconstructions(
     Args:
         runner: the model.
         objective: the tokenizer in training.
-        originals: uint8 `[b, H, W, 3]`.
+        originals: as shards hold them.
 
     Returns:
         uint8 `[H, W, 3]`, pairs of rows: originals, reconstructions.
     """
     inputs = objective.inputs_from(originals.to(runner.context.device))
     made = objective.reconstruction(runner.predictions(inputs)).cpu().numpy()
-    images, columns = originals.cpu().numpy(), min(len(originals), 8)
+    images, columns = objective.shown(originals).cpu().numpy(), min(len(originals), 8)
     rows = []
     for start in range(0, len(images) - columns + 1, columns):
         part = slice(start, start + columns)

@@ -38,6 +38,7 @@ from megavis.config.errors import UserError
 
 TOKENIZERS: dict[str, str] = {
     "vae": "megavis.tokenizers.vae:VAE",
+    "vae_label_maps": "megavis.tokenizers.label_map_vae:LabelMapVAE",
     "vqgan": "megavis.tokenizers.vqgan:VQGAN",
 }
 """`module:class` by the name of the objective that trains it; imported when a run asks for it."""
@@ -60,9 +61,14 @@ class NetworkTokenizer(nn.Module, ABC):
         self.settings = dict(settings)
 
     @classmethod
-    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any]) -> NetworkTokenizer:
+        """Return the network that a run's config describes, by its `objective` section alone."""
+        return cls.from_objective(config["objective"])
+
+    @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> NetworkTokenizer:
         """Return the network that the `objective` section of a run's config describes."""
+        raise NotImplementedError(f"{cls.__name__} needs other sections too")
 
     def identity(self) -> str:
         """Return the SHA-256 of kind, settings and weights, as 64 hexadecimal digits."""
@@ -137,8 +143,8 @@ def open_tokenizer(
         UserError: the folder holds no run of a tokenizer, no checkpoint, or a damaged one.
     """
     run_folder = Path(run_folder)
-    section = objective_section(run_folder)
-    tokenizer = _tokenizer_class(run_folder, section).from_objective(section)
+    config = _read_config(run_folder)
+    tokenizer = _tokenizer_class(run_folder, config["objective"]).from_config(config)
     checkpoint = latest_checkpoint(run_folder)
     if checkpoint is None:
         raise UserError(f"{run_folder} has no checkpoint yet: train it first")
@@ -154,16 +160,23 @@ def open_tokenizer(
 
 def objective_section(run_folder: Path) -> dict[str, Any]:
     """Return the `objective` section of a run's config; raises UserError where there is none."""
+    section: dict[str, Any] = _read_config(run_folder)["objective"]
+    return section
+
+
+def _read_config(run_folder: Path) -> dict[str, Any]:
+    """Return a run's config; raises UserError where it has no `objective` section."""
     path = run_folder / "config.yaml"
     try:
-        section = yaml.safe_load(path.read_text(encoding="utf-8"))["objective"]
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        section = config["objective"]
     except FileNotFoundError:
         raise UserError(f"{run_folder} is not a run folder: it holds no config.yaml") from None
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         section = None
     if not isinstance(section, dict):
         raise UserError(f"{path} is not the config of a run: it has no objective section")
-    return section
+    return dict(config)
 
 
 def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:

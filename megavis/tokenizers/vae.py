@@ -106,6 +106,12 @@ class Posterior:
         return 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance)
 
 
+def bounded_posterior(moments: Tensor) -> Posterior:
+    """Return the posterior of means and log-variances `[b, 2 · d, h, w]`, these kept in bounds."""
+    mean, log_variance = moments.float().chunk(2, dim=1)
+    return Posterior(mean, log_variance.clamp(_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE))
+
+
 class VAEResidualBlock(nn.Module):
     """Norm, swish, 3×3 convolution, twice; added to the input."""
 
@@ -195,8 +201,7 @@ class VAENetwork(nn.Module):
 
     def posterior(self, pixels: Tensor) -> Posterior:
         """Encode pixels `[b, 3, H, W]` in [0, 1]."""
-        mean, log_variance = self.encoder(pixels).float().chunk(2, dim=1)
-        return Posterior(mean, log_variance.clamp(_LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE))
+        return bounded_posterior(self.encoder(pixels))
 
     def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Posterior]:
         """Reconstruct from a sample of the posterior.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from golden_givt import import_golden
 from latent_shards import write_latent_shards
+from scene_shards import write_scene_shards
 from small_configs import SMALL
 from small_vqgan import write_untrained_run
 
@@ -18,12 +19,14 @@ def write_config(
     folder = tmp_path_factory.mktemp("small")
     latents = folder / "latents"
     write_latent_shards(latents, shape=(4, 4, 4), num_classes=3, num_images=60)
+    scenes = write_scene_shards(folder, images=24)
     images = f"{{train: {image_shards}/train, validation: {image_shards}/validation, image_size: 16"
     kinds = {
         "images": f"{images}, crop: random_resized, flip: true}}",
         "palette": f"{{train: {shards}/train, image_size: 8}}",
         "latents": f"{{train: {latents}, image_size: 16}}",
         "encoded": f"{images}}}",
+        "label_maps": f"{{train: {scenes}/panoptic/train, image_size: 16, crop: random_resized}}",
     }
     runs = {"TOKENIZER": str(write_untrained_run(folder)), "VAE": import_golden(folder, "vae")}
 

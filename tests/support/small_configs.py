@@ -9,7 +9,8 @@ class SmallConfig:
 
     Attributes:
         objective: the section, with `TOKENIZER` for a frozen one's run.
-        data: `images`, `palette`, `latents`, or `encoded`, images of which `VAE` makes latents.
+        data: `images`, `palette`, `latents`, `encoded`, images of which `VAE` makes latents, or
+            `label_maps`, scenes with panoptic maps.
         model: keys of the model besides its size.
         rest: further sections.
         in_every_pair: checkpoints go from each layout to each other.
@@ -78,6 +79,13 @@ SMALL = {
     # Its encoder alone, with stochastic depth and another rate for each layer.
     "mae_classes": SmallConfig(
         MAE, rest="finetune: {num_classes: 10, layer_decay: 0.7, drop_path: 0.3}"
+    ),
+    "vae_label_maps": SmallConfig(
+        "{name: vae_label_maps, semantic_channels: 6, instance_channels: 8, patch_size: 4,"
+        " downsampling: 8, latent_channels: 4, decoder_layers: 2}",
+        data="label_maps",
+        model="activation: gelu",
+        in_every_pair=True,
     ),
     "compose": SmallConfig(
         "{name: compose, reads: {kind: patches, patch_size: 4},"

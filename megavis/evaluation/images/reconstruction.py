@@ -44,7 +44,7 @@ def reconstructions(
     for batch in batches:
         originals = batch.inputs.to(runner.context.device)
         made = objective.reconstruction(runner.predictions(objective.inputs_from(originals)))
-        yield originals, made
+        yield objective.shown(originals), made
 
 
 class PairScores:

@@ -21,7 +21,7 @@ from written_shards import write_payloads
 
 from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
-from megavis.data.format.manifest import SourceIdentity, TokenizerIdentity
+from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
 from megavis.data.format.token_packing import payload_bytes
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette
@@ -40,7 +40,7 @@ RUNS = {loaded.config.folder: loaded.config for loaded in PRESETS.values()}
 # Kinds of shards by their folders; all others hold jpeg files.
 KINDS = [
     (r"latents", "latents"),
-    (r"pairs|coarse", "pairs"),
+    (r"pairs|coarse|panoptic|nyu_depth", "pairs"),
     (r"ids", "ids"),
     (r"speech", "frames"),
     (r"cifar\d+_32|demo/(train|selection|validation)$", "palette"),
@@ -123,6 +123,12 @@ def shards_of(config, folder):
         name = TokenizerIdentity(kind="palette", sha256=name, num_tokens=vocabulary)
         says |= {"num_tokens": size**2, "tokenizer": name}
         return "tok", payload_bytes(size**2), says
+    if "panoptic" in folder:
+        classes = tuple(map(str, range(5)))
+        target = TargetMaps(kind="panoptic", class_names=classes, things=(True,) * 5)
+        says |= {"target": target, "image_size": None}
+    if "nyu_depth" in folder:
+        says |= {"target": TargetMaps(kind="depth"), "image_size": None}
     return {"jpeg": "jpg", "pairs": "pair"}[kind], 64, says
 
 

@@ -1,0 +1,276 @@
+"""Training of the VAE of label maps, whose latents GIVT predicts from images.
+
+"GIVT: Generative Infinite-Vocabulary Transformers", section 4.2 and appendix 0.C.3: UViM's
+autoencoder, two Transformers trained by cross-entropy, with a Gaussian posterior in place of vector
+quantization. Between the two the grid of tokens is resized to that of the latents and back.
+
+Legend: b maps, H and W pixels, n patches, h hidden size, d channels of a latent, l latents a side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megavis.composition.encoded_image import images_and_targets
+from megavis.composition.tokens import blank_batch
+from megavis.composition.trainable import Backbone, SequenceBatch, Trainable
+from megavis.config.schema import RunConfig
+from megavis.data.codecs.label_maps import painted
+from megavis.data.format.manifest import Manifest
+from megavis.data.loading.batch import Batch
+from megavis.model.core import BLOCKS, Core, StackSpec
+from megavis.model.embeddings import LastNorm, TokenHead, WholeLinear, grid_positions, to_stream
+from megavis.model.flops import Workload
+from megavis.model.init import (
+    Initialization,
+    normal,
+    truncated_normal,
+    xavier_uniform,
+    zeros,
+)
+from megavis.model.layer_state import LayerState, PackedState, as_bits, from_bits
+from megavis.model.parts import block_plans, model_flops
+from megavis.model.stack import LayerPlan
+from megavis.papers.vae.label_maps_config import LabelMapVAEConfig
+from megavis.parallel.context import ParallelContext
+from megavis.parallel.random import normal as normal_draws
+from megavis.tokenizers.label_channels import (
+    LabelChannels,
+    embed_labels,
+    patch_pixels,
+    resize_tokens,
+    unpatch_pixels,
+)
+from megavis.tokenizers.label_map_vae import LabelMapShape
+from megavis.tokenizers.vae import bounded_posterior
+
+NOISE, MOMENTS = "noise", "moments"
+"""Names of what travels with the hidden states: below the bottleneck, and above it."""
+
+
+class LabelMapInput(nn.Module):
+    """One-hot patches, mapped linearly, and their learned positions."""
+
+    def __init__(self, core: Core, shape: LabelMapShape) -> None:
+        super().__init__()
+        self.core, self.shape, width = core, shape, shape.hidden_size
+        rows = shape.patch_size**2 * shape.label_channels.num_channels
+        self.table = nn.Parameter(torch.empty(rows, width))
+        truncated_normal(rows**-0.5)(self.table)
+        self.bias = nn.Parameter(torch.zeros(width))
+        grid = (shape.grid, shape.grid)
+        self.positions = grid_positions(core, "learned", grid, fill=normal(width**-0.5))
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
+        """Map labels int64 `[b, g, H, W]` and noise, as bits `[b, d, l, l]`, to `[n, b, h]`."""
+        labels, noise = inputs
+        channels, size = self.shape.label_channels, self.shape.patch_size
+        patches = embed_labels(self.table, labels, channels, size) + self.bias
+        places = torch.arange(patches.shape[1], device=labels.device)[None]
+        hidden = self.positions(patches, places)
+        return LayerState(to_stream(hidden, self.core), {NOISE: noise}).pack()
+
+
+class Bottleneck(nn.Module):
+    """From the encoder to the decoder, through a sample of the posterior."""
+
+    def __init__(self, below: Core, above: Core, shape: LabelMapShape) -> None:
+        super().__init__()
+        self.below, self.above, self.shape = below, above, shape
+        width, grid = shape.hidden_size, (shape.grid, shape.grid)
+        lecun = truncated_normal(width**-0.5)
+        self.norm = LastNorm(below)
+        self.moments = WholeLinear(width, 2 * shape.latent_channels, lecun)
+        from_latents = truncated_normal(shape.latent_channels**-0.5)
+        self.linear = WholeLinear(shape.latent_channels, width, from_latents)
+        self.positions = grid_positions(above, "learned", grid, fill=normal(width**-0.5))
+
+    def forward(self, state: PackedState) -> PackedState:
+        """Map `[n, b, h]` to `[n, b, h]`, which carry mean and log-variance `[b, 2 d, l, l]`."""
+        stream = LayerState.unpack(state, self.below.carried_names)
+        large, small = self.shape.grid, self.shape.latent_grid
+        encoded = resize_tokens(self.norm.whole(stream.hidden), rows=large, to=small)
+        moments = self.moments(encoded).transpose(1, 2).unflatten(2, (small, small)).contiguous()
+        noise = from_bits(stream.carried[NOISE])
+        latents = bounded_posterior(moments).sample(noise).to(moments.dtype)
+        tokens = self.linear(latents.flatten(2).transpose(1, 2))
+        places = torch.arange(large**2, device=tokens.device)[None]
+        hidden = self.positions(resize_tokens(tokens, rows=small, to=large), places)
+        return LayerState(to_stream(hidden, self.above), {MOMENTS: moments}).pack()
+
+
+class LabelMapVAEObjective(Trainable, Backbone):
+    """Reconstruct label maps through latents that are close to N(0, 1)."""
+
+    config_type = LabelMapVAEConfig
+
+    def __init__(self, config: RunConfig, context: ParallelContext) -> None:
+        super().__init__(config, context)
+        fills = Initialization(*[xavier_uniform] * 5)
+        stack = StackSpec(BLOCKS, config.model, "full", fills, carried_names=(NOISE,))
+        self.core = Core.create(config, context.megatron_groups(), stack)
+        above = config.model.model_copy(update={"num_layers": self.paper.decoder_layers})
+        self.decoder_core = self.core.with_stack(
+            name="decoder", model=above, carried_names=(MOMENTS,)
+        )
+
+    @property
+    def paper(self) -> LabelMapVAEConfig:
+        """The section of the config."""
+        assert isinstance(self.config.objective, LabelMapVAEConfig)
+        return self.config.objective
+
+    @property
+    def backbone(self) -> LabelMapVAEObjective:
+        """This itself."""
+        return self
+
+    @cached_property
+    def shape(self) -> LabelMapShape:
+        """The sizes of the network."""
+        return LabelMapShape.from_config(self.config.model_dump())
+
+    @property
+    def channels(self) -> LabelChannels:
+        """The groups of one-hot channels."""
+        return self.shape.label_channels
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches n of a map."""
+        return self.shape.grid**2
+
+    @property
+    def carries_gradient(self) -> bool:
+        """True: the divergence reaches the encoder by way of the moments."""
+        return True
+
+    def blank_batch(self, num_images: int, device: torch.device) -> Batch:
+        """Return maps of nothing."""
+        side = self.config.data.image_size
+        return blank_batch(num_images, (side, side, 3), torch.uint8, device)
+
+    def check_data(self, manifest: Manifest) -> Iterator[str]:
+        """Check that the shards hold maps of this kind, with no more classes than channels."""
+        target, paper = manifest.target, self.paper
+        if target is None or target.kind != paper.target:
+            what = manifest.kind if target is None else f"{target.kind} maps"
+            yield f"holds {what}; objective.target {paper.target} needs pairs with such label maps"
+        elif len(target.class_names) >= paper.semantic_channels:
+            yield (
+                f"holds {len(target.class_names)} classes; with void they do not fit into"
+                f" objective.semantic_channels {paper.semantic_channels}"
+            )
+
+    def layer_plans(self) -> list[LayerPlan]:
+        """Return input, encoder, bottleneck, decoder and head."""
+        shape, seed, core, above = self.shape, self.config.seed, self.core, self.decoder_core
+        outputs = shape.patch_size**2 * self.channels.num_channels
+        below = Workload.of_one_stream(self.num_tokens, 0, causal=False)
+        work = Workload.of_one_stream(self.num_tokens, outputs, causal=False)
+        depth = core.model.num_layers + 1
+        flops = 2 * shape.latent_grid**2 * shape.hidden_size * 3 * shape.latent_channels
+        return [
+            LayerPlan("embedding", lambda: LabelMapInput(core, shape), seed),
+            *block_plans(core, below, seed=seed, depth=1),
+            LayerPlan(
+                "bottleneck", lambda: Bottleneck(core, above, shape), seed, depth, flops=flops
+            ),
+            *block_plans(above, work, seed=seed, depth=depth + 1),
+            LayerPlan(
+                "head",
+                lambda: TokenHead(above, outputs, zeros, hands_on=MOMENTS),
+                seed,
+                depth + 1 + above.model.num_layers,
+            ),
+        ]
+
+    def flops_per_image(self) -> float:
+        """Return the operations of a training step for one map, by the list of layers."""
+        return model_flops(self.layer_plans())
+
+    def sequence(self, batch: Batch) -> SequenceBatch:
+        """Return labels and noise; the targets are the labels."""
+        inputs = self.inputs_from(batch.inputs, sample_index=batch.sample_index)
+        return SequenceBatch(inputs, inputs[:1])
+
+    def inputs_from(
+        self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return labels int64 `[b, g, H, W]` and noise as bits `[b, d, l, l]`.
+
+        Args:
+            inputs: pairs uint8 `[b, 2, H, W, 3]`, or maps `[b, H, W, 3]`.
+            sample_index: int64 `[b]`, decides the noise; without it the noise is zero, so that the
+                mean is decoded.
+            **options: none.
+        """
+        self.check_options(options)
+        labels = self.channels.labels(images_and_targets(inputs)[1])
+        grid = self.shape.latent_grid
+        shape = (self.paper.latent_channels, grid, grid)
+        if sample_index is None:
+            noise = torch.zeros(len(labels), *shape, device=labels.device)
+        else:
+            count = shape[0] * grid * grid
+            draws = normal_draws(sample_index, count, seed=self.config.seed, purpose="posterior")
+            noise = draws.unflatten(1, shape)
+        return labels, as_bits(noise)
+
+    def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
+        """Return cross-entropy plus β times the divergence, the mean over the maps."""
+        terms = self.measures(predictions, targets)
+        return terms["cross_entropy"] + self.paper.beta * terms["kl"]
+
+    def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Return the terms of the loss before their weights, means over the maps.
+
+        Args:
+            predictions: logits `[b, n, p² · C]`, and moments `[b, 2 d, l, l]`.
+            targets: labels `[b, g, H, W]`.
+        """
+        patches, moments = predictions
+        size = self.shape.patch_size
+        logits = patches.unflatten(2, (size**2, -1)).flatten(1, 2).transpose(1, 2)
+        labels = patch_pixels(targets[0], size).flatten(1, 2).transpose(1, 2)
+        return {
+            "cross_entropy": self.channels.loss(logits, labels).mean(),
+            "kl": bounded_posterior(moments).kl().flatten(1).sum(1).mean(),
+        }
+
+    def logits(self, predictions: Any) -> Tensor:
+        """Return logits `[b, C, H, W]` of what the head gives."""
+        size = self.shape.patch_size
+        patches = predictions[0].unflatten(2, (size**2, -1))
+        return unpatch_pixels(patches, size, rows=self.shape.grid)
+
+    def outputs(self, predictions: Any) -> Tensor:
+        """Return the moments of the posterior, means then log-variances: `[b, 2 d, l, l]`."""
+        moments: Tensor = predictions[1]
+        return moments
+
+    @property
+    def reconstructs(self) -> bool:
+        """True: maps go in and come out."""
+        return True
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Return label maps as pictures, uint8 `[b, H, W, 3]`."""
+        return _painted(images_and_targets(inputs)[1], self.paper.target)
+
+    def reconstruction(self, predictions: Any) -> Tensor:
+        """Return the maps that came out, as pictures uint8 `[b, H, W, 3]`."""
+        return _painted(self.reconstructed_maps(predictions), self.paper.target)
+
+    def reconstructed_maps(self, predictions: Any) -> Tensor:
+        """Return the maps that came out, uint8 `[b, H, W, 3]` as in shards."""
+        return self.channels.maps(self.logits(predictions))
+
+
+def _painted(maps: Tensor, kind: Any) -> Tensor:
+    return torch.from_numpy(painted(maps.cpu().numpy(), kind)).to(maps.device)

@@ -1,0 +1,86 @@
+"""The keys of a VAE of label maps in training, besides those of its Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megavis.composition.shared_keys import check_patches, check_tokens
+from megavis.config.schema import ConfigIssue, ObjectiveConfig, Positive, RunConfig
+from megavis.config.section import Above0, AtLeast0
+
+
+class LabelMapVAEConfig(ObjectiveConfig):
+    """Sizes of the channels and of the bottleneck, and the weight of the divergence.
+
+    `model` holds the encoder's blocks; the decoder's differ in number alone.
+    """
+
+    name: Literal["vae_label_maps"] = "vae_label_maps"
+    target: Literal["panoptic", "depth"] = "panoptic"
+    """What the label maps show."""
+    semantic_channels: Annotated[int, Field(ge=2, le=256)] = 134
+    """Void and classes of a panoptic map; 1 + 133 for COCO."""
+    instance_channels: Annotated[int, Field(ge=2, le=256)] = 100
+    """Void and segments; those above the last channel are left out."""
+    depth_bins: Annotated[int, Field(ge=2)] = 256
+    """Bins of equal width between the depths of `depth_range`."""
+    depth_range: Annotated[tuple[AtLeast0, Above0], Field(strict=False)] = (0.001, 10.0)
+    """Least and largest depth in metres."""
+    patch_size: Positive = 16
+    """Pixels on the side of a patch, which is a token of both stacks of blocks."""
+    downsampling: Positive = 32
+    """Pixels on the side of a latent: the grid of tokens is resized to that of latents and back."""
+    latent_channels: Positive = 16
+    """d, real numbers a latent. The released COCO config of the VAE has 32, the paper and the
+    released second stage 16."""
+    decoder_layers: Positive = 12
+    """Blocks of the decoder."""
+    beta: AtLeast0 = 2.5e-4
+    """β, of the divergence from N(0, 1), in nats an image; 2.5e-4 for COCO, 2e-4 for NYU."""
+
+    @property
+    def num_further_blocks(self) -> int:
+        """Those of the decoder."""
+        return self.decoder_layers
+
+    @property
+    def num_channels(self) -> int:
+        """One-hot channels of a pixel."""
+        if self.target == "depth":
+            return self.depth_bins
+        return self.semantic_channels + self.instance_channels
+
+    def check(self, config: RunConfig) -> Iterator[ConfigIssue]:
+        """Check that sizes divide, and that the blocks are a plain Vision Transformer's."""
+        yield from check_patches(config, self.patch_size)
+        side = config.data.image_size
+        if side % self.downsampling:
+            yield "objective.downsampling", f"{self.downsampling} does not divide the side {side}"
+        if self.depth_range[0] >= self.depth_range[1]:
+            yield "objective.depth_range", f"{list(self.depth_range)} must begin with the smaller"
+        tokens = (side // self.patch_size) ** 2
+        what, remedy = f"{tokens} patches", "change objective.patch_size"
+        yield from check_tokens(config, tokens, what=what, remedy=remedy)
+        yield from _check_blocks(config)
+
+
+def _check_blocks(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Check what the tokenizer, which is a network of its own, takes for granted."""
+    model = config.model
+    needed = {
+        "normalization": ("layer_norm",),
+        "norm_bias": ("all",),
+        "activation": ("gelu", "gelu_tanh"),
+        "positions": (None, "learned"),
+    }
+    for key, allowed in needed.items():
+        if getattr(model, key) not in allowed:
+            words = " or ".join(str(value) for value in allowed if value is not None)
+            yield f"model.{key}", f"{getattr(model, key)} is not for label maps; use {words}"
+    if not (model.add_bias and model.has_biased_attention):
+        yield "model.add_bias", "false is not for label maps, whose VAE has biases; set it to true"
+    if model.drop_path:
+        yield "model.drop_path", f"{model.drop_path} is not for label maps; use 0"
