@@ -23,6 +23,7 @@ from megavis.config.errors import UserError
 from megavis.data.format.manifest import Manifest
 from megavis.data.loading.batch import Batch
 from megavis.model.core import Core
+from megavis.model.declarations import add_options
 from megavis.model.encoder import EncoderInput, EncoderSizes
 from megavis.model.layer_state import LayerState, PackedState
 from megavis.model.stack import LayerPlan
@@ -74,7 +75,9 @@ class EncodedImage(Condition):
         """Build what embeds the encoder's patches, or a part of the others."""
         if role != "memory":
             return self.others.part(role, core)
-        return EncoderInput(self.sizes.core(core, _NAME), patch_size=self.sizes.patch_size)
+        layer = EncoderInput(self.sizes.core(core, _NAME), patch_size=self.sizes.patch_size)
+        add_options(layer.parameters(), self.sizes.options)
+        return layer
 
     def predicted(self, samples: Tensor) -> Tensor:
         """Return the targets."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megavis.composition.tokens import Vectors
 from megavis.config.errors import UserError
+from megavis.data.codecs.label_maps import painted
 from megavis.data.format.manifest import Manifest
 from megavis.parallel.random import normal
 from megavis.tokenizers.patches import stack, to_grid, to_tokens, unstack
@@ -80,6 +81,16 @@ class Latents(Vectors):
             yield f"holds {manifest.kind} shards; {name} needs latents shards"
         elif self.run_folder is None:
             yield "holds images; name the VAE's run folder in objective.tokenizer"
+        elif manifest.target is not None or (Path(self.run_folder) / "config.yaml").exists():
+            yield from self._check_target(manifest)
+
+    def _check_target(self, manifest: Manifest) -> Iterator[str]:
+        """Check that the VAE encodes what images, or the targets of pairs, show."""
+        held = manifest.target.kind if manifest.target else None
+        encoded = self.tokenizer.target_kind
+        if held != encoded:
+            words = [f"{kind} maps" if kind else "images of colours" for kind in (held, encoded)]
+            yield f"holds {words[0]}; the VAE of objective.tokenizer encodes {words[1]}"
 
     def _check_latents(self, manifest: Manifest) -> Iterator[str]:
         if manifest.latent_shape != self.shape:
@@ -155,6 +166,13 @@ class Latents(Vectors):
         if self.run_folder is None:
             raise UserError("pictures need the VAE: name its run folder in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
+
+    def shown(self, images: Tensor) -> Tensor:
+        """Return images as they are, and label maps in colours."""
+        kind = None if self.run_folder is None else self.tokenizer.target_kind
+        if kind is None:
+            return images
+        return torch.from_numpy(painted(images.cpu().numpy(), kind)).to(images.device)
 
     @cached_property
     def tokenizer(self) -> LatentTokenizer:

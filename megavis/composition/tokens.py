@@ -117,6 +117,10 @@ class Tokens(ABC):
             UserError: nothing does.
         """
 
+    def shown(self, images: Tensor) -> Tensor:
+        """Return what `to_images` gives as pictures for people, uint8 `[b, h, w, 3]`."""
+        return images
+
     def check_images(self, folder: Path) -> None:
         """Raise UserError where nothing makes images of these tokens."""
         self.to_images(self.of(self.blank_batch(1, torch.device("cpu")).inputs), folder)

@@ -169,16 +169,19 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam; for linear evaluation SGD or LARS."""
+    """Adam or Adafactor; for linear evaluation SGD or LARS."""
 
-    algorithm: Literal["adam", "sgd", "lars"] = "adam"
-    """`sgd`: plain momentum, for linear evaluation (iGPT, section 3.4). `lars` scales each matrix's
-    step by its norm, for large batches (MAE)."""
+    algorithm: Literal["adam", "adafactor", "sgd", "lars"] = "adam"
+    """`adafactor`: with momentum, and mean squares of the rows and columns of each matrix, as in
+    the released code of UViM and GIVT; `epsilon` does not apply, and a layer's own learning rate
+    scales no decay. `sgd`: plain momentum, for linear evaluation (iGPT, section 3.4). `lars` scales
+    each matrix's step by its norm, for large batches (MAE)."""
 
     learning_rate: Above0
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates; the first is the momentum of SGD and LARS."""
+    """Adam's decay rates; the first is the momentum of Adafactor, SGD and LARS, the second bounds
+    Adafactor's decay of mean squares, which rises with the steps."""
     epsilon: Above0 = 1e-8
     """Adam's denominator constant."""
     weight_decay: AtLeast0 = 0.0

@@ -11,13 +11,14 @@ blocks that attend to it, m rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megavis.model.core import MEMORY, Core
+from megavis.model.declarations import ParamGroupOptions
 from megavis.model.embeddings import LastNorm, PatchEmbedding, WholeLinear, to_stream
 from megavis.model.flops import Workload
 from megavis.model.init import Initialization, normal, truncated_normal, xavier_uniform
@@ -40,12 +41,19 @@ class EncoderSizes:
         patch_size: side of a patch in pixels.
         hidden_size: width; that of the blocks above when None, with their MLP.
         num_heads: attention heads; theirs when None.
+        learning_rate_scale: multiplies the scheduled rate of all its parameters.
     """
 
     num_layers: int
     patch_size: int
     hidden_size: int | None = None
     num_heads: int | None = None
+    learning_rate_scale: float = 1.0
+
+    @property
+    def options(self) -> ParamGroupOptions:
+        """How the optimizer treats its parameters."""
+        return ParamGroupOptions(self.learning_rate_scale)
 
     def num_patches(self, image_size: int) -> int:
         """Return c of images with so many pixels on a side."""
@@ -106,7 +114,8 @@ class EncoderSizes:
         )
         flops = 0 if own in (None, width) else 2 * patches * own * width
         output = partial(EncoderOutput, core, above)
-        return [*blocks, LayerPlan(name, output, seed, flops=flops, phase="once")]
+        plans = [*blocks, LayerPlan(name, output, seed, flops=flops, phase="once")]
+        return [replace(plan, options=self.options) for plan in plans]
 
 
 def _passing(name: str) -> str:

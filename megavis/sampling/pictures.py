@@ -120,9 +120,11 @@ def picture(
     columns = []
     for sampler in samplers:
         drawn = sampler.to_images(sampler.draw(count * copies, **options))
-        columns += [_pixels(part) for part in drawn.split(count)]
+        columns += [_pixels(paper.predicts.shown(part)) for part in drawn.split(count)]
     if shown:
-        columns = [*map(_pixels, shown), *columns]
+        image, *targets = shown
+        known = [image, *map(paper.predicts.shown, targets)]
+        columns = [*map(_pixels, known), *columns]
         return image_grid([list(row) for row in zip(*columns, strict=True)])
     originals = _pixels(first.to_images(paper.tokens_of(examples.inputs)))
     given = first.given_part(count, options["num_given"])

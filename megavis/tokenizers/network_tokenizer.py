@@ -35,6 +35,7 @@ from megavis.checkpoint.format.folder import latest_checkpoint
 from megavis.checkpoint.format.manifest import file_damage, read_manifest
 from megavis.checkpoint.format.tensor_reader import read_weights
 from megavis.config.errors import UserError
+from megavis.data.codecs.label_maps import TargetKind
 
 TOKENIZERS: dict[str, str] = {
     "vae": "megavis.tokenizers.vae:VAE",
@@ -82,6 +83,11 @@ class NetworkTokenizer(nn.Module, ABC):
 
 class LatentTokenizer(NetworkTokenizer):
     """Images to a grid of normal distributions and back."""
+
+    @property
+    def target_kind(self) -> TargetKind | None:
+        """What the images are, where they are label maps; None for those of colours."""
+        return None
 
     @abstractmethod
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:

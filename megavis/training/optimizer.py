@@ -1,4 +1,4 @@
-"""Adam, SGD and LARS, their parameter groups and their schedule.
+"""Adam, Adafactor, SGD and LARS, their parameter groups and their schedule.
 
 LARS scales the step of each matrix by its norm, for linear evaluation with large batches:
 "Large Batch Training of Convolutional Networks" (You, Gitman, Ginsburg), equation 6. MAE's linear
@@ -34,6 +34,7 @@ from megavis.model.declarations import ParamGroupOptions, is_without_decay, opti
 from megavis.model.kernels import apex_part
 from megavis.model.stack import LocalLayers
 from megavis.parallel.tensors import is_first_copy
+from megavis.training.adafactor import Adafactor, shape_of
 
 
 def build_optimizer(
@@ -44,7 +45,7 @@ def build_optimizer(
     parts: dist.ProcessGroup | None = None,
     kernels: KernelLibrary = "auto",
 ) -> torch.optim.Optimizer:
-    """Return decoupled-decay Adam, SGD or LARS over the trainable parameters.
+    """Return decoupled-decay Adam, Adafactor, SGD or LARS over the trainable parameters.
 
     Args:
         named_parameters: with names that do not depend on the layout.
@@ -57,6 +58,10 @@ def build_optimizer(
         UserError: NVIDIA Apex is requested but absent.
     """
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if config.algorithm == "adafactor":
+        alone = (parameter_groups([named], config.weight_decay) for named in trained)
+        each = [{**group, "shape": shape_of(group["params"][0])} for [group] in alone]
+        return Adafactor(each, lr=config.learning_rate, betas=config.betas, processes=parts)
     if config.algorithm != "adam":
         adapts = config.algorithm == "lars"
         # One group per parameter: ZeRO flattens a group, and LARS needs the norm of each.

@@ -73,10 +73,10 @@ class SmallCodebook(IdTokenizer):
         return write_run(folder, self, {"name": "small_codebook", **self.settings})
 
 
-def write_run(folder, tokenizer, section):
+def write_run(folder, tokenizer, section, **sections):
     """Write what `megavis train` would leave of a tokenizer; returns the folder."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"objective": section}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"objective": section, **sections}))
     weights = {f"{tokenizer.prefix}{name}": value for name, value in tokenizer.state_dict().items()}
     write_weights(folder, weights, seed=0, tokenizer=None)
     return folder

@@ -32,6 +32,7 @@ class GIVTEncoderDecoder(GIVT):
                 self.paper.encoder_patch_size,
                 self.paper.encoder_hidden_size,
                 self.paper.encoder_num_attention_heads,
+                self.paper.encoder_learning_rate_scale,
             ),
             others=self._labels(),
         )

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megavis.composition.shared_keys import check_encoder
 from megavis.config.schema import ConfigIssue, NonNegative, Positive, RunConfig
+from megavis.config.section import Above0
 from megavis.papers.givt.config import LatentTokensConfig
 
 
@@ -26,6 +27,9 @@ class EncoderDecoderConfig(LatentTokensConfig):
     """Its width; that of `model` when absent, as in the paper."""
     encoder_num_attention_heads: Positive | None = None
     """Its attention heads; those of `model` when absent."""
+    encoder_learning_rate_scale: Above0 = 1.0
+    """Multiplies the learning rate of the encoder; 0.1 in the released code, where it starts from a
+    trained Vision Transformer."""
 
     @property
     def num_further_blocks(self) -> int:

@@ -23,6 +23,7 @@ from megavis.checkpoint.state.convert import write_weights
 from megavis.config.load import dump_config, load_config
 from megavis.data.format.manifest import SourceIdentity, TargetMaps, TokenizerIdentity
 from megavis.data.format.token_packing import payload_bytes
+from megavis.tokenizers.label_map_vae import LabelMapVAE
 from megavis.tokenizers.network_tokenizer import open_tokenizer
 from megavis.tokenizers.palette import Palette
 from megavis.tokenizers.vae import VAE
@@ -85,6 +86,14 @@ def tokenizer_of(config):
 @functools.cache
 def tokenizer(folder):
     """Write a tokenizer's run, of the shape of the preset's but with few filters, and open it."""
+    tree = RUNS[folder].model_dump(mode="json")
+    if tree["objective"]["name"] == "vae_label_maps":
+        small = {"hidden_size": 12, "ffn_hidden_size": 12, "num_layers": 1}
+        parts = {"model": {**tree["model"], **small}, "data": tree["data"]}
+        section = {**tree["objective"], "decoder_layers": 1}
+        network = LabelMapVAE.from_config({"objective": section, **parts})
+        write_run(Path(folder), network, section, **parts)
+        return open_tokenizer(folder)
     section = {**RUNS[folder].objective.model_dump(mode="json"), "filters": 32}
     network = {"vae": VAE, "vqgan": VQGAN}[section["name"]].from_objective(section)
     write_run(Path(folder), network, section)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megavis.config.load import load_config
+from megavis.model.declarations import options_of
 from megavis.papers import build_objective
 from megavis.planning.parameters import by_part, count_parameters
 
@@ -170,3 +171,39 @@ def test_the_encoder_decoder_is_that_of_section_4_2():
     assert targets.objective.beta == 2.5e-4
     assert 2 ** (len(targets.objective.multipliers) - 1) == paper.downsampling
     assert targets.folder == paper.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "warmup"),
+    [
+        ("encoder_decoder_coco_panoptic", 200 * 114_191 // 512, 4000),
+        ("encoder_decoder_nyu_depth", 50 * 47_584 // 512, 50 * 47_584 // 512 // 10),
+    ],
+)
+def test_dense_prediction_is_trained_as_the_released_code_does(name, steps, warmup):
+    config = read(name)
+    optimizer, paper, vae = config.optimizer, config.objective, read(f"vae_{name[16:]}")
+    assert abs(config.training.steps - steps) <= 1
+    assert config.schedule.warmup_steps == warmup
+    assert (optimizer.algorithm, optimizer.betas, optimizer.learning_rate) == (
+        "adafactor",
+        (0.9, 0.95),
+        1e-3,
+    )
+    assert optimizer.weight_decay * optimizer.learning_rate == pytest.approx(1e-6)
+    assert (paper.encoder_learning_rate_scale, paper.encoder_layers) == (0.1, 24)
+    assert (paper.num_components, paper.grid(config)) == (1, (16, 16))
+    assert paper.tokenizer == vae.folder
+    assert (vae.objective.latent_channels, vae.objective.downsampling) == (16, 32)
+
+
+def test_the_encoder_learns_at_its_own_rate(context):
+    path = FOLDER / "encoder_decoder_coco_panoptic.yaml"
+    words = ["model.num_layers=1", "objective.encoder_layers=1", "model.hidden_size=64"]
+    config = load_config(path, words).config
+    objective = build_objective(config, context)
+    for plan in objective.layer_plans():
+        for name, parameter in plan.build().named_parameters():
+            is_encoder = f"{plan.name}.{name}".startswith("embedding.encoder.")
+            expected = 0.1 if is_encoder else 1.0
+            assert options_of(parameter).learning_rate_scale == expected, f"{plan.name}.{name}"

@@ -1,0 +1,45 @@
+"""Adafactor at every ZeRO stage: means over rows and columns add up over the parts of a matrix."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layout_curves import TOLERANCE, largest_difference, make_config, with_layout
+
+from megavis.training.adafactor import is_factored
+from megavis.training.parity import train_briefly
+
+WORDS = ("optimizer.algorithm=adafactor", "optimizer.weight_decay=0.1")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def reference(run_job: Any, tiny_config: Path) -> Any:
+    config = with_layout(make_config(tiny_config, *WORDS), zero_stage=0)
+    assert is_factored((config.model.hidden_size, config.model.hidden_size))
+    return run_job(train_briefly, 1, config, STEPS)[0]
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (1, {"zero_stage": 1}),
+        (2, {"zero_stage": 0}),
+        (2, {"zero_stage": 1}),
+        (4, {"zero_stage": 2}),
+        (2, {"zero_stage": 3}),
+        (2, {"zero_stage": 0, "pipeline_model_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_layout_gives_the_curve_of_one_process(
+    run_job: Callable[..., Any],
+    reference: Any,
+    tiny_config: Path,
+    processes: int,
+    layout: dict[str, Any],
+) -> None:
+    config = with_layout(make_config(tiny_config, *WORDS), **layout)
+    curves = run_job(train_briefly, processes, config, STEPS)
+    assert largest_difference(curves, reference) <= TOLERANCE

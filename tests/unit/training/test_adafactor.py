@@ -1,0 +1,146 @@
+"""Adafactor against transformers' and against plain arithmetic, and what it refuses."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import Adafactor as TransformersAdafactor
+
+from megavis.cli import main
+from megavis.config.errors import UserError
+from megavis.config.load import load_config
+from megavis.config.schema import OptimizerConfig
+from megavis.model.declarations import ParamGroupOptions, add_options
+from megavis.training.optimizer import build_optimizer
+
+SETTINGS = {"learning_rate": 0.01, "betas": (0.9, 0.95), "algorithm": "adafactor"}
+SHAPES = {"matrix": (40, 33), "thin": (40, 31), "bias": (7,), "kernel": (33, 4, 3)}
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(step):
+    generator = torch.Generator().manual_seed(1 + step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def trained(named, optimizer, steps):
+    for step in range(steps):
+        for parameter, gradient in zip(named.values(), gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def test_steps_are_those_of_transformers():
+    """As long as the bound of β2 does not matter, on what both factor, and on vectors."""
+    named, theirs = parameters(), parameters()
+    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**SETTINGS)), 20)
+    # Its momentum sums up steps with their rate, which is constant here.
+    optimizer = TransformersAdafactor(
+        list(theirs.values()),
+        lr=0.01,
+        eps=(1e-30, 1e-3),
+        clip_threshold=1e9,
+        beta1=0.9,
+        scale_parameter=False,
+        relative_step=False,
+    )
+    expected = trained(theirs, optimizer, 20)
+    for name in ("matrix", "bias"):
+        torch.testing.assert_close(made[name], expected[name])
+    # Theirs factors matrices with a side below 32, and kernels.
+    assert not torch.allclose(made["thin"], expected["thin"], atol=1e-3)
+
+
+def test_steps_by_plain_arithmetic():
+    """More steps than the bound of β2 lets pass: 1 - 43^-0.8 is above 0.95."""
+    named, count = parameters(), 60
+    weights = {name: parameter.detach().double() for name, parameter in named.items()}
+    settings = {**SETTINGS, "weight_decay": 0.1}
+    made = trained(named, build_optimizer(named.items(), OptimizerConfig(**settings)), count)
+    rows, columns = torch.zeros(40, 1).double(), torch.zeros(1, 33).double()
+    momenta = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
+    squares = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
+    for step in range(count):
+        beta = min(0.95, 1.0 - (step + 1) ** -0.8)
+        for name, gradient in zip(SHAPES, gradients(step), strict=True):
+            gradient = gradient.double()
+            if name == "matrix":
+                rows = beta * rows + (1 - beta) * gradient.square().mean(1, keepdim=True)
+                columns = beta * columns + (1 - beta) * gradient.square().mean(0, keepdim=True)
+                mean_squares = rows * columns / rows.mean()
+            else:
+                squares[name] = beta * squares[name] + (1 - beta) * gradient.square()
+                mean_squares = squares[name]
+            momenta[name] = 0.9 * momenta[name] + 0.1 * gradient / mean_squares.sqrt()
+            decay = 0.0 if name == "bias" else 0.1
+            weights[name] = weights[name] - 0.01 * (momenta[name] + decay * weights[name])
+    for name in SHAPES:
+        torch.testing.assert_close(made[name].double(), weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_rate_of_a_layer_scales_no_decay():
+    named = parameters()
+    add_options([named["matrix"]], ParamGroupOptions(0.1))
+    before = named["matrix"].detach().clone()
+    config = OptimizerConfig(**{**SETTINGS, "weight_decay": 0.5})
+    optimizer = build_optimizer(named.items(), config)
+    for group in optimizer.param_groups:  # as the engine sets it before each step
+        group["lr"] = 0.01 * group["learning_rate_scale"]
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(named["matrix"].detach(), before * (1 - 0.01 * 0.5))
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    named = parameters()
+    optimizer = build_optimizer(named.items(), OptimizerConfig(**SETTINGS))
+    before = {name: value.clone() for name, value in trained(named, optimizer, 3).items()}
+    named["matrix"].grad.fill_(math.inf)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    torch.testing.assert_close({name: p.detach() for name, p in named.items()}, before)
+    assert all(float(state["step"]) == 3 for state in optimizer.state.values())
+    assert all(state["exp_avg_sq"].isfinite().all() for state in optimizer.state.values())
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_resumed_run_takes_the_same_steps(tmp_path, tiny_config, stage):
+    words = ["optimizer.algorithm=adafactor", "schedule.decay=constant", "checkpoint.every=2"]
+    words += ["schedule.warmup_steps=0"]
+    words += [f"parallel.zero_stage={stage}", "training.log_every=1", f"output={tmp_path}"]
+
+    def losses(name, *steps):
+        for count in steps:
+            more = [f"name={name}", f"training.steps={count}", "training.validate_every=0"]
+            assert main(["train", str(tiny_config), *words, *more, "--device", "cpu"]) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+    whole = losses("whole", 4)
+    assert len(whole) == 4
+    assert losses("parts", 2, 4) == whole
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["parallel.tensor_model_parallel_size=2"], "parallel.tensor_model_parallel_size"),
+        (["parallel.pipeline_model_parallel_size=2"], "parallel.zero_stage"),
+        (["parallel.offload_optimizer=cpu"], "parallel.offload_optimizer"),
+    ],
+)
+def test_layouts_that_it_does_not_support_are_refused_by_name(tiny_config, words, key):
+    load_config(tiny_config, ["optimizer.algorithm=adafactor"])
+    with pytest.raises(UserError, match=f"{key}.*adafactor"):
+        load_config(tiny_config, ["optimizer.algorithm=adafactor", *words])
