@@ -75,7 +75,7 @@ def _judges(opened: Run, images: str | None) -> Subset:
 
 def _report(members: dict[str, ClassProbabilities], path: Path | None) -> None:
     rows = [
-        {"run": name, "top1": found.share_right(1), "top5": found.share_right(5)}
+        {"run": name, "top1": found.top_k_accuracy(1), "top5": found.top_k_accuracy(5)}
         for name, found in members.items()
     ]
     width = max(len(name) for name in members)

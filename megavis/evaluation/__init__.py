@@ -1,1 +1,1 @@
-"""Evaluate trained models."""
+"""Evaluate trained models: features, probes, likelihood and images."""

@@ -1,7 +1,7 @@
-"""Where attention heads look relative to the query, and how widely.
+"""Average attention weights of each head by offset from the query, and their entropy.
 
-Read from the projections of each block, so that no kernel has to give its weights away. Whose
-figures these are: docs/evaluation.md.
+The weights are computed from the projections of each block, since fused kernels do not return them.
+For the source of these figures, see docs/evaluation.md.
 
 Legend: b images, n heads, s tokens, the last r² of them a square grid of cells, d head size.
 """
@@ -35,13 +35,13 @@ _BATCH_SIZE = 16
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """Means over images, for every layer and head.
+    """Mean attention over images, for every layer and head.
 
     Attributes:
-        maps: `[L, n, 2r - 1, 2r - 1]`, mean weight by row and column offset of the cell that is
-            looked at; the middle is the cell itself. Offsets that no pair has cannot occur.
-        entropies: nats `[L, n]`, -Σ α log α, the mean over queries; log s where a head looks
-            everywhere alike.
+        maps: `[L, n, 2r - 1, 2r - 1]`, mean weight by row and column offset of the key; the center
+            is the query's own cell.
+        entropies: `[L, n]` in nats, the mean over queries of -Σ α log α; log s for uniform
+            attention.
     """
 
     maps: Tensor
@@ -51,10 +51,10 @@ class AttentionMaps:
 def measure_attention(
     runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> AttentionMaps:
-    """Look at held-out images, of which all tokens are seen.
+    """Measure attention on held-out images with all tokens visible.
 
     Raises:
-        UserError: the paper's tokens do not all see all, or have rotary positions.
+        UserError: attention is not bidirectional, or positions are rotary.
     """
     paper = objective.backbone.composition()
     _check_visibility(paper)
@@ -73,15 +73,15 @@ def measure_attention(
 
 def _check_visibility(paper: Composition) -> None:
     if paper.core.visibility_kind not in ("full", "context"):
-        raise UserError("attention maps are drawn of models whose tokens can all see all")
+        raise UserError("attention maps need a model with bidirectional attention")
     if "coordinates" in paper.carried_names and paper.relative_grid is None:
-        raise UserError("attention maps are not drawn of models with rotary positions")
+        raise UserError("attention maps do not support rotary positions")
 
 
 def attention_weights(runner: Inference, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return softmax(q · k / √d) of each block: `[b, n, s, keys]`, keys in their own order.
+    """Return softmax(q · k / √d) of each block, `[b, n, s, keys]`, keys in their original order.
 
-    Biases for relative positions are part of the logits.
+    Relative position biases are included.
     """
     parts: list[dict[str, Any]] = []
     blocks = [layer for layer in runner.layers.of_phase("step") if isinstance(layer, Block)]
@@ -123,7 +123,7 @@ def _sums(weights: Tensor) -> tuple[Tensor, Tensor]:
 def relative_map(weights: Tensor) -> Tensor:
     """Average weights `[..., s, s]` over pairs of cells with the same offset.
 
-    Tokens in front of the grid, such as a class token, are left out.
+    Tokens before the grid, such as a class token, are ignored.
 
     Returns:
         `[..., 2r - 1, 2r - 1]`.
@@ -144,13 +144,13 @@ def relative_map(weights: Tensor) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether all tokens can see all, wherever they stand."""
+    """Return whether attention is bidirectional, without rotary positions."""
     _check_visibility(objective.backbone.composition())
     return True
 
 
 def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Average the attention of every head over held-out images, and draw it."""
+    """Draw the attention of every head, averaged over held-out images."""
     maps = measure_attention(
         subject.runner, subject.objective, subject.images, num_images=options.num_images
     )
@@ -158,14 +158,14 @@ def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
     low = lowest_entropy(rows)
     line = (
         f"entropy {min(r['entropy'] for r in rows):.2f} to {max(r['entropy'] for r in rows):.2f}"
-        f" nats; lowest in layer {low['layer']}, head {low['head']}, which looks"
-        f" {low['mean_distance']:.1f} cells far"
+        f" nats; lowest in layer {low['layer']}, head {low['head']}, with a mean distance of"
+        f" {low['mean_distance']:.1f} cells"
     )
     return RenderedFigure(draw_attention(maps, name=subject.name), rows, [line])
 
 
 def attention_rows(maps: AttentionMaps) -> list[Row]:
-    """Return one row a head: its entropy, and how far it looks on average, in cells."""
+    """Return one row per head: entropy and mean attention distance in cells."""
     middle = (maps.maps.shape[-1] - 1) / 2
     steps = torch.arange(maps.maps.shape[-1]) - middle
     distances = (steps[:, None].square() + steps[None].square()).sqrt()
@@ -184,7 +184,7 @@ def attention_rows(maps: AttentionMaps) -> list[Row]:
 
 
 def draw_attention(maps: AttentionMaps, *, name: str) -> Figure:
-    """Draw every head of every layer with its entropy; a row a layer."""
+    """Draw every head with its entropy; one row per layer."""
     from matplotlib.figure import Figure
 
     layers, heads = maps.entropies.shape
@@ -203,5 +203,5 @@ def draw_attention(maps: AttentionMaps, *, name: str) -> Figure:
 
 
 def lowest_entropy(rows: Sequence[Row]) -> Row:
-    """Return the head that looks most narrowly."""
+    """Return the row of the head with the lowest entropy."""
     return min(rows, key=lambda row: float(row["entropy"]))

@@ -1,7 +1,7 @@
-"""Accuracy of fine-tuned networks, alone and as an ensemble, and a confusion matrix.
+"""Accuracy and confusion matrix of fine-tuned networks and their ensembles.
 
-An ensemble's answer is the mean of class probabilities: networks that were pre-trained in different
-ways err on different images. Who found that: docs/evaluation.md.
+An ensemble averages class probabilities; networks with different pre-training make different
+errors. For the source of this result, see docs/evaluation.md.
 
 Legend: m networks, b images, c classes.
 """
@@ -25,21 +25,21 @@ from megavis.data.format.files import write_atomically
 from megavis.data.loading.batch import Batch
 from megavis.data.loading.loader import Readable, evaluation_batches
 from megavis.evaluation.features import view_of
-from megavis.evaluation.linear import commonest
+from megavis.evaluation.linear import majority_vote
 from megavis.model.inference import Inference
 
 
 @dataclass(frozen=True)
 class ClassResult:
-    """ClassProbabilities to a set of labelled images.
+    """Accuracy on a set of labelled images.
 
     Attributes:
-        num_images: how many.
-        top1: share of images whose likeliest class is right, in [0, 1].
-        top5: share whose class is among the five likeliest (all, where there are fewer).
-        num_views: random draws of each image's inputs, as BERT's masks.
-        vote: share of images whose commonest answer over the views is right; top1 for one view.
-        confusion: int64 `[c, c]`: images of each class (row) by the commonest answer (column).
+        num_images: number of images.
+        top1: fraction of images whose most likely class is correct, in [0, 1].
+        top5: fraction whose class is among the five most likely (or all, if there are fewer).
+        num_views: random draws of each image's inputs, such as BERT's masks.
+        vote: fraction of images whose majority vote over views is correct; top1 for one view.
+        confusion: int64 `[c, c]`: images of each class (row) by predicted class (column).
     """
 
     num_images: int
@@ -50,7 +50,7 @@ class ClassResult:
     confusion: np.ndarray
 
     def write(self, path: Path, *, class_names: Sequence[str], **record: Any) -> None:
-        """Write everything as JSON, with more of the record; whole or not at all."""
+        """Write the result and further fields as JSON, atomically."""
         content = {**record, **dataclasses.asdict(self), "class_names": list(class_names)}
         content["confusion"] = self.confusion.tolist()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,20 +66,20 @@ def evaluate_classifier(
     num_views: int = 1,
     batch_size: int = 64,
 ) -> ClassResult:
-    """Let a fine-tuned network name the classes of labelled images.
+    """Classify labelled images with a fine-tuned network.
 
-    Every process of the job calls this; data-parallel ranks share the images, of which less than
-    one a rank is left over at the end and not counted.
+    Collective over all processes of the job. Data-parallel ranks divide the images; fewer than one
+    per rank are left out at the end.
 
     Args:
         runner: the network.
-        objective: with the classes.
+        objective: the classification.
         dataset: labelled images.
-        num_views: as in `ClassResult`.
-        batch_size: images of one forward pass on each rank.
+        num_views: see `ClassResult`.
+        batch_size: images per forward pass and rank.
     """
     context, num_classes = runner.context, objective.settings.num_classes
-    # Right answers and near ones, then the confusion, row by row.
+    # Top-1 and top-5 counts, then the rows of the confusion matrix.
     counts = torch.zeros(2 + num_classes**2, dtype=torch.int64, device=context.device)
     for batch in evaluation_batches(
         dataset,
@@ -92,7 +92,7 @@ def evaluate_classifier(
         logits = [class_logits(runner, objective, view) for view in views]
         counts[0] += is_among_likeliest(logits[0], batch.labels, 1).sum()
         counts[1] += is_among_likeliest(logits[0], batch.labels, 5).sum()
-        answers = commonest(torch.stack([view.argmax(1) for view in logits]).cpu().numpy())
+        answers = majority_vote(torch.stack([view.argmax(1) for view in logits]).cpu().numpy())
         cells = batch.labels * num_classes + torch.from_numpy(answers).to(context.device)
         counts[2:] += torch.bincount(cells, minlength=num_classes**2)
     dist.all_reduce(counts, group=context.data.group)
@@ -101,7 +101,7 @@ def evaluate_classifier(
 
 @torch.no_grad()
 def class_logits(runner: Inference, objective: Classification, batch: Batch) -> Tensor:
-    """Return a fine-tuned network's logits `[b, c]` of images, whose labels it does not see."""
+    """Return a fine-tuned network's logits `[b, c]`; labels are not passed to it."""
     predictions = runner.predictions(objective.sequence(batch).inputs)
     return objective.outputs(predictions)
 
@@ -124,7 +124,7 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class ClassProbabilities:
-    """Class probabilities of labelled images, by one network or several.
+    """Class probabilities of labelled images, from one network or an ensemble.
 
     Attributes:
         probabilities: float64 `[b, c]`.
@@ -134,8 +134,8 @@ class ClassProbabilities:
     probabilities: Tensor
     labels: Tensor
 
-    def share_right(self, count: int) -> float:
-        """Return the share of images whose class is among so many likeliest, in [0, 1]."""
+    def top_k_accuracy(self, count: int) -> float:
+        """Return the top-`count` accuracy in [0, 1]."""
         return float(is_among_likeliest(self.probabilities, self.labels, count).double().mean())
 
 
@@ -143,7 +143,7 @@ class ClassProbabilities:
 def predict_classes(
     runner: Inference, objective: Classification, dataset: Readable
 ) -> ClassProbabilities:
-    """Let one network say how likely each class is, for every image; on one process."""
+    """Predict the class probabilities of all images with one network, on one process."""
     probabilities, labels = [], []
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE):
         labels.append(batch.labels)
@@ -157,10 +157,10 @@ def average(members: Sequence[ClassProbabilities]) -> ClassProbabilities:
     """Return the mean of the probabilities of m networks.
 
     Raises:
-        ValueError: their images have not the same labels.
+        ValueError: their images have different labels.
     """
     first = members[0]
     if any(not torch.equal(first.labels, member.labels) for member in members):
-        raise ValueError("the networks were asked about different images")
+        raise ValueError("the networks were evaluated on different images")
     stacked = torch.stack([member.probabilities for member in members])
     return ClassProbabilities(stacked.mean(0), first.labels)

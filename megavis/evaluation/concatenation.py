@@ -1,4 +1,4 @@
-"""The linear probe on concatenated features of adjacent layers.
+"""Linear probe on concatenated features of adjacent layers.
 
 iGPT, section 4.4: "we concatenate features from 5 layers centered at the best single layer", which
 gives iGPT-XL 15,360 features instead of 3,072.
@@ -21,17 +21,17 @@ from megavis.evaluation.linear import (
 
 @dataclass(frozen=True)
 class ConcatenatedScore:
-    """The classifier on several layers' features.
+    """The score of a classifier on several layers' features.
 
     Attributes:
-        features: whose: `trained` or `untrained`.
-        layers: which layers, adjacent ones.
-        num_features: their widths together.
+        features: `trained` or `untrained`.
+        layers: the adjacent layers.
+        num_features: their total width.
         penalty: the chosen weight of the L2 penalty.
-        selection_accuracy: as in `LayerScore`.
-        selection_loss: as in `LayerScore`.
-        accuracy: as in `LayerScore`.
-        vote_accuracy: as in `LayerScore`.
+        selection_accuracy: see `LayerScore`.
+        selection_loss: see `LayerScore`.
+        accuracy: see `LayerScore`.
+        vote_accuracy: see `LayerScore`.
     """
 
     features: str
@@ -45,17 +45,17 @@ class ConcatenatedScore:
 
 
 def adjacent_layers(centre: int, *, count: int, num_features: int) -> tuple[int, ...]:
-    """Return `count` adjacent layers of 0 .. `num_features` - 1 around one.
+    """Return `count` adjacent layers of 0 .. `num_features` - 1, centered if possible.
 
-    At either end of the network they move inward, and the centre is no longer in their middle.
+    At either end of the network the window is shifted inward.
 
     Raises:
-        UserError: when there are not so many.
+        UserError: there are fewer layers.
     """
     if not 0 < count <= num_features:
         raise UserError(
-            f"--concatenate {count}: the network gives features of {num_features} layers;"
-            f" say a number from 1 to {num_features}"
+            f"--concatenate {count}: the network has features of {num_features} layers;"
+            f" choose a number from 1 to {num_features}"
         )
     first = min(max(centre - count // 2, 0), num_features - count)
     return tuple(range(first, first + count))
@@ -71,19 +71,19 @@ def score_concatenated(
     count: int,
     recipe: FitRecipe = STANDARDIZED,
 ) -> ConcatenatedScore:
-    """Score `count` adjacent layers together, by the procedure of a single one.
+    """Score `count` concatenated adjacent layers by the same procedure as a single layer.
 
     Args:
-        name: whose features, for the record.
-        train: features that classifiers are fitted on.
-        validation: features that only report.
-        selection: division of `train`.
+        name: name of the features, for the record.
+        train: features for fitting.
+        validation: features for evaluation only.
+        selection: split of `train`.
         centre: the best single layer.
-        count: how many layers.
+        count: number of layers.
         recipe: of the fits.
 
     Raises:
-        UserError: when there are not so many.
+        UserError: there are fewer layers.
     """
     layers = adjacent_layers(centre, count=count, num_features=len(train.layers))
     together = train.concatenated(layers)

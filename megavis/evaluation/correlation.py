@@ -1,8 +1,8 @@
-"""Correlation of the last layer's tokens by place, within an image and between two.
+"""Correlation of the last layer's tokens by position, within an image and between two images.
 
-Pearson's correlation over the features of a token; whose figure it is: docs/evaluation.md.
+This is Pearson's correlation over the features of tokens. For its source, see docs/evaluation.md.
 
-Legend: b images, r² places, h hidden size.
+Legend: b images, r² positions, h hidden size.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class Correlations:
-    """Mean Pearson correlation of tokens at two places, `[r², r²]` each.
+    """Mean Pearson correlation of tokens at two positions, `[r², r²]` each.
 
     Attributes:
-        within: of the same image.
-        between: of an image and the one after it.
+        within: in the same image.
+        between: in an image and the next one.
     """
 
     within: Tensor
     between: Tensor
 
     def means(self) -> tuple[float, float]:
-        """Return the mean over pairs of different places, within and between."""
+        """Return the means over pairs of different positions, within and between."""
         pairs = ~torch.eye(len(self.within), dtype=torch.bool)
         return float(self.within[pairs].mean()), float(self.between[pairs].mean())
 
@@ -49,7 +49,7 @@ class Correlations:
 def measure_correlations(
     runner: Inference, objective: Any, dataset: ShardDataset, *, num_images: int
 ) -> Correlations:
-    """Compare the tokens of held-out images; every batch has its own pairs of images."""
+    """Correlate the tokens of held-out images, in pairs from the same batch."""
     sums: list[Tensor] = []
     limit = min(num_images, len(dataset))
     for batch in evaluation_batches(dataset, batch_size=_BATCH_SIZE, limit=limit):
@@ -64,7 +64,7 @@ def measure_correlations(
 
 
 def last_tokens(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return what the last norm gives: float32 `[b, s, h]`."""
+    """Return the output of the last norm, float32 `[b, s, h]`."""
     kept: list[Tensor] = []
     hook = runner.head.feature_norm.register_forward_hook(lambda _, __, out: kept.append(out))
     try:
@@ -75,7 +75,7 @@ def last_tokens(runner: Inference, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Return Pearson's correlation over channels of `[b, r², h]`: `[r², r²]`, the mean over b."""
+    """Return Pearson's correlation over channels of `[b, r², h]`, averaged over b: `[r², r²]`."""
 
     def standard(tokens: Tensor) -> Tensor:
         centered = tokens - tokens.mean(-1, keepdim=True)
@@ -85,24 +85,24 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def applies(objective: Trainable) -> bool:
-    """Return whether there are blocks whose tokens can be correlated."""
+    """Return whether the model has blocks."""
     objective.backbone.composition()
     return True
 
 
 def draw(subject: FigureInput, options: argparse.Namespace) -> RenderedFigure:
-    """Correlate the last layer's tokens of held-out images, and draw it."""
+    """Draw the correlation of the last layer's tokens of held-out images."""
     found = measure_correlations(
         subject.runner, subject.objective, subject.images, num_images=options.num_images
     )
     within, between = found.means()
-    line = f"mean correlation of two places: same image {within:.3f}, two images {between:.3f}"
+    line = f"mean correlation of two positions: same image {within:.3f}, two images {between:.3f}"
     picture = draw_correlations(found, name=subject.name)
     return RenderedFigure(picture, correlation_rows(found), [line])
 
 
 def correlation_rows(found: Correlations) -> list[Row]:
-    """Return one row a distance between places, in cells, rounded: the mean of both."""
+    """Return one row per rounded distance in cells, with both mean correlations."""
     side = math.isqrt(len(found.within))
     place = torch.arange(side**2)
     spots = torch.stack([place // side, place % side], dim=1).double()
@@ -119,7 +119,7 @@ def correlation_rows(found: Correlations) -> list[Row]:
 
 
 def draw_correlations(found: Correlations, *, name: str) -> Figure:
-    """Draw a grid of grids: at each place the correlations with all places."""
+    """Draw a grid of grids: for each position its correlation with all positions."""
     from matplotlib.figure import Figure
 
     side = math.isqrt(len(found.within))

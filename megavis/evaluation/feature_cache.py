@@ -1,8 +1,8 @@
 """Cache features on disk under a hash of everything they depend on.
 
-One safetensors file holds one network's features of one view of the first images of a data set:
-`layers` float32 `[L + 1, b, h]` and `labels` int64 `[b]`. Its name is the hash of the key and the
-number of images, and its header has the key itself, to be read by people.
+A safetensors file holds the features of one network and one view for the first images of a data
+set: `layers` float32 `[L + 1, b, h]` and `labels` int64 `[b]`. Its name is the hash of the key and
+the number of images; its header has the key in readable form.
 
 Legend: b images, L blocks, h hidden size.
 """
@@ -32,24 +32,24 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.evaluation.features import LabelledFeatures
 
 FOLDER = Path("evaluation") / "features"
-"""In a run folder."""
+"""Path in a run folder."""
 _FORMAT = 2
-"""To be raised when the same key would mean other features: files of another one are not found."""
+"""Increment this when features change for the same key: files of another format are ignored."""
 
 Key = Mapping[str, Any]
-"""All that features depend on but how many images there are, as JSON values."""
+"""Everything that features depend on except the number of images, as JSON values."""
 
 
 def identity_of_network(
     config: RunConfig, checkpoint: Path | None, *, dtype: torch.dtype, tokenizer: str | None
 ) -> Key:
-    """Return all that a network's features depend on besides the images.
+    """Return everything that a network's features depend on except the images.
 
     Args:
-        config: of the run. Its seed counts: random masks, and fresh weights, follow from it.
-        checkpoint: folder of the weights; None: fresh ones.
+        config: of the run. Its seed matters: random masks and fresh weights depend on it.
+        checkpoint: folder of the weights; None for freshly initialized ones.
         dtype: of the weights.
-        tokenizer: SHA-256 of what makes tokens of images as they are read.
+        tokenizer: SHA-256 of the tokenizer that encodes images on the fly, if any.
 
     Raises:
         UserError: the checkpoint's manifest is missing or damaged.
@@ -58,7 +58,7 @@ def identity_of_network(
     if checkpoint is not None:
         with CheckpointReader(checkpoint) as reader:
             weights = reader.weights_sha256()
-    # A path says nothing about what lies there; the hash of the tokenizer does.
+    # The tokenizer is identified by its hash, not by its path.
     objective = config.objective.model_dump(mode="json", exclude={"tokenizer"})
     return {
         "format": _FORMAT,
@@ -75,23 +75,23 @@ def identity_of_network(
 
 
 def identity_of_data(dataset: ShardDataset) -> Key:
-    """Return all that the images and labels of a data set depend on."""
+    """Return everything that the images and labels of a data set depend on."""
     digest = hashlib.sha256()
     for shard in dataset.manifest.shards:
-        # The labels are in the index.
+        # Labels are in the index.
         digest.update(f"{shard.sha256} {shard.index_sha256}\n".encode())
     return {"shards": digest.hexdigest(), "transform": repr(dataset.transform)}
 
 
 @dataclass
 class FeatureCache:
-    """The features that a run folder keeps.
+    """Features cached in a run folder.
 
     Attributes:
         folder: of the files.
-        num_read: how often features were found there.
-        num_computed: how often not.
-        seconds: for which they were computed.
+        num_read: number of cache hits.
+        num_computed: number of cache misses.
+        seconds: time spent computing features.
     """
 
     folder: Path
@@ -101,9 +101,9 @@ class FeatureCache:
     _is_writable: bool = field(default=True, repr=False)
 
     def read(self, key: Key, num_images: int) -> LabelledFeatures | None:
-        """Return the features of the first `num_images` images; None where they are not there.
+        """Return the features of the first `num_images` images, or None if they are not cached.
 
-        A file that is torn or damaged is not used. The arrays are maps of the file, not in memory.
+        Truncated or damaged files are ignored. The arrays are memory-mapped.
         """
         for path, count in self._files(key):
             if count >= num_images and (found := _open(path, key)) is not None:
@@ -112,15 +112,15 @@ class FeatureCache:
         return None
 
     def write(self, key: Key, features: LabelledFeatures) -> None:
-        """Keep features, whole or not at all; fewer images of the same key are dropped.
+        """Cache features atomically, and delete those of fewer images with the same key.
 
-        A run folder that cannot be written to is reported once, and nothing is kept.
+        If the run folder is not writable, a warning is printed once and nothing is cached.
         """
         if not self._is_writable:
             return
         path = self.folder / f"{_name(key)}-{len(features.labels)}.safetensors"
         tensors = {"layers": np.ascontiguousarray(features.layers), "labels": features.labels}
-        # All in one entry: safetensors writes several in another order each time.
+        # In a single entry: safetensors writes several in varying order.
         about = {"key": key, "crc32": _checksum(features)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -180,9 +180,9 @@ def _describe(path: Path) -> CachedFile:
 
 
 def clear_features(run_folder: Path) -> int:
-    """Delete all that a run folder keeps of features; returns the bytes. Raises OSError."""
+    """Delete all cached features of a run folder; return the freed bytes. Raises OSError."""
     total = 0
-    # Hidden ones are what a killed process has left.
+    # Hidden files were left by killed processes.
     for path in (run_folder / FOLDER).glob("*safetensors*"):
         total += path.stat().st_size
         path.unlink()
@@ -203,7 +203,7 @@ def _checksum(features: LabelledFeatures) -> int:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """Return what the header says; None where the file is damaged."""
+    """Return the content of the header, or None if the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             about: dict[str, Any] = json.loads(file.metadata()["about"])
@@ -213,7 +213,7 @@ def _about(path: Path) -> dict[str, Any] | None:
 
 
 def _open(path: Path, key: Key) -> LabelledFeatures | None:
-    """Return what a file holds, mapped; None where it is damaged or of another key."""
+    """Return the memory-mapped features, or None if the file is damaged or has another key."""
     about = _about(path)
     if about is None or about["key"] != json.loads(json.dumps(key)):
         return None

@@ -1,4 +1,4 @@
-"""Features of a data set: one vector an image and layer, and raw pixels as a baseline.
+"""Features of a data set: one vector per image and layer, and raw pixels as a baseline.
 
 Legend: b images, n tokens of an image, L blocks, h hidden size.
 """
@@ -20,12 +20,12 @@ from megavis.tokenizers.palette import Palette
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """What a linear classifier sees.
+    """Features and labels for a linear classifier.
 
     Attributes:
         layers: float32 `[layers, b, width]`.
-        labels: int64 `[b]`; -1 where there is none, until `labelled` leaves these out.
-        further_views: each like `layers`, of the same images with other random draws (BERT's
+        labels: int64 `[b]`; -1 for images without a label, which `labelled` removes.
+        further_views: shaped like `layers`, for the same images with other random draws (BERT's
             masks) in the inputs.
     """
 
@@ -35,28 +35,28 @@ class LabelledFeatures:
 
     @property
     def views(self) -> tuple[np.ndarray, ...]:
-        """All draws of the inputs, `layers` first."""
+        """All views, `layers` first."""
         return (self.layers, *self.further_views)
 
     def subset(self, indices: np.ndarray) -> LabelledFeatures:
-        """Return the images `indices`, int64 `[m]`, alone."""
+        """Return the images with indices int64 `[m]`."""
         first, *further = (view[:, indices] for view in self.views)
         return LabelledFeatures(first, self.labels[indices], tuple(further))
 
     @property
     def labelled(self) -> LabelledFeatures:
-        """The images that have a label; the same object where all have one."""
+        """Return the images that have a label; `self` if all have one."""
         return self if (self.labels >= 0).all() else self.subset(np.flatnonzero(self.labels >= 0))
 
     def followed_by(self, other: LabelledFeatures) -> LabelledFeatures:
-        """Return the images of both, in one view each; the other's come last."""
+        """Return the images of both, first view only; those of `other` come last."""
         return LabelledFeatures(
             np.concatenate([self.layers, other.layers], axis=1),
             np.concatenate([self.labels, other.labels]),
         )
 
     def concatenated(self, chosen: Sequence[int]) -> LabelledFeatures:
-        """Return features of one layer: those of the chosen layers side by side."""
+        """Concatenate the features of the chosen layers into a single layer."""
         first, *further = (
             np.concatenate([view[layer] for layer in chosen], axis=1)[None] for view in self.views
         )
@@ -64,10 +64,10 @@ class LabelledFeatures:
 
 
 def view_of(batch: Batch, number: int, dataset: Readable) -> Batch:
-    """Return a batch of the data set with the random draws of another view; view 0 is its own.
+    """Return a batch of the data set with the random draws of another view; view 0 is the batch.
 
-    Every draw of an objective is a function of the sample's index, so a view is the same image
-    further on in the endless stream of samples.
+    Draws of an objective are functions of the sample index, so a view has the same images at later
+    positions of the endless sample stream.
     """
     return dataclasses.replace(batch, sample_index=batch.sample_index + number * len(dataset))
 
@@ -79,19 +79,19 @@ def pixel_features(
     limit: int | None = None,
     batch_size: int = 1024,
 ) -> LabelledFeatures:
-    """Return what the model itself is given, after resize and crop; `layers` is `[1, b, width]`.
+    """Return the model's inputs after resize and crop; `layers` is `[1, b, width]`.
 
-    Of palette shards the colours of the tokens and of jpeg shards the pixels, both in
-    [-1, 1]; of latents the means, and frames as they are.
+    These are the colours of palette tokens or the pixels of jpeg shards, both in [-1, 1], the means
+    of latents, or unchanged frames.
 
     Args:
         dataset: images; those without a label are left out.
         palette: of palette shards.
-        limit: only the first so many.
-        batch_size: images read at once.
+        limit: maximum number of images, from the first.
+        batch_size: images per read.
 
     Raises:
-        UserError: the shards hold ids, which are no quantities.
+        UserError: the shards hold ids, which are not quantities.
     """
     pixels, labels = [], []
     for batch in _batches(dataset, limit=limit, batch_size=batch_size):
@@ -112,7 +112,7 @@ def _quantities(inputs: np.ndarray, dataset: ShardDataset, palette: Palette | No
     if kind == "frames":
         return inputs.astype(np.float32)
     raise UserError(
-        f"{dataset.directory} holds {kind}, which no classifier takes for pixels: name jpeg shards"
+        f"{dataset.directory} holds {kind}, which cannot serve as pixels: use jpeg shards"
         " of the same images"
     )
 

@@ -1,7 +1,7 @@
-"""Draw evaluation results as PNG, with their numbers as CSV.
+"""Draw evaluation results as PNG, with their values as CSV.
 
-Accuracy over depth and over loss (iGPT, Figures 2 and 3), a confusion matrix, and what all figures
-share: axes, files, TensorBoard.
+Accuracy by depth and by loss (iGPT, Figures 2 and 3), confusion matrices, and helpers of all
+figures: axes, files, TensorBoard.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FigureInput:
-    """What a figure is drawn of: a run on one process, and held-out images.
+    """Input of a figure: a run on one process, and held-out images.
 
     Attributes:
-        folder: run folder.
-        objective: the paper.
+        folder: the run folder.
+        objective: of the run.
         runner: runs the network.
-        images: held-out images, as the run takes them.
+        images: held-out images in the run's input format.
     """
 
     folder: Path
@@ -54,12 +54,12 @@ class FigureInput:
 
 @dataclass(frozen=True)
 class RenderedFigure:
-    """A figure that is drawn.
+    """A rendered figure.
 
     Attributes:
         picture: a chart, or pixels uint8 `[H, W, 3]`.
-        rows: the numbers in it; none where it has no table.
-        lines: what is printed of it.
+        rows: its values; empty if it has no table.
+        lines: text to print.
     """
 
     picture: Figure | np.ndarray
@@ -90,11 +90,11 @@ def depth_rows(result: ProbeResult) -> list[Row]:
 
 
 def draw_depth(result: ProbeResult, *, name: str) -> Figure:
-    """Draw accuracy over depth (iGPT, Figure 2).
+    """Draw accuracy by depth (iGPT, Figure 2).
 
     Args:
         result: a probe of several layers.
-        name: of the run, for the title.
+        name: name of the run, for the title.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -117,7 +117,7 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
     )
     axes.set_title(
         f"{name}: {result.num_classes} classes, {result.num_validation} validation images\n"
-        "circle: best by held-out training images",
+        "circle: best on held-out training images",
         fontsize="medium",
     )
     _legend(figure)
@@ -125,15 +125,15 @@ def draw_depth(result: ProbeResult, *, name: str) -> Figure:
 
 
 def likelihood_rows(scores: Iterable[CheckpointScore]) -> list[Row]:
-    """Return one row a checkpoint."""
+    """Return one row per checkpoint."""
     return [vars(score) for score in scores]
 
 
 def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figure:
-    """Draw accuracy over validation loss, a line a run (iGPT, Figure 3).
+    """Draw accuracy over validation loss, one line per run (iGPT, Figure 3).
 
     Args:
-        scores: checkpoints of one or more runs, in the order of their steps.
+        scores: checkpoints of one or more runs, in order of steps.
         pixels: accuracy of raw pixels, in [0, 1].
     """
     figure, axes = plain_axes("validation loss, falling to the right", "best layer's accuracy (%)")
@@ -160,12 +160,12 @@ def draw_likelihood(scores: Sequence[CheckpointScore], *, pixels: float) -> Figu
 
 
 def draw_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: str) -> Figure:
-    """Draw how often each class (row) got each answer (column).
+    """Draw a confusion matrix of classes (rows) and predictions (columns).
 
     Args:
         confusion: int64 `[c, c]`.
         class_names: c names.
-        title: above the picture.
+        title: above the figure.
     """
     import numpy as np
     from matplotlib.figure import Figure
@@ -176,7 +176,7 @@ def draw_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: 
     shares = confusion / np.maximum(1, confusion.sum(1, keepdims=True))
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set_title(title, fontsize="medium")
-    if len(class_names) > 25:  # Names and numbers would lie on top of each other.
+    if len(class_names) > 25:  # names and counts would overlap
         return figure
     places = range(len(class_names))
     axes.set_xticks(places, class_names, rotation=90, fontsize="small")
@@ -189,7 +189,7 @@ def draw_confusion(confusion: np.ndarray, class_names: Sequence[str], *, title: 
 
 
 def write_png(path: Path, figure: Figure) -> None:
-    """Write a figure, whole or not at all. Raises OSError."""
+    """Write a figure atomically. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ def write_png(path: Path, figure: Figure) -> None:
 
 
 def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: int) -> None:
-    """Add a figure to a run's TensorBoard, in an event file of its own. Raises OSError."""
+    """Add a figure to a run's TensorBoard in a new event file. Raises OSError."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from torch.utils.tensorboard import SummaryWriter
@@ -212,14 +212,14 @@ def show_in_tensorboard(run_folder: Path, name: str, figure: Figure, *, step: in
 
 
 def write_figure(folder: Path, name: str, figure: Figure, rows: Sequence[Row]) -> list[Path]:
-    """Write `name.png` and `name.csv`, each whole or not at all; returns both. Raises OSError."""
+    """Write `name.png` and `name.csv` atomically and return both paths. Raises OSError."""
     png = folder / f"{name}.png"
     write_png(png, figure)
     return [png, write_table(folder / f"{name}.csv", rows)]
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> Path:
-    """Write rows as CSV, whole or not at all; returns the path. Raises OSError."""
+    """Write rows as CSV atomically and return the path. Raises OSError."""
     table = io.StringIO()
     writer = csv.DictWriter(table, list(rows[0]))
     writer.writeheader()
@@ -230,7 +230,7 @@ def write_table(path: Path, rows: Sequence[Row]) -> Path:
 
 def plain_axes(x: str, y: str) -> tuple[Figure, Axes]:
     """Return an empty figure with two labelled axes."""
-    # Without pyplot, which keeps global state and may look for a screen.
+    # Without pyplot, which has global state and may need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
@@ -247,7 +247,7 @@ def _line(axes: Axes, x: Any, share: Any, color: str, label: str, *, linestyle: 
 
 
 def _legend(figure: Figure) -> None:
-    # Below the axes, where no curve can run through it.
+    # Below the axes, so that it covers no curve.
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 
 

@@ -1,4 +1,4 @@
-"""Held-out likelihood of a network, and how its features score at the same step."""
+"""Held-out likelihood of a network, and probe accuracy at the same step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class CheckpointScore:
         validation_loss: the objective's mean loss over the validation images.
         layer: best layer on held-out training images.
         accuracy: of its linear probe on the validation images, in [0, 1].
-        penalty: of the probe, chosen on held-out training images as the layer was.
+        penalty: of the probe, selected on held-out training images like the layer.
         num_train: training images of the probe.
         num_validation: labelled validation images.
-        seed: of the probe's division of the training images.
+        seed: of the probe's split of the training images.
     """
 
     run: str
@@ -48,20 +48,20 @@ class CheckpointScore:
 
 @dataclass(frozen=True)
 class LikelihoodResult:
-    """How likely a network finds held-out images.
+    """Likelihood of held-out images under a network.
 
     Attributes:
         run: name of the run.
         step: optimizer steps.
         data: shard folder of the images.
-        num_images: how many.
-        dimension: what one dimension is, in words.
-        dimensions_per_image: how many an image has.
-        given: what the network is conditioned on; None: nothing.
-        nats_per_dimension: mean of -log p; of a density it may be negative.
-        bits_per_dimension: the same by the logarithm to base 2.
-        nats_per_image: for all dimensions together.
-        loss: as training's validation gives it.
+        num_images: number of images.
+        dimension: description of a dimension.
+        dimensions_per_image: number of dimensions per image.
+        given: condition of the network, if any.
+        nats_per_dimension: mean of -log p; may be negative for densities.
+        bits_per_dimension: the same with logarithms to base 2.
+        nats_per_image: sum over all dimensions.
+        loss: validation loss as in training.
         precision: of the weights.
     """
 
@@ -79,7 +79,7 @@ class LikelihoodResult:
     precision: str
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON, whole or not at all. Raises OSError."""
+        """Write the result as JSON atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
@@ -93,23 +93,23 @@ def measure_likelihood(
     *,
     limit: int | None = None,
 ) -> LikelihoodResult:
-    """Measure how likely a network finds images.
+    """Measure the likelihood of images.
 
     Args:
-        name: of the run.
-        step: of its checkpoint.
+        name: name of the run.
+        step: step of its checkpoint.
         runner: the network.
-        objective: the paper.
-        dataset: images that it was not trained on.
-        limit: only the first so many.
+        objective: of the run.
+        dataset: images that the network was not trained on.
+        limit: maximum number of images, from the first.
 
     Raises:
-        UserError: the paper's loss is no likelihood.
+        UserError: the objective's loss is not a likelihood.
     """
     form = objective.likelihood
     if form is None:
         raise UserError(
-            f"the loss of {objective.config.objective.name}, as this run is configured, is no"
+            f"the loss of {objective.config.objective.name}, as configured in this run, is not a"
             " likelihood of images; megavis figure likelihood draws validation losses of any run"
         )
     loss = mean_loss(runner, objective, dataset, limit=limit)
@@ -139,14 +139,14 @@ def mean_loss(
     limit: int | None = None,
     batch_size: int = 64,
 ) -> float:
-    """Return the objective's mean loss over images, each weighing the same.
+    """Return the objective's mean loss over images, all with equal weight.
 
     Args:
         runner: the model.
-        objective: the paper; its random draws are those of training's validation.
+        objective: of the run; its random draws are those of validation during training.
         dataset: images; labels are not needed.
-        limit: only the first so many.
-        batch_size: images of one forward pass.
+        limit: maximum number of images, from the first.
+        batch_size: images per forward pass.
     """
     batches = evaluation_batches(dataset, batch_size=batch_size, limit=limit)
     total, count = 0.0, 0
@@ -164,10 +164,10 @@ def score_checkpoint(
     data: ProbeData,
     settings: ProbeSettings,
 ) -> CheckpointScore:
-    """Return loss and best layer's accuracy of one checkpoint, on the same validation images.
+    """Return loss and best layer's accuracy of a checkpoint on the same validation images.
 
     Raises:
-        UserError: when the images have no labels, or are too few.
+        UserError: the images have no labels, or are too few.
     """
     features = data.features(network)
     num_train, num_validation = (len(part.labels) for part in features)

@@ -1,11 +1,11 @@
-"""A linear classifier on fixed features; regularisation is chosen without the validation set.
+"""Linear classifiers on fixed features.
 
 iGPT, sections 2.4 and 3.4: logistic regression by L-BFGS. Layer and strength of the L2 penalty are
-chosen on a held-out part of the training features; then the classifier is fitted again on all of
-them (section 3.1) and meets the validation set once.
+selected on a held-out part of the training features; then the classifier is fitted on all of them
+(section 3.1) and evaluated once on the validation set.
 
-The paper names scikit-learn's L-BFGS and neither a standardisation nor a penalty: `PLAIN` takes
-features as they are, and scikit-learn's one penalty.
+The paper uses scikit-learn's L-BFGS and mentions neither standardization nor a penalty: `PLAIN`
+takes unchanged features and scikit-learn's default penalty.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from megavis.config.errors import UserError
 from megavis.evaluation.features import LabelledFeatures
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-"""Candidates for the weight of ½‖w‖², relative to the mean cross-entropy."""
+"""Candidate weights of ½‖w‖² relative to the mean cross-entropy."""
 
 SINGLE_THREAD_BYTES = 2**28
-"""Size of the features up to which a fit takes one BLAS thread.
+"""Largest features, in bytes, for which a fit uses a single BLAS thread.
 
-Products with so few columns as there are classes are several times slower on two threads: 0.8
-against 2.5 seconds for 5,000 × 160 features and 26 classes (AMD EPYC, 2 cores)."""
+Matrix products with as few columns as classes are several times slower on two threads: 2.5 instead
+of 0.8 seconds for 5,000 × 160 features and 26 classes (AMD EPYC, 2 cores)."""
 
 
 @dataclass(frozen=True)
 class FitRecipe:
-    """How a classifier is fitted.
+    """Settings of a fit.
 
     Attributes:
-        standardize: subtract the mean of each feature and divide by its deviation, both of the
-            features that are fitted.
-        search: choose the penalty from `PENALTIES`; else that of scikit-learn, C = 1.
+        standardize: subtract the mean of each feature and divide by its standard deviation, both
+            of the fitted features.
+        search: select the penalty from `PENALTIES`; otherwise use scikit-learn's C = 1.
     """
 
     standardize: bool = True
     search: bool = True
 
     def penalties(self, count: int) -> Sequence[float]:
-        """Return the candidates for a fit of `count` images."""
-        # scikit-learn's C = 1 weighs the sum of cross-entropies, ours their mean.
+        """Return the candidate penalties for a fit of `count` images."""
+        # scikit-learn's C weights the sum of cross-entropies, not their mean.
         return PENALTIES if self.search else (1.0 / count,)
 
 
 STANDARDIZED, PLAIN = FitRecipe(), FitRecipe(standardize=False, search=False)
 RECIPES = {"standardized": STANDARDIZED, "plain": PLAIN}
-"""By the names of `megavis probe --classifier`."""
+"""Recipes by their names in `megavis probe --classifier`."""
 
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """How training features are divided to choose layer and penalty.
+    """Split of the training features to select layer and penalty.
 
     Attributes:
-        fitted: int64 indices that candidates are fitted on.
-        held_out: int64 indices that they are compared on.
+        fitted: int64 indices for fitting the candidates.
+        held_out: int64 indices for comparing them.
     """
 
     fitted: np.ndarray
@@ -74,15 +74,15 @@ class HeldOutSplit:
 
 @dataclass(frozen=True, order=True)
 class HeldOutScore:
-    """How well classifiers with a penalty do on features that they are not fitted on.
+    """Score of a penalty on held-out features.
 
-    The greater of two is the better: by accuracy, and between equals by cross-entropy, since where
-    held-out images resemble the fitted ones many get every one right.
+    Scores are compared by accuracy, then by log-likelihood, since many candidates may classify
+    every held-out image correctly, then by the smaller penalty.
 
     Attributes:
-        accuracy: share of right answers, in [0, 1].
+        accuracy: fraction of correct predictions, in [0, 1].
         log_likelihood: mean log p(label), in nats.
-        negative_penalty: -1 times the weight of the L2 penalty; the smaller penalty wins a tie.
+        negative_penalty: -1 times the weight of the L2 penalty.
     """
 
     accuracy: float
@@ -91,23 +91,23 @@ class HeldOutScore:
 
     @property
     def penalty(self) -> float:
-        """The weight of the L2 penalty."""
+        """Weight of the L2 penalty."""
         return -self.negative_penalty
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """One layer's classifier.
+    """The score of one layer's classifier.
 
     Attributes:
         layer: l, from 0.
-        penalty: the chosen weight of the L2 penalty.
-        selection_accuracy: share of right answers on the held-out training features, in [0, 1].
+        penalty: the selected weight of the L2 penalty.
+        selection_accuracy: accuracy on the held-out training features, in [0, 1].
         selection_loss: cross-entropy on them, in nats.
-        accuracy: share of right answers on the validation set, in [0, 1], after fitting on all
-            training features.
-        vote_accuracy: likewise, where each image's answer is the commonest over all views of it;
-            None where there is one view.
+        accuracy: accuracy on the validation set, in [0, 1], after fitting on all training
+            features.
+        vote_accuracy: accuracy of the majority vote over all views of each image; None for a
+            single view.
     """
 
     layer: int
@@ -119,22 +119,22 @@ class LayerScore:
 
 
 def divide(labels: np.ndarray, *, share: float, seed: int) -> HeldOutSplit:
-    """Hold out `share` of the training features, each class in its proportion.
+    """Hold out a stratified `share` of the training features.
 
     Args:
         labels: int64 `[b]`.
         share: in (0, 1).
-        seed: of the choice.
+        seed: of the split.
 
     Raises:
-        UserError: when there are fewer than two classes, or too few images of one.
+        UserError: there are fewer than two classes, or too few images of one.
     """
     from sklearn.model_selection import train_test_split
 
     if len(np.unique(labels)) < 2:
         raise UserError(
             "the linear probe needs labelled images of at least two classes, and the training"
-            f" shards give {len(np.unique(labels))}"
+            f" shards have {len(np.unique(labels))}"
         )
     try:
         fitted, held_out = train_test_split(
@@ -153,25 +153,25 @@ def score_layers(
     layers: Sequence[int] | None = None,
     recipe: FitRecipe = STANDARDIZED,
 ) -> list[LayerScore]:
-    """Score each layer's features; raises nothing, a slow convergence only warns in sklearn.
+    """Score each layer's features. Fits that do not converge are accepted silently.
 
     Args:
-        train: features that classifiers are fitted on.
-        validation: features that only report.
-        selection: division of `train`.
-        layers: which; all when absent.
+        train: features for fitting.
+        validation: features for evaluation only.
+        selection: split of `train`.
+        layers: layers to score; by default all.
         recipe: of the fits.
     """
     chosen = range(len(train.layers)) if layers is None else layers
     x = train.layers[0]
     workers = len(os.sched_getaffinity(0)) if x.nbytes <= SINGLE_THREAD_BYTES else 1
-    # Around all of them: what a fit sets is the process's, and the first to end would restore it.
+    # Outside the threads: these settings are global, and the first fit to end would reset them.
     with _settings_of_fits(x), ThreadPoolExecutor(workers) as pool:
         return [*pool.map(lambda i: _score(i, train, validation, selection, recipe), chosen)]
 
 
 def best_layer(scores: Sequence[LayerScore]) -> LayerScore:
-    """Return the score that is best on the held-out training features; the first of equals."""
+    """Return the best score on the held-out training features; the first of equal ones."""
     return max(scores, key=lambda score: (score.selection_accuracy, -score.selection_loss))
 
 
@@ -189,7 +189,7 @@ def _score(
     accuracy = float((answers[0] == validation.labels).mean())
     vote = None
     if len(answers) > 1:
-        vote = float((commonest(answers) == validation.labels).mean())
+        vote = float((majority_vote(answers) == validation.labels).mean())
     return LayerScore(
         layer, best.penalty, best.accuracy, -best.log_likelihood, accuracy, vote_accuracy=vote
     )
@@ -201,12 +201,12 @@ def choose_penalty(
     selections: Sequence[HeldOutSplit],
     recipe: FitRecipe = STANDARDIZED,
 ) -> HeldOutScore:
-    """Return the penalty that does best on held-out features, for a fit of all, and how well.
+    """Return the penalty with the best score on held-out features.
 
     Args:
         x: features `[b, width]`.
         y: int64 `[b]`.
-        selections: divisions of the features, over which scores are averaged.
+        selections: splits of the features, whose scores are averaged.
         recipe: of the fits.
     """
 
@@ -226,8 +226,8 @@ def choose_penalty(
     return max(score(place, penalty) for place, penalty in enumerate(recipe.penalties(len(y))))
 
 
-def commonest(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """Return the modal answer for each image, ties broken at random (iGPT, section 4.6).
+def majority_vote(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Return the majority vote for each image, ties broken at random (iGPT, section 4.6).
 
     Args:
         answers: int64 `[views, b]`.
@@ -240,18 +240,18 @@ def commonest(answers: np.ndarray, *, seed: int = 0) -> np.ndarray:
     counts = np.zeros((answers.shape[1], len(classes)), np.float32)
     for view in places.reshape(answers.shape):
         counts[np.arange(len(counts)), view] += 1
-    # Less than one vote: it decides between equal counts alone.
+    # Less than one vote, so it only breaks ties.
     counts += 0.5 * np.random.default_rng(seed).random(counts.shape, np.float32)
     return classes[counts.argmax(axis=1)]
 
 
 def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Return the share of right answers, and the mean of log p(y) in nats, p at least 1e-12.
+    """Return accuracy, and the mean of log p(y) in nats with p clipped to at least 1e-12.
 
     Args:
-        classifier: what `fit_classifier` returns.
+        classifier: result of `fit_classifier`.
         x: features `[b, width]`.
-        y: int64 `[b]`; a class that the classifier has not seen has probability 0.
+        y: int64 `[b]`; classes that were not fitted have probability 0.
     """
     classes = classifier.classes_
     places = np.searchsorted(classes, y).clip(max=len(classes) - 1)
@@ -265,24 +265,25 @@ def _score_held_out(classifier: Any, x: np.ndarray, y: np.ndarray) -> tuple[floa
 def fit_classifier(
     x: np.ndarray, y: np.ndarray, *, penalty: float, standardize: bool = True
 ) -> Any:
-    """Fit logistic regression by L-BFGS, on standardised features or on features as they are.
+    """Fit logistic regression by L-BFGS, with or without standardization.
 
-    It minimises mean cross-entropy + penalty · ½‖w‖², w of the features that it sees, biases free.
+    Minimizes mean cross-entropy + penalty · ½‖w‖², without a penalty on biases; w refers to the
+    standardized features.
 
     Args:
         x: features `[b, width]`.
         y: int64 `[b]`.
-        penalty: more than 0.
+        penalty: positive.
         standardize: see `FitRecipe`.
 
     Returns:
-        A scikit-learn pipeline of `StandardScaler`, or nothing, and `LogisticRegression`.
+        A scikit-learn pipeline of an optional `StandardScaler` and `LogisticRegression`.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    # scikit-learn minimises C · (sum of cross-entropies) + ½‖w‖².
+    # scikit-learn minimizes C · (sum of cross-entropies) + ½‖w‖².
     regression = LogisticRegression(C=1.0 / (penalty * len(x)), max_iter=300)
     scaler = StandardScaler() if standardize else "passthrough"
     classifier = make_pipeline(scaler, regression)
@@ -296,6 +297,6 @@ def _settings_of_fits(x: np.ndarray) -> Iterator[None]:
 
     threads = 1 if x.nbytes <= SINGLE_THREAD_BYTES else None
     with threadpool_limits(threads, user_api="blas"), warnings.catch_warnings():
-        # A weakly penalised fit of separable features creeps on forever; it is good enough.
+        # A weak penalty on separable features converges very slowly; the result is good enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
         yield

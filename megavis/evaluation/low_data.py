@@ -1,8 +1,8 @@
-"""The linear probe with few labels: a few images of each class, drawn several times.
+"""Linear probe with few labels per class, over several random subsets.
 
-iGPT, section 4.7 and Table 4: logistic regression on fixed features, 4, 25 or 400 images a class,
-5 random subsets, mean and standard deviation. The strength of the penalty is chosen by
-cross-validation inside each subset, so that no label outside of it decides anything but the layer.
+iGPT, section 4.7 and Table 4: logistic regression on fixed features, 4, 25 or 400 images per class,
+5 random subsets, mean and standard deviation. The penalty is selected by cross-validation inside
+each subset, so labels outside of it influence only the choice of the layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megavis.evaluation.linear import (
 )
 
 MAXIMUM_FOLDS = 5
-"""Parts of a subset that take turns in being held out; as many as images a class, if fewer."""
+"""Most folds of the cross-validation; at most the number of images per class."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class LowDataScore:
     """Accuracy with few labels.
 
     Attributes:
-        features: whose: `trained`, `untrained` or `pixels`.
+        features: `trained`, `untrained` or `pixels`.
         layer: l of the features.
-        images_per_class: labelled images of each class.
-        accuracies: share of right answers on the validation set for each draw, in [0, 1].
+        images_per_class: labelled images per class.
+        accuracies: accuracy on the validation set for each draw, in [0, 1].
         mean: of the accuracies.
-        deviation: their standard deviation, of a sample (divided by draws - 1).
+        deviation: sample standard deviation of the accuracies (divided by draws - 1).
     """
 
     features: str
@@ -58,16 +58,16 @@ def score_low_data(
     seed: int,
     recipe: FitRecipe = STANDARDIZED,
 ) -> list[LowDataScore]:
-    """Score one layer's features with so many labels a class, each drawn several times.
+    """Score one layer's features with few labels per class, over several draws.
 
     Args:
-        name: whose features, for the record.
-        train: features that subsets are drawn from.
-        validation: features that only report.
-        layer: which.
-        images_per_class: each at least 2.
+        name: name of the features, for the record.
+        train: features from which subsets are drawn.
+        validation: features for evaluation only.
+        layer: layer to score.
+        images_per_class: sizes of subsets, each at least 2.
         draws: subsets of each size, at least 2.
-        seed: of the subsets: the same for all features.
+        seed: of the subsets, which are the same for all features.
         recipe: of the fits.
     """
     scores = []
@@ -77,7 +77,7 @@ def score_low_data(
                 sample_per_class(train.labels, count, seed=seed, draw=draw) for draw in range(draws)
             ]
         except UserError as error:
-            text = f"--images-per-class {count}: {error}; take in more with --train-images"
+            text = f"--images-per-class {count}: {error}; use more with --train-images"
             raise UserError(text) from None
         accuracies = [
             _accuracy(train.subset(images), validation, layer, count, recipe) for images in subsets

@@ -1,4 +1,4 @@
-"""Compare the first moments of generated latents with those of held-out ones.
+"""Compare first and second moments of generated and held-out latents.
 
 Legend: b images, c channels and h, w of the latents.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Of each channel, over images and places.
+    """Moments of each channel over images and positions.
 
     Attributes:
         mean: `[c]`.
         deviation: `[c]`, standard deviations.
-        beside: `[c]`, correlation of neighbours in a row.
-        below: `[c]`, correlation of neighbours in a column.
+        beside: `[c]`, correlation of horizontal neighbours.
+        below: `[c]`, correlation of vertical neighbours.
     """
 
     mean: list[float]
@@ -30,7 +30,7 @@ class Moments:
 
     @classmethod
     def of(cls, latents: Tensor) -> Moments:
-        """Measure latents `[b, c, h, w]`."""
+        """Compute the moments of latents `[b, c, h, w]`."""
         wide = latents.double()
         return cls(
             wide.mean((0, 2, 3)).tolist(),
@@ -41,11 +41,11 @@ class Moments:
 
 
 def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
-    """Return both moments, and the largest differences over the channels.
+    """Return the moments of both, and the largest differences over channels.
 
     Args:
-        drawn: latents `[b, c, h, w]` of a model.
-        held_out: latents `[b', c, h, w]` of images.
+        drawn: generated latents `[b, c, h, w]`.
+        held_out: latents `[b', c, h, w]` of held-out images.
     """
     return {
         "num_drawn": len(drawn),
@@ -56,18 +56,18 @@ def compare(drawn: Tensor, held_out: Tensor) -> dict[str, Any]:
     }
 
 
-def largest_differences(some: Tensor, held_out: Tensor) -> dict[str, float]:
-    """Return how far the moments of some latents are from held-out ones, the worst channel's.
+def largest_differences(latents: Tensor, held_out: Tensor) -> dict[str, float]:
+    """Return the largest difference over channels between the moments of two sets of latents.
 
     Args:
-        some: latents `[b, c, h, w]`.
-        held_out: latents `[b', c, h, w]`.
+        latents: `[b, c, h, w]`.
+        held_out: `[b', c, h, w]`.
 
     Returns:
         `mean`: in standard deviations of the held-out channel; `deviation`: largest ratio minus
-        one; `beside` and `below`: of correlations.
+        one; `beside` and `below`: differences of correlations.
     """
-    ours, theirs = asdict(Moments.of(some)), asdict(Moments.of(held_out))
+    ours, theirs = asdict(Moments.of(latents)), asdict(Moments.of(held_out))
     scale = torch.tensor(theirs["deviation"])
     units = {"mean": scale, "deviation": scale}
     return {

@@ -1,7 +1,8 @@
-"""Classes by nearest neighbours among the features of each layer.
+"""Classify by nearest neighbours among the features of each layer.
 
-After the paper that docs/evaluation.md names. It does not say how neighbours vote; here by the
-cosine of centred features, each of the k nearest one vote, ties to the class of the nearest.
+For the source of this evaluation, see docs/evaluation.md. It does not specify the vote; here
+features are centered and compared by cosine similarity, each of the k nearest neighbours has one
+vote, and ties go to the class of the nearest.
 
 Legend: t training images, v validation images, h hidden size.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NeighborAccuracy:
-    """One layer: accuracies in [0, 1]; layer 0 is what the first block gets."""
+    """Accuracies of one layer, in [0, 1]; layer 0 is the input of the first block."""
 
     layer: int
     trained: float
@@ -37,21 +38,21 @@ class NeighborAccuracy:
 def neighbor_accuracy(
     train: Tensor, train_labels: np.ndarray, held_out: Tensor, labels: np.ndarray, *, k: int
 ) -> float:
-    """Return the share of held-out images whose neighbours name their class.
+    """Return the accuracy of the neighbours' vote on held-out images.
 
     Args:
         train: `[t, h]`.
         train_labels: int64 `[t]`, each 0 or more.
         held_out: `[v, h]`.
         labels: int64 `[v]`.
-        k: neighbours that vote.
+        k: number of neighbours.
     """
     center = train.mean(0)
     known, asked = F.normalize(train - center, dim=1), F.normalize(held_out - center, dim=1)
     nearest = (asked @ known.t()).topk(min(k, len(known)), dim=1).indices
     classes = torch.from_numpy(train_labels)[nearest]
     votes = F.one_hot(classes, int(train_labels.max()) + 1).sum(1).double()
-    # Half a vote more for the nearest decides ties and nothing else.
+    # Half a vote more for the nearest only breaks ties.
     votes.scatter_add_(1, classes[:, :1], torch.full((len(votes), 1), 0.5, dtype=torch.float64))
     return float((votes.argmax(1) == torch.from_numpy(labels)).float().mean())
 
@@ -62,10 +63,10 @@ def accuracy_by_layer(
     """Return `neighbor_accuracy` of each layer.
 
     Raises:
-        UserError: no image of one of the sets has a label.
+        UserError: one of the sets has no labels.
     """
     if not (len(train.labels) and len(held_out.labels)):
-        raise UserError("nearest neighbours need images with labels, and none of these has one")
+        raise UserError("nearest neighbours need labelled images, and there are none")
     return [
         neighbor_accuracy(
             torch.from_numpy(known), train.labels, torch.from_numpy(asked), held_out.labels, k=k
@@ -75,7 +76,7 @@ def accuracy_by_layer(
 
 
 def draw_neighbors(scores: Sequence[NeighborAccuracy], *, name: str, k: int) -> Figure:
-    """Draw accuracy over layers."""
+    """Draw accuracy by layer."""
     figure, axes = plain_axes("layer", f"accuracy of {k} nearest neighbours (%)")
     axes.locator_params("x", integer=True)
     layers = [score.layer for score in scores]

@@ -1,4 +1,4 @@
-"""Features of a network by layer, computed once by all processes of a job and cached.
+"""Compute the features of a network by layer, on all processes of a job, with a cache.
 
 Legend: b images, L blocks, h hidden size.
 """
@@ -25,26 +25,26 @@ from megavis.model.inference import Inference
 from megavis.parallel.context import ParallelContext
 
 NOTHING = LabelledFeatures(np.empty((0, 0, 0), np.float32), np.empty(0, np.int64))
-"""What the other processes of a job get."""
+"""Result on all processes but the main one."""
 
 NUM_VIEWS = 5
-"""Independent masks of an image, of which the commonest answer counts (iGPT, section 4.6)."""
+"""Independent masks per image for the majority vote (iGPT, section 4.6)."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network whose features are asked for.
+    """A network for feature extraction.
 
-    Every process of a job asks together. The main one gets the features, the others none: they
-    would take memory, and nothing is fitted there.
+    Its methods are collective over all processes of a job. Only the main process gets the features,
+    to save memory, since classifiers are fitted only there.
 
     Attributes:
-        objective: the paper.
+        objective: of the run.
         context: ranks and groups of this process.
-        build: gives what runs the network; called only when something has to be computed.
-        cache: where features are kept; None: nowhere.
-        identity: all that its features depend on besides the images, JSON values; wanted with a
-            cache.
+        build: builds the runner; called only if features have to be computed.
+        cache: cache of the features, if any.
+        identity: everything that its features depend on except the images, as JSON values;
+            needed with a cache.
     """
 
     objective: Trainable
@@ -55,17 +55,17 @@ class Network:
 
     @classmethod
     def of(cls, runner: Inference, objective: Trainable) -> Network:
-        """Return a network that runs already, whose features are kept nowhere."""
+        """Return a network with an existing runner and without a cache."""
         return cls(objective, runner.context, lambda: runner)
 
     @cached_property
     def runner(self) -> Inference:
-        """What runs the network."""
+        """The runner, built on first use."""
         return self.build()
 
     @property
     def num_views(self) -> int:
-        """How often an image is looked at: 5 times where its inputs hold random draws."""
+        """Views per image: 5 if inputs are random, else 1."""
         return NUM_VIEWS if self.objective.backbone.has_random_features else 1
 
     def features(
@@ -73,16 +73,16 @@ class Network:
     ) -> LabelledFeatures:
         """Return f^l = mean over tokens of n^l for l = 0 .. L (iGPT, section 2.4).
 
-        A BERT model's inputs are masked as in training, each image by a mask of its own, "to keep
+        A BERT model's inputs are masked as in training, each image with its own mask, "to keep
         inputs in-distribution" (section 4.6).
 
         Args:
             dataset: images; those without a label are left out.
-            limit: only the first so many.
-            num_views: independent random draws for the inputs of each image.
+            limit: maximum number of images, from the first.
+            num_views: independent random draws of each image's inputs.
 
         Returns:
-            `layers` is `[L + 1, b, h]`, on the main process.
+            On the main process, `layers` is `[L + 1, b, h]`.
         """
         count = len(dataset) if limit is None else min(limit, len(dataset))
         first, *further = (self._view(dataset, number, count) for number in range(num_views))
@@ -90,14 +90,14 @@ class Network:
         return LabelledFeatures(first.layers, first.labels, views).labelled
 
     def _view(self, dataset: ShardDataset, number: int, count: int) -> LabelledFeatures:
-        """Return one draw of the inputs: from the cache, or computed and kept there."""
+        """Return the features of one view from the cache, computing them if needed."""
         cache = self.cache
         if cache is None:
             return extract(self.runner, self.objective, dataset, view=number, num_images=count)
         assert self.identity is not None
         key = {**self.identity, **identity_of_data(dataset), "view": number}
         kept = cache.read(key, count) if self.context.is_main else None
-        if self._main_says(kept is not None):
+        if self._from_main(kept is not None):
             return kept or NOTHING
         with cache.timed():
             found = extract(self.runner, self.objective, dataset, view=number, num_images=count)
@@ -105,8 +105,8 @@ class Network:
             cache.write(key, found)
         return found
 
-    def _main_says(self, answer: bool) -> bool:
-        """Return the main process's answer: the others may not see its disk."""
+    def _from_main(self, answer: bool) -> bool:
+        """Broadcast the main process's answer: the others may not share its disk."""
         if self.context.world.size == 1:
             return answer
         flag = torch.tensor(int(answer), device=self.context.device)
@@ -123,22 +123,22 @@ def extract(
     view: int = 0,
     batch_size: int = 64,
 ) -> LabelledFeatures:
-    """Compute the features of the first `num_images` images, in one view.
+    """Compute the features of the first `num_images` images in one view.
 
-    Every process of the job calls this. Data-parallel ranks take turns at the very batches that
-    one process would compute, so that the numbers are the same.
+    Collective over all processes of the job. Data-parallel ranks take turns at the batches that a
+    single process would compute, so the results are equal.
 
     Args:
         runner: the network.
-        objective: the paper.
-        dataset: images, with labels or without.
-        num_images: at most as many as there are.
-        view: which random draw of the inputs; see `view_of`.
-        batch_size: images of one forward pass.
+        objective: of the run.
+        dataset: images, with or without labels.
+        num_images: at most the size of the data set.
+        view: index of the random draw of the inputs; see `view_of`.
+        batch_size: images per forward pass.
 
     Returns:
-        `layers` is `[L + 1, num_images, h]`, of images without a label too; nothing on other
-        processes than the main one.
+        On the main process, `layers` is `[L + 1, num_images, h]`, including images without a label;
+        elsewhere nothing.
     """
     context = runner.context
     layers, labels = [], []
@@ -159,13 +159,13 @@ def extract(
             labels += [part.cpu() for part in named]
     if not context.is_main:
         return NOTHING
-    # Only the last batch is short; what follows it are copies of it by later ranks.
+    # Only the last batch is smaller; later ranks repeat it.
     every = torch.cat(layers, dim=1)[:, :num_images]
     return LabelledFeatures(every.numpy(), torch.cat(labels)[:num_images].numpy())
 
 
 def _gather(mine: Tensor, dimension: int, size: int, context: ParallelContext) -> list[Tensor]:
-    """Return what each data-parallel rank has, padded to `size` along one dimension."""
+    """All-gather over data-parallel ranks, padded to `size` along one dimension."""
     if context.data.size == 1:
         return [mine]
     missing = [0, 0] * (mine.ndim - 1 - dimension) + [0, size - mine.shape[dimension]]

@@ -1,7 +1,7 @@
-"""The linear probe of a run, with raw pixels and untrained networks as baselines.
+"""Linear probe of a run, with raw pixels and untrained networks as baselines.
 
-All three take the same images, the same division of the training images, and the same procedure:
-what differs are the features.
+All use the same images, the same split of the training images and the same procedure; only the
+features differ.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class ProbeData:
     """The images of a probe.
 
     Attributes:
-        train: fits the classifiers.
-        validation: only reports.
+        train: images for fitting the classifiers.
+        validation: images for evaluation only.
         palette: colours of the tokens of palette shards.
-        num_train: only the first so many training images; all when None.
-        num_validation: likewise.
-        selection: chooses layer and penalty, and is fitted with the rest when these are chosen;
-            when None, a part of the training images does so.
-        trained_on: what the network was trained on.
-        num_equal: validation images that are in the other sets as well, at most 1 %; None where
-            these are too large to be compared image by image.
+        num_train: maximum number of training images; None for all.
+        num_validation: maximum number of validation images; None for all.
+        selection: images for selecting layer and penalty, which are then fitted too; None to use a
+            part of the training images.
+        trained_on: training data of the network.
+        num_equal: validation images that are also in the other sets, at most 1 %; None if these
+            are too large to compare.
 
     Raises:
-        UserError: when the sets number their classes in different ways, or the validation images
-            were trained on.
+        UserError: the sets number their classes differently, or the validation images were trained
+            on.
     """
 
     train: ShardDataset
@@ -69,7 +69,7 @@ class ProbeData:
         for other in (self.validation, self.selection):
             if other is not None and self.train.class_names != other.class_names:
                 raise UserError(
-                    f"{other.directory} numbers its classes in another way than"
+                    f"{other.directory} numbers its classes differently from"
                     f" {self.train.directory}: write its shards with --classes-from"
                 )
         fitted = [self.train] if self.selection is None else [self.train, self.selection]
@@ -77,7 +77,7 @@ class ProbeData:
         object.__setattr__(self, "num_equal", equal)
 
     def pixels(self) -> Pair:
-        """Return the colours of the training images, those of `selection` last, and the others."""
+        """Return the pixels of the training images, with `selection` last, and of validation."""
 
         def read(dataset: ShardDataset, limit: int | None) -> LabelledFeatures:
             return pixel_features(dataset, palette=self.palette, limit=limit)
@@ -85,9 +85,9 @@ class ProbeData:
         return self._fitted(read), read(self.validation, self.num_validation)
 
     def features(self, network: Network, *, num_views: int = 1) -> Pair:
-        """Return a network's features likewise; the validation images in so many views.
+        """Return a network's features likewise, with `num_views` views of validation images.
 
-        Every process of a job calls this, and the main one gets them.
+        Collective over all processes of a job; only the main one gets the features.
         """
 
         def read(dataset: ShardDataset, limit: int | None) -> LabelledFeatures:
@@ -100,15 +100,15 @@ class ProbeData:
 
     @property
     def splits(self) -> Mapping[str, str]:
-        """Which shard folders these are, for the record."""
+        """The shard folders, for the record."""
         folders = {"train": self.train, "selection": self.selection, "validation": self.validation}
         return {name: str(folder.directory) for name, folder in folders.items() if folder}
 
     def divide(self, labels: np.ndarray, settings: ProbeSettings) -> HeldOutSplit:
-        """Divide the images to fit, `labels` int64 `[b]`, to choose layer and penalty.
+        """Split the images to fit, with labels int64 `[b]`, to select layer and penalty.
 
         Raises:
-            UserError: there are too few, or `selection` has no labels or others than the rest.
+            UserError: there are too few, or `selection` has no labels or other classes.
         """
         if self.selection is None:
             return divide(labels, share=settings.held_out_share, seed=settings.seed)
@@ -116,8 +116,8 @@ class ProbeData:
         fitted, held_out = np.split(np.arange(len(labels)), [first])
         if not len(held_out) or not set(labels[held_out]) <= set(labels[fitted]):
             raise UserError(
-                f"{self.selection.directory} cannot choose the layer: its images need labels, and"
-                " only of classes that the training images show"
+                f"{self.selection.directory} cannot select the layer: its images need labels, and"
+                " only of classes in the training images"
             )
         return HeldOutSplit(fitted, held_out)
 
@@ -130,20 +130,20 @@ class ProbeData:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """What a probe does.
+    """Settings of a probe.
 
     Attributes:
-        layers: which layers; all when None.
-        seed: of the division of the training images, and of subsets.
-        held_out_share: part of the training images that layer and penalty are chosen on, where
-            there are no others for it.
-        concatenate: score also so many adjacent layers together, around the best one; 0: none.
-        images_per_class: score also with only so many labels, one after another.
-        draws: random subsets of each such size.
-        recipe: how classifiers are fitted.
+        layers: layers to probe; None for all.
+        seed: of the split of the training images, and of subsets.
+        held_out_share: fraction of the training images to select layer and penalty on, without a
+            `selection` set.
+        concatenate: number of adjacent layers to score together, around the best one; 0 for none.
+        images_per_class: subset sizes to score with few labels.
+        draws: random subsets of each size.
+        recipe: of the fits.
 
     Raises:
-        UserError: when a number is too small.
+        UserError: a value is too small.
     """
 
     layers: Sequence[int] | None = None
@@ -169,17 +169,17 @@ def probe(
     step: int,
     settings: ProbeSettings | None = None,
 ) -> ProbeResult:
-    """Probe the layers of a network, of untrained ones like it, and raw pixels.
+    """Probe the layers of a network, of untrained networks, and raw pixels.
 
     Args:
         trained: `data.features` of the network.
-        untrained: those of at least one like it with fresh weights; taken one at a time.
+        untrained: those of at least one network with fresh weights; consumed one at a time.
         data: the images.
         step: optimizer steps of the network, for the record.
-        settings: what to do; the defaults when absent.
+        settings: of the probe; default: `ProbeSettings()`.
 
     Raises:
-        UserError: when the images have no labels, or are too few.
+        UserError: the images have no labels, or are too few.
     """
     settings = settings or ProbeSettings()
     pixels = data.pixels()
@@ -220,14 +220,14 @@ def probe(
 
 
 def score_pixels(data: ProbeData, settings: ProbeSettings) -> LayerScore:
-    """Return the score of raw pixels alone; raises as `probe`."""
+    """Return only the score of raw pixels; raises as `probe`."""
     pixels = data.pixels()
     selection = data.divide(pixels[0].labels, settings)
     return score_layers(*pixels, selection, recipe=settings.recipe)[0]
 
 
 def score_best_layer(features: Pair, data: ProbeData, settings: ProbeSettings) -> LayerScore:
-    """Return the score of a network's best layer alone; raises as `probe`."""
+    """Return only the score of a network's best layer; raises as `probe`."""
     selection = data.divide(features[0].labels, settings)
     scores = score_layers(*features, selection, layers=settings.layers, recipe=settings.recipe)
     return best_layer(scores)

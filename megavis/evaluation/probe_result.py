@@ -1,4 +1,4 @@
-"""Result of a linear probe, and its file."""
+"""Result of a linear probe, and its JSON file."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megavis.evaluation.low_data import LowDataScore
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """All numbers of a probe.
+    """Result of a probe.
 
     Attributes:
         step: optimizer steps of the trained network.
-        trained: a score for each layer of the run's network.
-        untrained: the same of networks with the same config and fresh weights, one after another.
-        pixels: the score of raw pixels.
-        num_fitted: training images that candidates were fitted on.
-        num_held_out: training images that layer and penalty were chosen on.
-        num_validation: images that the accuracies are of.
+        trained: scores of the run's network by layer.
+        untrained: the same for networks with the same config and fresh weights.
+        pixels: score of raw pixels.
+        num_fitted: training images on which candidates were fitted.
+        num_held_out: training images on which layer and penalty were selected.
+        num_validation: images for the accuracies.
         num_classes: classes among the training images.
         num_views: random draws of each validation image's inputs.
-        seed: of the division.
-        splits: shard folders: `train`, `validation`, and `selection` where there is one.
-        num_equal: validation images that are in the shards that were trained or fitted on as
-            well; None where that was too much to compare.
-        concatenated: adjacent layers together, the trained network first; empty if not asked for.
-        low_data: with few labels, of the trained network, the first untrained one and of raw
-            pixels; empty if not asked for.
+        seed: of the split.
+        splits: shard folders: `train`, `validation` and, if given, `selection`.
+        num_equal: validation images that are also in the other shards; None if these were too
+            large to compare.
+        concatenated: concatenated adjacent layers, the trained network first; may be empty.
+        low_data: with few labels, for the trained network, the first untrained one and raw pixels;
+            may be empty.
     """
 
     step: int
@@ -58,19 +58,19 @@ class ProbeResult:
 
     @property
     def best(self) -> LayerScore:
-        """The trained network's layer that is best on the held-out training images."""
+        """Best layer of the trained network on the held-out training images."""
         return best_layer(self.trained)
 
     @property
     def untrained_accuracy(self) -> float:
-        """The mean over the untrained networks of their best layers' accuracies.
+        """Mean over the untrained networks of their best layers' accuracies.
 
-        What an untrained network is good for depends on its random colours; hence several.
+        This depends on their random initialization; hence several networks.
         """
         return statistics.mean(best_layer(scores).accuracy for scores in self.untrained)
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON, whole or not at all. Raises OSError."""
+        """Write the result as JSON atomically. Raises OSError."""
         content = {
             "best_layer": dataclasses.asdict(self.best),
             "untrained_accuracy": self.untrained_accuracy,
@@ -81,17 +81,17 @@ class ProbeResult:
 
     @classmethod
     def read(cls, path: Path) -> ProbeResult:
-        """Read what `write` wrote.
+        """Read a result.
 
         Raises:
-            UserError: when there is no such file, or it holds something else.
+            UserError: the file is missing, or has another format.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             names = {each.name for each in dataclasses.fields(cls)}
             return _RESULT.validate_python({k: v for k, v in content.items() if k in names})
         except (OSError, ValueError, AttributeError):
-            raise UserError(f"{path}: holds no result of `megavis probe`") from None
+            raise UserError(f"{path} is not a result of `megavis probe`") from None
 
 
 _RESULT = TypeAdapter(ProbeResult)

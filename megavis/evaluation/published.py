@@ -1,7 +1,7 @@
-"""The papers' published results: `published/<paper>.yaml`.
+"""Published results of the papers, from `published/<paper>.yaml`.
 
-One file a paper; a table has its number in the paper, a title, what was measured on what, columns,
-and rows as printed. Numbers stay text, so that 78.0 stays 78.0.
+A table has its number in the paper, a title, measure and data set, columns, and rows as printed.
+Numbers stay text, so that 78.0 stays 78.0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class PublishedTable:
     """A table of a paper.
 
     Attributes:
-        table: its name in the paper, as `Table 2`.
-        title: what it is about.
-        measure: what kind of evaluation it is: `linear_probe`, `low_data`, `finetune`,
-            `generation`, `transfer`, `classification` (linear probe and fine-tuning) and others.
-        dataset: of all rows; empty where a column names it.
-        metric: what the numbers are, with the unit.
+        table: its name in the paper, for example `Table 2`.
+        title: its subject.
+        measure: kind of evaluation: `linear_probe`, `low_data`, `finetune`, `generation`,
+            `transfer`, `classification` (linear probe and fine-tuning) and others.
+        dataset: of all rows; empty if it is a column.
+        metric: name and unit of the values.
         columns: c names.
-        rows: each of c texts, digits as printed; empty where the paper gives none.
+        rows: of c cells each, digits as printed; empty cells as in the paper.
     """
 
     table: str
@@ -42,8 +42,8 @@ class PublishedPaper:
     """The tables of one paper.
 
     Attributes:
-        title: of the paper.
-        short: its short name, which the rows of its own models contain.
+        title: title of the paper.
+        short: its short name, which occurs in the rows of its own models.
         tables: in the paper's order.
     """
 
@@ -53,7 +53,7 @@ class PublishedPaper:
 
 
 def published_papers() -> dict[str, PublishedPaper]:
-    """Return the paper of each objective that has published numbers, by the objective's name."""
+    """Return the papers with published results by name of their objective."""
     return {objective: _paper(tree) for tree in _trees() for objective in tree["objectives"]}
 
 
@@ -61,7 +61,7 @@ def _trees() -> Iterator[dict]:
     folder = resources.files("megavis.evaluation") / "published"
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         written = file.read_text(encoding="utf-8")
-        yield yaml.load(written, Loader=yaml.BaseLoader)  # noqa: S506 - makes texts of all scalars
+        yield yaml.load(written, Loader=yaml.BaseLoader)  # noqa: S506 - keeps all scalars as text
 
 
 def _paper(tree: dict) -> PublishedPaper:

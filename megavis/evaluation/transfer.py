@@ -1,12 +1,10 @@
-"""Transfer: the linear probe of a run on data sets that it was not trained on.
+"""Transfer: linear probe of a run on data sets that it was not trained on, and tables of results.
 
-Layer and penalty are chosen on held-out training images, the classifier is then fitted on all
-training images, and meets the test images once ("A Large-scale Study of Representation Learning
-with the Visual Task Adaptation Benchmark", section 2; iGPT, section 3.1).
+Layer and penalty are selected on held-out training images; then the classifier is fitted on all
+training images and evaluated once on the test images ("A Large-scale Study of Representation
+Learning with the Visual Task Adaptation Benchmark", section 2; iGPT, section 3.1).
 
 Legend: b images.
-
-Results of `transfer` as one table: Markdown, and CSV with every field.
 """
 
 from __future__ import annotations
@@ -26,24 +24,24 @@ from megavis.evaluation.linear import HeldOutScore, HeldOutSplit, choose_penalty
 from megavis.evaluation.low_data import score_low_data
 
 FITTED_SHARE = 0.8
-"""Part of `--examples` that candidates are fitted on: 800 of VTAB's 1000."""
+"""Fraction of `--examples` on which candidates are fitted: 800 of VTAB's 1000."""
 HELD_OUT, OPTION = "held-out images", "--layer"
 TRAINED, PIXELS = "trained", "raw pixels"
-"""Whose features; an untrained network's are named by their seed."""
+"""Names of features; those of untrained networks are named by their seed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set, as a network sees it, or as it is.
+    """A data set as features of a network, or as pixels.
 
     Attributes:
-        name: of the data set.
-        features: whose they are, `trained`, `raw pixels`, or which untrained network's.
-        train: features that classifiers are fitted on.
-        test: features that only report.
-        selection: division of `train`.
-        splits: which images `train` and `test` are, for the record.
-        num_equal: test images that were trained on all the same; None where that is not known.
+        name: name of the data set.
+        features: `trained`, `raw pixels`, or the name of an untrained network.
+        train: features for fitting.
+        test: features for evaluation only.
+        selection: split of `train`.
+        splits: descriptions of the images in `train` and `test`, for the record.
+        num_equal: test images that were also trained on; None if unknown.
     """
 
     name: str
@@ -57,17 +55,17 @@ class Task:
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """What is done with each data set.
+    """Settings for each data set.
 
     Attributes:
-        layers: candidates for the best layer; all when None.
-        layer: score this layer too, whatever the held-out images say; None: no.
-        images_per_class: score the best layer also with only so many labels, one after another.
-        draws: random subsets of each such size.
+        layers: candidates for the best layer; None for all.
+        layer: a layer to score in addition to the best one, if given.
+        images_per_class: subset sizes to score the best layer with few labels.
+        draws: random subsets of each size.
         seed: of the subsets.
 
     Raises:
-        UserError: when a number is too small.
+        UserError: a value is too small.
     """
 
     layers: Sequence[int] | None = None
@@ -83,18 +81,17 @@ class TransferSettings:
 
 @dataclass(frozen=True)
 class TransferScore:
-    """One layer's classifier.
+    """The score of one layer's classifier.
 
     Attributes:
         layer: l of the features.
-        layer_from: what chose it, `held-out images` or `--layer`.
-        labels: what it is fitted on: `all` training images, or `25 a class`.
-        penalty: weight of ½‖w‖², relative to the mean cross-entropy; None where each draw of few
-            labels chooses its own.
-        selection_accuracy: share of right answers on the held-out images, in [0, 1]; None with
-            few labels.
-        accuracy: share of right answers on the test images; with few labels the mean over draws.
-        class_accuracy: the same share in each class, averaged over classes; None with few labels.
+        layer_from: how it was selected, `held-out images` or `--layer`.
+        labels: training data: `all` training images, or `25 a class`.
+        penalty: weight of ½‖w‖² relative to the mean cross-entropy; None with few labels, where
+            each draw selects its own.
+        selection_accuracy: accuracy on the held-out images, in [0, 1]; None with few labels.
+        accuracy: accuracy on the test images; with few labels, the mean over draws.
+        class_accuracy: mean of the accuracies per class; None with few labels.
         deviation: standard deviation of `accuracy` over draws of few labels, else None.
     """
 
@@ -110,16 +107,16 @@ class TransferScore:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What features are worth on one data set.
+    """Scores of features on one data set.
 
     Attributes:
-        data_set: its name.
-        features: whose, as `Task` has it.
-        splits: which images were taken.
-        num_train: training images, which the last classifier is fitted on.
-        num_held_out: how many of these chose layer and penalty.
-        num_test: images that the accuracies are of.
-        num_equal: test images that were trained on all the same; None where that is not known.
+        data_set: name of the data set.
+        features: see `Task`.
+        splits: see `Task`.
+        num_train: training images of the final classifier.
+        num_held_out: training images on which layer and penalty were selected.
+        num_test: test images.
+        num_equal: test images that were also trained on; None if unknown.
         num_classes: classes among the training images.
         scores: the best layer first.
     """
@@ -136,40 +133,40 @@ class TransferResult:
 
 
 def num_fitted(examples: int) -> int:
-    """Return how many of so many training images candidates are fitted on; the rest compares."""
+    """Return the number of training images on which candidates are fitted."""
     return round(FITTED_SHARE * examples)
 
 
 def first_examples(
     train: LabelledFeatures, examples: int, *, name: str
 ) -> tuple[LabelledFeatures, HeldOutSplit]:
-    """Return the first `examples` training images and their division.
+    """Return the first `examples` training images and their split.
 
-    Shards are shuffled when they are written, so the first images are a random draw, and the same
-    one for every run that is compared.
+    Shards are shuffled when they are written, so the first images are a random draw, the same for
+    all runs that are compared.
 
     Args:
-        train: features of the training images; those to be held out come last.
-        examples: how many.
-        name: of the data set.
+        train: features of the training images; held-out ones come last.
+        examples: number of images.
+        name: name of the data set.
 
     Raises:
-        UserError: there are fewer, or they show fewer than two classes.
+        UserError: there are fewer images, or fewer than two classes.
     """
     if len(train.labels) < examples:
         raise UserError(
-            f"--examples {examples}: {name} gives {len(train.labels)} labelled training images"
+            f"--examples {examples}: {name} has {len(train.labels)} labelled training images"
         )
     fitted, held_out = np.split(np.arange(examples), [num_fitted(examples)])
     if len(np.unique(train.labels[fitted])) < 2 or not len(held_out):
-        raise UserError(f"--examples {examples}: these are of fewer than two classes; ask for more")
+        raise UserError(f"--examples {examples}: these have fewer than two classes; use more")
     return train.subset(np.arange(examples)), HeldOutSplit(fitted, held_out)
 
 
 def transfer(task: Task, settings: TransferSettings) -> TransferResult:
-    """Score the best layer on a data set, and what else the settings ask for.
+    """Score the best layer on a data set, and others according to the settings.
 
-    Pixels have one layer, whichever layers are asked for.
+    Pixels have a single layer, whatever `layers` says.
 
     Raises:
         UserError: a class has fewer images than `images_per_class`.
@@ -179,7 +176,7 @@ def transfer(task: Task, settings: TransferSettings) -> TransferResult:
         settings = replace(settings, layers=None, layer=None)
     layers = range(len(train.layers)) if settings.layers is None else settings.layers
     choices = {layer: _choose(task, layer) for layer in layers}
-    # The first of equals.
+    # The first of equal ones.
     best = max(layers, key=lambda each: (choices[each].accuracy, choices[each].log_likelihood))
     scores = [_score(task, best, choices[best], HELD_OUT)]
     if settings.layer is not None:
@@ -259,7 +256,7 @@ _HEADER = (
 
 
 def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[Row]:
-    """Return one row a classifier, shares in [0, 1]; what does not apply is empty."""
+    """Return one row per classifier, with fractions in [0, 1]; cells may be empty."""
     return [
         {
             "data_set": result.data_set,
@@ -282,7 +279,7 @@ def rows_of(results: Sequence[TransferResult], *, step: int, seed: int) -> list[
 
 
 def markdown_of(results: Sequence[TransferResult], *, title: str) -> str:
-    """Return the table with its title, the mean over data sets, and which images these are."""
+    """Return the table as Markdown, with title, means over data sets, and notes on the images."""
     lines = [_cells(_HEADER), _cells(["---"] * len(_HEADER))]
     lines += [_cells(_row(result, score)) for result in results for score in result.scores]
     lines += _means(results)
@@ -292,7 +289,7 @@ def markdown_of(results: Sequence[TransferResult], *, title: str) -> str:
 def write_transfer(
     folder: Path, results: Sequence[TransferResult], *, title: str, step: int, seed: int
 ) -> list[Path]:
-    """Write `transfer.md` and `transfer.csv`; returns both. Raises OSError."""
+    """Write `transfer.md` and `transfer.csv` and return both paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     readable = folder / "transfer.md"
     write_atomically(readable, markdown_of(results, title=title).encode())
@@ -300,7 +297,7 @@ def write_transfer(
 
 
 def _means(results: Sequence[TransferResult]) -> Iterator[str]:
-    """Yield the mean over several data sets for all features that each was seen by."""
+    """Yield rows with means over data sets, for features evaluated on all of them."""
     data_sets = dict.fromkeys(result.data_set for result in results)
     for features in dict.fromkeys(result.features for result in results):
         own = [result.scores[0].accuracy for result in results if result.features == features]

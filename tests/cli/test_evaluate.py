@@ -54,7 +54,7 @@ def test_samples_of_a_run_beside_held_out_images(network, shards, tmp_path, caps
     assert "Fréchet distance (features of small), not FID: " in said.out
     for part in (f"N 10 of {npz}", f"{sha256_of_file(reference)[:8]} (N 30)", "resize none"):
         assert part in said.out
-    assert "published numbers take 50,000 samples, these are 10: compare" in said.err
+    assert "published results use 50,000 samples, these are 10: compare" in said.err
     record = json.loads((run / "evaluation" / "samples.json").read_text())
     assert not {"fid", "sfid", "inception_score"} & record.keys()
     features = network(images).features

@@ -55,7 +55,7 @@ checkpoint: {{every: 1}}
     assert main(["features", str(run), "--clear"]) == 0
     assert not list((run / "evaluation" / "features").iterdir())
     assert main(["likelihood", *words]) == 2
-    assert "igpt, as this run is configured, is no likelihood" in capsys.readouterr().err
+    assert "igpt, as configured in this run, is not a likelihood" in capsys.readouterr().err
     assert main(["probe", *words, "--train", f"{shard_folders}/validation"]) == 2
     assert "its shard-000000.tar is the shard-000000.tar there" in capsys.readouterr().err
 

@@ -122,7 +122,7 @@ def test_few_examples_are_the_first(run, cifar, tmp_path):
 @pytest.mark.parametrize(
     ("data_sets", "options", "message"),
     [
-        ("a:{cifar}/shards", ["--examples", "1000"], "--examples 1000: a gives 150 labelled"),
+        ("a:{cifar}/shards", ["--examples", "1000"], "--examples 1000: a has 150 labelled"),
         ("a:{cifar}/shards", ["--layer", "7"], "--layer 7: must be a number from 0 to 1"),
         ("a:{cifar}/nowhere", [], "{cifar}/nowhere/train"),
         ("a:{cifar}/shards", ["--examples", "0"], "--examples: '0' is not a whole number of 1"),

@@ -1,8 +1,8 @@
-"""A small image classifier, to score class-conditional samples.
+"""A small image classifier to score class-conditional samples.
 
-It is fitted on labelled images and knows nothing of the models that it judges.
+It is fitted on labelled images only, independently of the generative models.
 
-Legend: N images, b of a batch, H and W pixels, c classes.
+Legend: N images, b per batch, H and W pixels, c classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEARNING_RATE = 3e-3
 
 
 class ImageClassifier(nn.Module):
-    """Three convolutions that halve the image, and a linear map of the 4² places that are left.
+    """Three convolutions with stride 2, and a linear layer on the remaining 4² positions.
 
     Args:
         num_classes: c.
@@ -47,14 +47,14 @@ class ImageClassifier(nn.Module):
 def fit_classifier(
     images: Tensor, labels: Tensor, *, num_classes: int, epochs: int, seed: int
 ) -> ImageClassifier:
-    """Fit a classifier by Adam, its rate falling to zero; the same bits for the same seed on a CPU.
+    """Fit a classifier by Adam with a decaying learning rate; deterministic on a CPU.
 
     Args:
-        images: uint8 `[N, H, W, 3]`, on the device to compute on.
+        images: uint8 `[N, H, W, 3]`, on the compute device.
         labels: int64 `[N]`, each below c.
         num_classes: c.
-        epochs: how often each image is shown.
-        seed: of the weights and of the order.
+        epochs: number of epochs.
+        seed: of the weights and the sample order.
     """
     with seeded(seed, "classifier"):
         classifier = ImageClassifier(num_classes).to(images.device)
@@ -77,24 +77,24 @@ def fit_classifier(
 
 
 def classify_images(classifier: ImageClassifier, images: Tensor) -> Tensor:
-    """Return the likeliest class of each image uint8 `[N, H, W, 3]`: int64 `[N]`."""
+    """Predict the class of each image uint8 `[N, H, W, 3]`: int64 `[N]`."""
     return torch.cat([classifier(batch).argmax(1) for batch in images.split(_BATCH_SIZE)])
 
 
 def class_accuracies(
     classifier: ImageClassifier, images: Tensor, labels: Tensor, class_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return how many `images` there are and what share is named as labelled.
+    """Return the classifier's accuracy on images.
 
     Args:
-        classifier: names them.
+        classifier: the classifier.
         images: uint8 `[N, H, W, 3]`.
         labels: int64 `[N]`.
-        class_names: of the classes, by label.
+        class_names: names of the classes, by label.
 
     Returns:
-        `images`, the number; `all`, the share of all; and `classes`, the share of each class that
-        occurs, by its name.
+        `images`, their number; `all`, the accuracy on all images; and `classes`, the accuracy on
+        each class that occurs, by name.
     """
     right = classify_images(classifier, images) == labels
     shares = {

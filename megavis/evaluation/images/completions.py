@@ -1,12 +1,11 @@
-"""Quality of predicted parts of images, and of a trivial baseline.
+"""Quality of predicted parts of images, compared with a trivial baseline.
 
-The lower part of an image is completed from the rows above; the baseline repeats the last row that
-is given. The score is the peak signal-to-noise ratio of what was not given. By squared error the
-best completion is the mean over all that are possible, which no drawn one is: even one drawn from
-the true distribution has twice the squared error of the mean. So both are scored, a completion as
-it is drawn, and the mean of several.
+The lower part of an image is completed from the rows above; the baseline repeats the last given
+row. The score is the peak signal-to-noise ratio of the completed part. The completion with the
+least squared error is the mean over all possible ones: even a sample from the true distribution has
+twice its squared error. So both single completions and the mean of several are scored.
 
-Legend: b images, n completions of each, h and w their height and width in pixels.
+Legend: b images, n completions per image, h and w their height and width in pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megavis.model.autoencoder_losses import PerceptualDistance
 
 
 def repeat_last_row(images: Tensor, num_rows: int) -> Tensor:
-    """Return images `[b, h, w, 3]` whose rows from `num_rows` on are the row before them."""
+    """Replace the rows of images `[b, h, w, 3]` from `num_rows` on by the row before them."""
     last = images[:, num_rows - 1 : num_rows].expand(-1, images.shape[1] - num_rows, -1, -1)
     return torch.cat([images[:, :num_rows], last], dim=1)
 
@@ -33,7 +32,7 @@ def signal_to_noise(made: Tensor, true: Tensor) -> Tensor:
 
     Args:
         made: 0 to 255, `[b, ...]`.
-        true: likewise, or a shape that is spread over it; an image that is equal gives infinity.
+        true: likewise, or broadcastable to it; equal images give infinity.
     """
     errors = (made.double() - true.double()).square().flatten(1).mean(1)
     return 10.0 * torch.log10(255.0**2 / errors)
@@ -41,17 +40,17 @@ def signal_to_noise(made: Tensor, true: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Completions:
-    """PSNR in dB, over all pixels of all images together, and of each image."""
+    """PSNR in dB, over all pixels of all images and per image."""
 
     completed: float
     mean: float
-    """Of the mean of an image's completions."""
+    """PSNR of the mean of an image's completions."""
     repeated: float
     rows: Sequence[Row]
 
 
 def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Completions:
-    """Compare completions with originals, where nothing was given.
+    """Compare completions with originals outside the given part.
 
     Args:
         originals: uint8 `[b, h, w, 3]`.
@@ -59,13 +58,13 @@ def score_completions(originals: Tensor, completed: Tensor, given: Tensor) -> Co
         given: bool `[b, h, w]`.
 
     Raises:
-        UserError: what was given is not the first rows of every image.
+        UserError: the given part is not the first rows of every image.
     """
     height, num_rows = given.shape[1], int(given[0, :, 0].sum())
     rows = (torch.arange(height, device=given.device) < num_rows)[None, :, None]
     if not 0 < num_rows < height or not torch.equal(given, rows.expand_as(given)):
         raise UserError(
-            "the run's order does not begin with whole rows, so there is no last row to repeat"
+            "the run's order does not start with whole rows, so there is no last row to repeat"
         )
     true = originals[:, num_rows:]
     drawn = completed[:, :, num_rows:].transpose(0, 1)
@@ -91,17 +90,17 @@ _BATCH_SIZE = 64
 def score_filling(
     originals: Tensor, made: Tensor, hidden: Tensor, *, perceptual: PerceptualDistance | None = None
 ) -> dict[str, float]:
-    """Compare images of which a part was predicted with what they were.
+    """Compare images with a predicted part to the originals.
 
     Args:
         originals: uint8 `[b, h, w, 3]`.
-        made: likewise; what was given is as it was.
-        hidden: bool `[b, h, w]`, the pixels that were predicted.
-        perceptual: the distance to measure besides.
+        made: uint8 `[b, h, w, 3]`, equal to the originals outside the hidden pixels.
+        hidden: bool `[b, h, w]`, the predicted pixels.
+        perceptual: a perceptual distance to measure too.
 
     Returns:
-        `psnr`: dB, of the hidden pixels of all images together; `psnr_of_images`: of all pixels of
-        each image, the mean over the images; `lpips_alexnet` or as the distance is named: its mean.
+        `psnr`: in dB, over the hidden pixels of all images; `psnr_of_images`: the mean over images
+        of the PSNR over all pixels; and the mean of the distance by its name, `lpips_alexnet`.
     """
     scores = {
         "psnr": float(signal_to_noise(made[hidden][None], originals[hidden][None])),

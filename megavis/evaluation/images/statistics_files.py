@@ -1,9 +1,9 @@
 """Statistics of reference images as `.npz` files.
 
 `mu` and `sigma`, and `mu_s` and `sigma_s` of spatial features, have the names of pytorch-fid and of
-ADM's reference batches, so that published files are read and ours are read by others. Ours hold
-besides `features` of some images, for precision and recall, and `about`, which says in JSON whose
-features of which images these are. ADM's files hold some of the images themselves in `arr_0`.
+ADM's reference batches, so files are interchangeable with these tools. megavis's files also have
+`features` of some images, for precision and recall, and `about`, a JSON description of network and
+images. ADM's files also have some of the images in `arr_0`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megavis.evaluation.images.set_metrics import Gaussian
 
 
 def write_statistics(path: Path, summary: FeatureSummary) -> None:
-    """Write what has been seen of a set of images. Raises OSError."""
+    """Write the summary of a set of images. Raises OSError."""
     assert summary.network is not None
     about = {
         "images": summary.source,
@@ -54,21 +54,21 @@ def holds_statistics(path: Path) -> bool:
 
 
 def read_statistics(path: Path) -> FeatureSummary:
-    """Read statistics, ours or another tool's.
+    """Read statistics written by megavis or another tool.
 
     Raises:
-        UserError: the file is damaged, or holds something else.
+        UserError: the file is damaged, or has other content.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            # arr_0 of ADM's files, 2 GB, is not touched.
+            # Skip arr_0 of ADM's files, which has 2 GB.
             arrays = {name: file[name] for name in file.files if name != "arr_0"}
         about = json.loads(str(arrays["about"])) if "about" in arrays else {}
         network = NetworkName(**about["network"]) if about else None
         gaussian = _gaussian(arrays, "")
         spatial = _gaussian(arrays, "_s") if "mu_s" in arrays else None
     except (KeyError, TypeError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is no file of statistics: {error}") from None
+        raise UserError(f"{path} is not a statistics file: {error}") from None
     features = torch.from_numpy(arrays["features"]) if "features" in arrays else None
     return FeatureSummary(
         network,
@@ -90,7 +90,7 @@ def _gaussian(arrays: dict[str, np.ndarray], suffix: str) -> Gaussian:
     mean, covariance = _float(arrays[f"mu{suffix}"]), _float(arrays[f"sigma{suffix}"])
     if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
         shapes = f"{list(mean.shape)} and {list(covariance.shape)}"
-        raise ValueError(f"mu{suffix} and sigma{suffix} have the shapes {shapes}")
+        raise ValueError(f"mu{suffix} and sigma{suffix} have shapes {shapes}")
     return Gaussian(mean, covariance)
 
 

@@ -25,7 +25,7 @@ def test_probabilities_are_averaged_not_logits():
     order = mean.argsort(1)[:, ::-1]
     for count in (1, 5):
         hits = [label in row[:count] for label, row in zip(labels.tolist(), order, strict=True)]
-        assert both.share_right(count) == pytest.approx(np.mean(hits))
+        assert both.top_k_accuracy(count) == pytest.approx(np.mean(hits))
     with pytest.raises(ValueError, match="different images"):
         average([members[0], ClassProbabilities(members[1].probabilities, labels.flip(0))])
 

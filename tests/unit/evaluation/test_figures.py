@@ -105,4 +105,4 @@ def test_a_probe_s_file_can_be_drawn_without_its_run(tmp_path, capsys):
     capsys.readouterr()
     for wrong in ("other.json", "none.json"):
         assert main([*words, str(tmp_path / wrong)]) == 2
-        assert "holds no result of `megavis probe`" in capsys.readouterr().err
+        assert "is not a result of `megavis probe`" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from megavis.evaluation.linear import (
     PLAIN,
     LayerScore,
     best_layer,
-    commonest,
     divide,
     fit_classifier,
+    majority_vote,
     score_layers,
 )
 
@@ -208,9 +208,9 @@ def test_the_first_of_equally_good_layers_is_best():
     assert best_layer(scores).layer == 0
 
 
-def test_the_commonest_answer_wins_and_ties_are_broken_at_random():
+def test_the_majority_wins_and_ties_are_broken_at_random():
     answers = np.array([[3, 7, 7, 9], [3, 7, 9, 7], [5, 7, 3, 3]])
-    winners = np.array([commonest(answers, seed=seed) for seed in range(300)])
+    winners = np.array([majority_vote(answers, seed=seed) for seed in range(300)])
     assert (winners[:, :2] == [3, 7]).all()
     for column in (2, 3):
         values, counts = np.unique(winners[:, column], return_counts=True)
@@ -218,7 +218,7 @@ def test_the_commonest_answer_wins_and_ties_are_broken_at_random():
         # 300 draws of thirds: 100 ± 8.2; five deviations.
         assert (abs(counts - 100) < 41).all()
     # Several images of one tie do not all fall the same way.
-    assert len(set(commonest(np.tile([[0], [1]], 50)).tolist())) == 2
+    assert len(set(majority_vote(np.tile([[0], [1]], 50)).tolist())) == 2
 
 
 def test_the_vote_is_the_modal_prediction_over_views():

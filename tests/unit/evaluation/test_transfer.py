@@ -112,7 +112,7 @@ def test_the_first_examples_are_divided_four_to_one():
     assert (few.labels == train.labels[:30]).all()
     assert (selection.fitted == np.arange(24)).all()
     assert (selection.held_out == np.arange(24, 30)).all()
-    with pytest.raises(UserError, match="--examples 51: toy gives 50 labelled"):
+    with pytest.raises(UserError, match="--examples 51: toy has 50 labelled"):
         first_examples(train, 51, name="toy")
     one_class = replace(train, labels=np.zeros_like(train.labels))
     with pytest.raises(UserError, match="fewer than two classes"):

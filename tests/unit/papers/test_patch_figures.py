@@ -62,7 +62,7 @@ def test_the_last_row_is_repeated():
 def test_an_order_without_rows_has_no_last_row():
     images = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
     given = torch.eye(4, dtype=torch.bool)[None]
-    with pytest.raises(UserError, match="does not begin with whole rows"):
+    with pytest.raises(UserError, match="does not start with whole rows"):
         score_completions(images, images[None], given)
 
 
