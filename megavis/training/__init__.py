@@ -1,1 +1,1 @@
-"""Train a run: engine, loop, callbacks."""
+"""Training: engine, loop, callbacks, fault tolerance and searches."""

@@ -1,10 +1,8 @@
-"""Measure training steps on random data: throughput, utilization, memory, and where the time goes.
+"""Measure training steps on random data: throughput, utilization, memory, and time by part.
 
-Utilization is strict: operations are counted as `megavis.model.flops` says (the visible half of
-causal attention, no recomputation, no embeddings), against the vendor's dense peak and against a
-matrix product of this model's size that is measured in the same run.
-
-Random batches in the form of a config's shards.
+Utilization is strict: operations are counted as in `megavis.model.flops` (the visible half of
+causal attention, no recomputation, no embeddings) and compared with the vendor's dense peak and
+with a matrix product of this model's size, measured in the same run.
 """
 
 from __future__ import annotations
@@ -68,17 +66,17 @@ class BenchResult:
         precision: compute precision.
         batch_size: images per step.
         micro_batch_size: images per micro-batch and process.
-        step_seconds: mean over steps that follow each other without waiting.
+        step_seconds: mean over consecutive steps without synchronization.
         slowest_seconds: the same for the slowest process.
-        slowest_rank: that process.
+        slowest_rank: rank of that process.
         host_seconds: time to enqueue a step; if close to `step_seconds`, the device waits.
         images_per_second: throughput.
-        tokens_per_second: likewise.
+        tokens_per_second: throughput in tokens.
         tflops_per_device: operations per second, in 10¹².
         product_tflops: the same for a matrix product of this size.
-        peak_tflops: the vendor's number; None if unknown.
+        peak_tflops: the vendor's peak; None if unknown.
         memory_gb: peak memory allocated on the device; on a CPU, the peak of the process.
-        parts: share of the device's time by part; they add up to 1.
+        parts: fraction of the device's time by part; they sum to 1.
     """
 
     device: str
@@ -112,7 +110,7 @@ def bench(
     device: str | None = None,
     trace: Path | None = None,
 ) -> BenchResult | None:
-    """Measure the steps of a config; called on every process of the job.
+    """Measure the steps of a config. Collective over all processes of the job.
 
     Args:
         loaded: the config.
@@ -232,7 +230,7 @@ def _repeat(step: Callable[[], object], count: int) -> None:
 def _parts(
     step: Callable[[], object], device: torch.device, trace: Path | None
 ) -> Mapping[str, float]:
-    """Profile steps; return each part's share of the device's time."""
+    """Profile steps; return each part's fraction of the device's time."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -248,7 +246,7 @@ def _parts(
 
 
 def shares(times: Iterable[tuple[str, float]]) -> Mapping[str, float]:
-    """Return the share of each part of `PARTS`, of operators or kernels and their times."""
+    """Return the fraction of time of each part of `PARTS`, from times of operators or kernels."""
     totals: dict[str, float] = defaultdict(float)
     for name, taken in times:
         totals[_part_of(name)] += taken
@@ -285,7 +283,7 @@ def _peak(device_name: str, precision: str) -> float | None:
 
 
 def random_batch(objective: Trainable, count: int, *, seed: int = 0) -> Batch:
-    """Return `count` samples of random numbers on the CPU, in the form of the config's shards."""
+    """Return a batch of `count` random samples on the CPU, in the form of the config's shards."""
     blank = objective.backbone.blank_batch(count, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     inputs = _random_like(blank.inputs, objective, generator)

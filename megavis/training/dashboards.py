@@ -1,8 +1,8 @@
 """Dashboards that show a run while it trains: TensorBoard, Weights & Biases, MLflow.
 
-`metrics.jsonl` is the record of a run; a dashboard shows the same numbers. Each is a class with the
-same four methods, is opened again under the same identity when a run resumes, and writes to the run
-folder unless its own environment variables name a server.
+`metrics.jsonl` is the record of a run; dashboards show the same values. Each is a class with the
+same four methods, keeps its identity when a run resumes, and writes to the run folder unless its
+own environment variables name a server.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 
 IDENTITIES = "dashboards.json"
-"""In a run folder: under which identity each dashboard knows the run."""
+"""File in a run folder with the run's identity in each dashboard."""
 
 
 class Dashboard(ABC):
-    """What shows numbers and pictures of a run.
+    """Shows metrics and images of a run.
 
     Attributes:
-        package: that has to be installed.
+        package: required package.
     """
 
     package: ClassVar[str]
@@ -42,7 +42,7 @@ class Dashboard(ABC):
 
     @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the numbers of a step."""
+        """Show the metrics of a step."""
 
     @abstractmethod
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
@@ -50,7 +50,7 @@ class Dashboard(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is still held back."""
+        """Flush and close."""
 
 
 class TensorBoard(Dashboard):
@@ -78,7 +78,7 @@ class TensorBoard(Dashboard):
 
 
 class WandB(Dashboard):
-    """Weights & Biases; without a login or `WANDB_MODE` offline, in `RUN/wandb`."""
+    """Weights & Biases; offline in `RUN/wandb` without a login or `WANDB_MODE`."""
 
     package = "wandb"
 
@@ -92,10 +92,10 @@ class WandB(Dashboard):
             dir=str(run_folder),
             resume="allow",
             config=dict(config),
-            # It would ask on the terminal, and a job waits forever.
+            # Otherwise it would prompt for a login and block the job.
             mode=os.environ.get("WANDB_MODE", "online" if has_login else "offline"),
         )
-        # Its own count only grows; a resumed run shows steps again.
+        # Its own step counter is monotonic, but a resumed run repeats steps.
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -117,7 +117,7 @@ class MLflow(Dashboard):
     package = "mlflow"
 
     def __init__(self, run_folder: Path, *, first_step: int, config: Mapping[str, Any]) -> None:
-        # Newer versions refuse a file store unless this is set.
+        # Newer versions reject a file store unless this is set.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = importlib.import_module("mlflow")
         here = (run_folder / "mlflow").resolve().as_uri()
@@ -157,10 +157,10 @@ DASHBOARDS: Mapping[DashboardKind, type[Dashboard]] = {
 
 
 def check_dashboards(kinds: tuple[str, ...]) -> None:
-    """Check that what `logging` names is installed.
+    """Check that the packages for `logging` are installed.
 
     Raises:
-        UserError: a package is missing; says how to install it.
+        UserError: a package is missing; the message says how to install it.
     """
     for kind, dashboard in DASHBOARDS.items():
         if kind in kinds and find_spec(dashboard.package) is None:
@@ -173,7 +173,7 @@ def check_dashboards(kinds: tuple[str, ...]) -> None:
 def open_dashboards(
     kinds: tuple[str, ...], run_folder: Path, *, first_step: int, config: Mapping[str, Any]
 ) -> list[Dashboard]:
-    """Open those that `logging` names; `jsonl` is none of them, and is always written."""
+    """Open the dashboards of `logging`; `jsonl` is always written and not a dashboard."""
     return [
         dashboard(run_folder, first_step=first_step, config=config)
         for kind, dashboard in DASHBOARDS.items()
@@ -182,7 +182,7 @@ def open_dashboards(
 
 
 def _identity(run_folder: Path, kind: str, fresh: str | None) -> str | None:
-    """Return the run's identity of a kind; a fresh one is kept where there is none."""
+    """Return the run's identity in a dashboard; store `fresh` if there is none yet."""
     path = run_folder / IDENTITIES
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     if kind not in known and fresh is not None:

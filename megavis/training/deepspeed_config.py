@@ -18,14 +18,13 @@ def deepspeed_config(
     carries_gradient: bool = False,
     on_gpu: bool = False,
 ) -> dict[str, Any]:
-    """Return the dictionary that `deepspeed.initialize` takes.
+    """Return the config dictionary for `deepspeed.initialize`.
 
     Args:
-        config: the run.
+        config: of the run.
         data_parallel_size: copies of the model.
-        carries_gradient: whether a tensor other than the hidden states has a gradient to send back.
-        on_gpu: copies to and from the host are pinned, and gradients are summed while others are
-            computed.
+        carries_gradient: whether a tensor other than the hidden states needs a gradient.
+        on_gpu: pin host memory, and overlap the reduction of gradients with the backward pass.
     """
     # DeepSpeed partitions tensors sent between stages over the tensor group, assuming that
     # all its processes hold the same (under sequence parallelism they hold different tokens), and
@@ -62,7 +61,7 @@ def micro_batch_size(config: RunConfig, data_parallel_size: int) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Return the numbers in the matrices of a block: four of attention, two of the MLP."""
+    """Return the parameters in the matrices of a block: four of attention, two of the MLP."""
     return model.hidden_size * (4 * model.hidden_size + 2 * model.mlp_size)
 
 
@@ -73,7 +72,7 @@ def _zero(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         section["overlap_comm"] = True
     if parallel.zero_stage == 3:
         section["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
-        # The next block's weights are on their way while this one computes.
+        # Prefetch the next block's weights while this one computes.
         section["stage3_prefetch_bucket_size"] = block_parameters(config.model)
     for key, target in (
         ("offload_optimizer", parallel.offload_optimizer),

@@ -1,7 +1,7 @@
-"""Check on one process, without weights, that a job of any size can start.
+"""Check on one process that a job of any size can start.
 
-One process takes the place of one of N: groups have the job's sizes, but nothing is sent, and
-layers are on the meta device. Data, disk and checkpoints are checked as they are.
+One process stands in for the last of N: groups have the job's sizes without communication, and
+layers are on the meta device. Data, disk and checkpoints are checked in place.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class DryRunCheck:
 
     Attributes:
         topic: what was checked.
-        is_right: whether it allows a start.
-        text: what was found; on failure, what would be right.
+        is_right: whether the job can start.
+        text: finding; on failure, how to fix it.
     """
 
     topic: str
@@ -97,7 +97,7 @@ def _data(run: Trainer, layout: Layout) -> DryRunCheck:
     readers = layout.data * threads
     if shards < readers:
         text += (
-            f" for {readers} readers ({layout.data} processes of data × {threads} threads): every"
+            f" for {readers} readers ({layout.data} data-parallel × {threads} threads): every"
             " process reads from every shard, so none waits, but several share a file"
         )
     return DryRunCheck("data", True, text)
@@ -113,7 +113,7 @@ def _tokenizer(run: Trainer) -> DryRunCheck:
 
 
 def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
-    """Build this rank's part of every layer on the meta device; return whole shapes by name."""
+    """Build this rank's part of every layer on the meta device; return full shapes by name."""
     shapes: Shapes = {}
     for plan in objective.layer_plans():
         with torch.device("meta"):
@@ -129,7 +129,7 @@ def _shapes(objective: Trainable, tensor_size: int) -> Shapes:
 def _disk(config: RunConfig, num_parameters: int) -> DryRunCheck:
     """Compare the size of checkpoints, including one being written, with free disk space."""
     keep, steps = config.checkpoint, config.training.steps
-    # Weights and Adam's two moments, and the moving average of the weights.
+    # Weights, Adam's two moments, and the EMA of the weights.
     kinds = 3 + bool(config.optimizer.ema_decay)
     size = kinds * _FLOAT32 * num_parameters
     every = keep.keep_every or steps + 1

@@ -1,12 +1,11 @@
 """One training engine over DeepSpeed's two: the ordinary one and the pipeline one.
 
-Both run the same list of layers. Only this file handles the differences: which process holds
-which layers, and how a step is run.
+Both run the same list of layers. Only this file handles the differences: which process holds which
+layers, and how a step is run.
 
-Outputs of a pipeline stage in a form whose backward pass runs once.
-
-DeepSpeed calls `backward` on each floating-point tensor that a stage has sent, so any common
-part, such as an encoder whose memory is carried, would run once for each of them.
+DeepSpeed's pipeline calls `backward` on each floating-point tensor that a stage has sent, which
+would run common parts, such as an encoder whose memory is carried, once for each of them;
+`with_one_backward` prevents that.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ class Engine:
         self.states = ParameterStates(
             self.deepspeed, config.parallel.zero_stage, averages=decay > 0
         )
-        # After DeepSpeed's own first use of the optimizer, which is not a training step.
+        # After DeepSpeed's first use of the optimizer, which is not a training step.
         self._average = WeightAverage(decay, self.layers, self.states) if decay else None
 
     def evaluated(self) -> contextlib.AbstractContextManager[None]:
-        """Use the weights' moving average, if there is one, within the block.
+        """Use the EMA of the weights, if there is one, within the block.
 
         Called on every process.
         """
@@ -221,7 +220,7 @@ class Engine:
 def build_stack(objective: Trainable, context: ParallelContext) -> LayerStack:
     """Build all layers; under ZeRO-3 each is partitioned as soon as it is built.
 
-    So no process ever holds more of the model than its share and one layer.
+    No process ever holds more of the model than its share and one layer.
     """
     plans = objective.layer_plans()
     if objective.config.parallel.zero_stage < 3:
@@ -247,8 +246,8 @@ class _Split:
     def __call__(self, layer: nn.Module) -> None:
         layer.to(self._context.device)
         if isinstance(layer, Block) and not layer.core.carried_names:
-            # Its weights are gathered at once, in half of the host's time; of blocks that are
-            # given tensors besides hidden states DeepSpeed frees them too early.
+            # Gather its weights at once, which halves the host's time. Not for blocks with inputs
+            # besides hidden states: DeepSpeed frees those too early.
             set_z3_leaf_module(layer, True)
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(self._dtype)
@@ -278,7 +277,7 @@ class _Pipeline(PipelineModule):
         return bool(self._local_stop == self.parts[-1])
 
     def _partition_layers(self, method: list[int]) -> None:
-        """Set this process's stage; DeepSpeed's own methods ignore the workload of layers."""
+        """Set this process's stage; DeepSpeed's methods ignore the workload of layers."""
         self.parts = method
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=method[stage], stop=method[stage + 1])
@@ -298,7 +297,7 @@ class _PlannedLayer(LayerSpec):
 def with_one_backward(outputs: PackedState) -> PackedState:
     """Return the same tensors, such that only the last float runs the stage's backward pass.
 
-    The other floats become leaves, which keep their gradients until then: it must be called last.
+    The other floats become leaves that accumulate gradients until then, so it must come last.
     """
     floats = [] if isinstance(outputs, Tensor) else [t for t in outputs if t.is_floating_point()]
     if len(floats) < 2 or not torch.is_grad_enabled():

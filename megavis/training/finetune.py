@@ -1,8 +1,8 @@
 """Fine-tuning around the training loop: initial weights, model selection, and the report.
 
-Which run it starts from, and what it refuses, is checked before anything is trained. The step is
-selected on one set of images and measured on another, the test images: those of `finetune.test`, or
-a random half of the validation images, the same half in every run.
+The source run is checked before training. The step is selected on one set of images and evaluated
+on another, the test images: those of `finetune.test`, or a random half of the validation images,
+the same half in every run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Finetuning:
     """The classification side of a training run.
 
     Attributes:
-        objective: the paper with classes.
+        objective: the classification.
         folder: of the run.
         class_names: of the shards.
         num_train: images in the training shards.
@@ -82,10 +82,10 @@ class Finetuning:
         datasets = {"data.train": train, "data.validation": validation, "finetune.test": test}
         for key, dataset in datasets.items():
             if dataset is not None:
-                complaints = list(label_issues(key, dataset, settings, train.class_names))
-                if complaints:
-                    raise loaded.source.error(complaints)
-        _refuse_overlap(loaded, validation, test)
+                differences = list(label_issues(key, dataset, settings, train.class_names))
+                if differences:
+                    raise loaded.source.error(differences)
+        _check_test_images(loaded, validation, test)
         parts = halves(validation) if test is None else (shuffled(validation), shuffled(test))
         folder = Path(loaded.config.folder)
         stopping = EarlyStopping(settings.patience)
@@ -159,7 +159,7 @@ class Finetuning:
         }
 
 
-def _refuse_overlap(
+def _check_test_images(
     loaded: LoadedConfig, validation: ShardDataset, test: ShardDataset | None
 ) -> None:
     """Reject test images that this run or its source was trained on, or that select the step."""
@@ -202,14 +202,14 @@ def check_source(loaded: LoadedConfig, objective: Classification, train: Samples
         checkpoint = source_checkpoint(settings)
         path = Path(settings.from_run or "") / "config.yaml"
         source = load_config(path).config
-        complaint = next(_differences(source, loaded.config, objective), None)
+        difference = next(_differences(source, loaded.config, objective), None)
         tokenizer = train.manifest.identity or objective.backbone.tokenizer_identity
-        if complaint is None and read_manifest(checkpoint).tokenizer != tokenizer:
-            complaint = f"was trained on other tokens than those of {train.directory}"
+        if difference is None and read_manifest(checkpoint).tokenizer != tokenizer:
+            difference = f"was trained on other tokens than those of {train.directory}"
     except UserError as error:
         raise loaded.source.error([("finetune.from_run", str(error))]) from None
-    if complaint is not None:
-        text = f"{settings.from_run} {complaint}"
+    if difference is not None:
+        text = f"{settings.from_run} {difference}"
         raise loaded.source.error([("finetune.from_run", text)])
 
 

@@ -15,10 +15,10 @@ _KEPT = 256
 
 
 class ForwardClock:
-    """Times this process's forward passes, with what they wait for data.
+    """Times this process's forward passes, including their wait for data.
 
-    Until gradients are summed no process of plain data parallelism waits for another, so that a
-    slow one shows. On a GPU nothing waits for the clock until it is read.
+    In plain data parallelism no process waits for another until gradients are reduced, so a slow
+    process shows. On a GPU nothing synchronizes until the clock is read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class ForwardClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time what happens inside the block."""
+        """Time the block."""
         began = self._now()
         yield
         self._spans.append((began, self._now()))
@@ -40,7 +40,7 @@ class ForwardClock:
         return event
 
     def read(self) -> float:
-        """Return the mean seconds of a pass since the last call, 0 without any; forget them."""
+        """Return the mean seconds per pass since the last call, 0 without any, and reset."""
         spans = list(self._spans)
         self._spans.clear()
         if not spans:

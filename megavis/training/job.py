@@ -1,4 +1,4 @@
-"""Start of a run: the job in the config's layout, the lock of the run folder, and the shards."""
+"""Start a run: join the job in the config's layout, lock the run folder, open the shards."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _open_palette(loaded: LoadedConfig) -> Palette | None:
 
 
 def open_training_data(loaded: LoadedConfig, transform: Transform, objective: Trainable) -> Samples:
-    """Open the shard folder of `data.train`, or mix several; arguments as for `open_data`."""
+    """Open the shard folder of `data.train`, or blend several; arguments as for `open_data`."""
     data = loaded.config.data
     if isinstance(data.train, str):
         dataset = open_data(loaded, "data.train", data.train, transform, objective)

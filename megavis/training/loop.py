@@ -32,8 +32,8 @@ def train(
         callbacks: called in this order on every process, and before the very first step.
         metrics: where the main process writes; None on the others.
         save: called last, so a checkpoint never contains a step whose metrics are missing.
-        watchdog: ends the job where a step takes too long. The first one, which warms everything
-            up, and what comes after a step may take ten times as long.
+        watchdog: ends the job if a step takes too long. The first step, which includes warm-up, and
+            the work after a step may take ten times as long.
     """
     if first_step == 0:
         _after_step(StepState(0, last_step, None, engine), callbacks, metrics)

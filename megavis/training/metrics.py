@@ -18,7 +18,7 @@ from megavis.training.dashboards import open_dashboards
 
 
 class MetricsWriter:
-    """Appends one JSON object per logged step, and shows the same numbers in dashboards."""
+    """Appends one JSON object per logged step, and shows the same values in dashboards."""
 
     def __init__(
         self,
@@ -32,37 +32,37 @@ class MetricsWriter:
 
         Args:
             run_folder: the run.
-            first_step: steps after it will be written again; lines of a killed run about them
-                are dropped, so the file equals that of an uninterrupted run.
+            first_step: later steps will be written again; lines of a killed run about them are
+                dropped, so the file equals that of an uninterrupted run.
             logging: kinds of dashboards.
-            config: dotted keys and values that these show.
+            config: dotted keys and values to show in dashboards.
         """
         self._path = run_folder / "metrics.jsonl"
-        # A run that begins again writes its validation before the first step again too.
+        # A restarted run also repeats its validation before the first step.
         drop_steps_after(self._path, first_step or -1)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - lives with the run
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._dashboards = open_dashboards(
             logging, run_folder, first_step=first_step, config=config or {}
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of one step, or warn if the disk fails.
+        """Write the metrics of one step, or warn if the disk fails.
 
         Unwritten lines are kept and written with the next one.
         """
         self._file.write(json.dumps({"step": step, **values}) + "\n")
-        with self._telling():
+        with self._warn_on_error():
             self._file.flush()
         self._show(step, values)
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         for dashboard in self._dashboards:
-            with self._telling(Exception):
+            with self._warn_on_error(Exception):
                 dashboard.scalars(step, values)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers to the last line if it is of this step, or else write a new line."""
+        """Add metrics to the last line if it is of this step, or write a new line."""
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         last = json.loads(lines[-1]) if lines else {}
         if last.get("step") != step:
@@ -77,7 +77,7 @@ class MetricsWriter:
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Show uint8 pixels `[h, w, 3]`."""
         for dashboard in self._dashboards:
-            with self._telling(Exception):
+            with self._warn_on_error(Exception):
                 dashboard.image(step, name, pixels)
 
     def close(self) -> None:
@@ -87,26 +87,26 @@ class MetricsWriter:
             OSError: the last lines of `metrics.jsonl` cannot be written.
         """
         for dashboard in self._dashboards:
-            with self._telling(Exception):
+            with self._warn_on_error(Exception):
                 dashboard.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     @contextlib.contextmanager
-    def _telling(self, kind: type[Exception] = OSError) -> Iterator[None]:
+    def _warn_on_error(self, kind: type[Exception] = OSError) -> Iterator[None]:
         """Continue training without disk or dashboard, but warn once for each reason."""
         try:
             yield
         except kind as error:
-            if str(error) not in self._told:
-                self._told.add(str(error))
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
                 text = f"WARNING: metrics are not written: {error}; training continues"
                 tqdm.write(text, file=sys.stderr)
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Truncate `metrics.jsonl` after a step, and drop a torn last line."""
+    """Truncate `metrics.jsonl` after a step, and drop an incomplete last line."""
     if not path.exists():
         return
     kept = []
@@ -130,7 +130,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        # A kill may leave the last line torn.
+        # A kill may leave an incomplete last line.
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records

@@ -1,17 +1,15 @@
-"""Adam, Adafactor, SGD and LARS, their parameter groups and their schedule.
+"""Optimizers, parameter groups, learning-rate schedule, gradient norm and EMA of the weights.
 
 LARS scales the step of each matrix by its norm, for linear evaluation with large batches:
 "Large Batch Training of Convolutional Networks" (You, Gitman, Ginsburg), equation 6. MAE's linear
 probing, which "Denoising Autoregressive Representation Learning" follows (table 13), excludes
 biases from the scaling.
 
-For ZeRO-0: gradient norms and skipping of non-finite steps, as in DeepSpeed's other stages.
+Gradient norms and skipping of non-finite steps are for ZeRO-0, where DeepSpeed does neither.
 
-Exponential moving average of the weights, kept with the optimizer's master weights.
-
-θ̄ ← decay · θ̄ + (1 - decay) · θ after every step, starting from the weights after the first one.
-The average is another optimizer state, so it is partitioned like the master weights at any ZeRO
-stage, and offloaded with them.
+The EMA, θ̄ ← decay · θ̄ + (1 - decay) · θ after every step, starts from the weights after the first
+step. It is another optimizer state, so it is partitioned and offloaded like the master weights at
+any ZeRO stage.
 """
 
 from __future__ import annotations
@@ -146,10 +144,10 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
 
 
 def skipping(kind: Any) -> Any:
-    """Return an optimizer class derived from `kind` that skips steps if `found_inf` is not 0.
+    """Return a subclass of an optimizer that skips steps if `found_inf` is not 0.
 
-    torch's fused optimizers and LARS do so on the device; Apex's ignores it. Reading the number
-    waits for the device.
+    torch's fused optimizers and LARS do so on the device; Apex's ignores it. Here, reading the
+    value synchronizes.
     """
 
     class Skipping(kind):
@@ -199,7 +197,7 @@ class LARS(torch.optim.Optimizer):
         momentum: float,
         processes: dist.ProcessGroup | None,
     ) -> None:
-        """Set up.
+        """Set parameters and hyperparameters.
 
         Args:
             groups: parameters with `weight_decay` and `adapts`.
@@ -239,7 +237,7 @@ class LARS(torch.optim.Optimizer):
         parameter.copy_(torch.where(taken, parameter - group["lr"] * momentum, parameter))
 
     def _norms(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the norms of a whole matrix and of its gradient: `[2]`."""
+        """Return the norms of a full matrix and of its gradient, `[2]`."""
         squares = torch.stack([t.float().square().sum() for t in (parameter, gradient)])
         if self.processes is not None:
             dist.all_reduce(squares, group=self.processes)
@@ -249,10 +247,10 @@ class LARS(torch.optim.Optimizer):
 class GradientNorm:
     """Computes and clips the global gradient norm just before each optimizer step.
 
-    A parameter partitioned over the tensor group counts with all its parts; one that every process
-    of the group holds counts once. If the norm is not finite, the optimizer gets `found_inf` and
-    leaves weights and moments unchanged: torch's fused ones and LARS without synchronization,
-    Apex's through `optimizer.skipping`.
+    Parameters that are partitioned over the tensor group count with all their parts, replicated
+    ones once. If the norm is not finite, the optimizer gets `found_inf` and leaves weights and
+    moments unchanged: torch's fused ones and LARS without synchronization, Apex's through
+    `optimizer.skipping`.
 
     Attributes:
         value: the norm of the last step, before clipping, on the device.
@@ -284,7 +282,7 @@ class GradientNorm:
 
 
 class WeightAverage:
-    """Follows an optimizer, and replaces the weights during evaluation."""
+    """EMA of the weights, which replaces them during evaluation."""
 
     def __init__(self, decay: float, layers: LocalLayers, states: ParameterStates) -> None:
         self.decay, self.layers, self.states = decay, layers, states
@@ -307,9 +305,9 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the average as the weights within the block; called on every process.
+        """Use the average as the weights within the block. Collective over all processes.
 
-        Before the first step there is no average, and the weights stay.
+        Before the first step there is no average, and the weights are used.
         """
         if not self.states.has(AVERAGE):
             yield

@@ -1,4 +1,4 @@
-"""Refuse to resume with a config or data that would make it another run."""
+"""Reject resuming with a config or data that would change the run."""
 
 from __future__ import annotations
 

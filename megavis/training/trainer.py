@@ -1,7 +1,7 @@
 """Train a run, from its config to the last step.
 
-The trainer opens what the config names and joins engine, loop and callbacks, none of which knows
-of it.
+The trainer opens data and checkpoints and connects engine, loop and callbacks, none of which
+depends on it.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ from megavis.training.resume_checks import check_same_run, check_same_tokenizer
 
 @dataclass
 class Trainer:
-    """What a run needs, opened and checked, and its training."""
+    """The opened and checked parts of a run, and its training."""
 
     config: RunConfig
     context: ParallelContext
     objective: Trainable
     train_data: Samples
     validation_data: Readable | None
-    """Held-out images; in a fine-tuning run those for selecting the step."""
+    """Held-out images; when fine-tuning, those for selecting the step."""
     tokenizer: str | None
     """SHA-256 of the tokenizer of the shards, or of the images."""
     finetuning: Finetuning | None = None
-    """Present in a fine-tuning run."""
+    """Set when fine-tuning."""
 
     @property
     def folder(self) -> Path:
@@ -84,10 +84,10 @@ class Trainer:
 
     @classmethod
     def open(cls, loaded: LoadedConfig, context: ParallelContext) -> Trainer:
-        """Open the data and reject what does not fit.
+        """Open the data and check it against the config.
 
         Raises:
-            UserError: data and config do not fit; names the key and its line.
+            UserError: data and config do not match; names the key and its line.
         """
         config = loaded.config
         objective = build_objective(config, context)
@@ -194,7 +194,7 @@ class Trainer:
             self.finetuning.start(engine)
 
     def loader(self, engine: Engine, first_batch: int = 0) -> BatchLoader:
-        """Return this process's training batches, from one in the sample order on."""
+        """Return this process's training batches, starting at `first_batch` of the sample order."""
         return BatchLoader(
             self.train_data,
             seed=self.config.seed,
@@ -218,8 +218,8 @@ class Trainer:
     ) -> list[Callback]:
         """Return the callbacks in the order in which they are called.
 
-        What may ask for a checkpoint comes before the extra ones, which depend on whether the step
-        is saved; `save` itself is called by the loop, last.
+        Callbacks that may request a checkpoint precede the extra ones, which depend on whether the
+        step is saved; `save` itself is called by the loop, last.
         """
         settings, paper = self.config.training, self.objective
         log = LogMetrics(
@@ -250,7 +250,7 @@ class Trainer:
 
     @property
     def _stopping(self) -> list[Callback]:
-        """What selects a fine-tuning run's best step, and stops it."""
+        """Return early stopping, when fine-tuning."""
         return [self.finetuning.stopping] if self.finetuning is not None else []
 
     def _validate(self, interruption: StopOnSignal) -> Validate | None:
@@ -289,7 +289,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether a restarted run had stopped early."""
+        """Whether a restarted run had already stopped early."""
         return self.finetuning is not None and self.finetuning.stopping.is_over
 
     def _snapshot(self, state: StepState, *, bad_steps: WatchBadSteps) -> Snapshot:
@@ -320,7 +320,7 @@ class Trainer:
             )
 
     def refuse_another_run(self) -> None:
-        """Compare the config with the one that a run with checkpoints was started with.
+        """Compare the config with the one that the run was started with.
 
         Raises:
             UserError: they differ.
@@ -351,7 +351,7 @@ def run_training(loaded: LoadedConfig, launch: Launch, *, device: str | None = N
         device: `cpu` or `cuda`; default: the best available.
 
     Raises:
-        UserError: the run cannot be trained as its config says.
+        UserError: the run cannot be trained with this config.
     """
     check_dashboards(loaded.config.logging)
     with Signals() as signals, open_job(loaded, launch, device=device) as context:

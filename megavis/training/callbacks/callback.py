@@ -1,4 +1,4 @@
-"""What the training loop and its callbacks share: the state after a step."""
+"""Callback interface of the training loop, and the state after a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepState:
     """Optimizer steps taken so far."""
     last_step: int
     loss: Tensor | None
-    """On the device; reading it synchronizes. None before the first step."""
+    """Loss on the device; reading it synchronizes. None before the first step."""
     engine: Engine
     record: dict[str, float] = field(default_factory=dict)
     images: dict[str, np.ndarray] = field(default_factory=dict)

@@ -22,24 +22,26 @@ ACCURACY = "validation_accuracy"
 
 
 class EarlyStopping:
-    """A callback that checkpoints the best step, and stops when none better follows.
+    """A callback that checkpoints the best step, and stops without further improvement.
 
     Attributes:
-        patience: validations without a new best after which training stops; 0: never.
-        looks: step and accuracy of each so far, the same on every process.
+        patience: validations without improvement after which training stops; 0 for never.
+        history: step and accuracy of each validation so far, the same on every process.
     """
 
-    def __init__(self, patience: int, looks: Iterable[tuple[int, float]] = ()) -> None:
-        self.patience, self.looks = patience, list(looks)
+    def __init__(self, patience: int, history: Iterable[tuple[int, float]] = ()) -> None:
+        self.patience, self.history = patience, list(history)
 
     @classmethod
     def resume(
         cls, patience: int, run_folder: Path, step: int, context: ParallelContext
     ) -> EarlyStopping:
         """Return the state of a run after `step` steps; called on every process."""
-        looks = [look for look in looks_of(read_metrics(run_folder)) if look[0] <= step]
+        history = [
+            entry for entry in accuracy_history(read_metrics(run_folder)) if entry[0] <= step
+        ]
         # The folder may appear older on another node.
-        return cls(patience, context.from_main(looks))
+        return cls(patience, context.from_main(history))
 
     def __call__(self, state: StepState) -> None:
         """Check the step's accuracy if it was measured, after the first step."""
@@ -49,7 +51,7 @@ class EarlyStopping:
         context = state.engine.context
         accuracy = torch.tensor(state.record[ACCURACY], dtype=torch.float64, device=context.device)
         dist.broadcast(accuracy, src=0, group=context.world.group)
-        self.looks.append((state.step, float(accuracy)))
+        self.history.append((state.step, float(accuracy)))
         if self.is_over:
             state.stop = f"no new best accuracy in {self.patience} validations"
         state.wants_checkpoint |= self.is_over or self.best_step == state.step
@@ -57,19 +59,19 @@ class EarlyStopping:
     @property
     def best_step(self) -> int | None:
         """The first step with the highest accuracy; None before the first validation."""
-        best = max(self.looks, key=lambda look: (look[1], -look[0]), default=None)
+        best = max(self.history, key=lambda entry: (entry[1], -entry[0]), default=None)
         return best and best[0]
 
     @property
     def is_over(self) -> bool:
-        """Whether the last `patience` validations brought no new best."""
-        if not self.patience or not self.looks:
+        """Whether the last `patience` validations brought no improvement."""
+        if not self.patience or not self.history:
             return False
-        since = [step for step, _ in self.looks if step > (self.best_step or 0)]
+        since = [step for step, _ in self.history if step > (self.best_step or 0)]
         return len(since) >= self.patience
 
 
-def looks_of(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+def accuracy_history(records: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Return step and accuracy of each record of `metrics.jsonl` that has one, after step 0."""
     return [
         (int(record["step"]), record[ACCURACY])

@@ -1,4 +1,4 @@
-"""What limits a run on its hardware: memory, waiting for the device, a slow process."""
+"""Record hardware limits of a run: memory, waiting for the device, slow processes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megavis.training.callbacks.callback import StepState
 
 
 class WatchHardware:
-    """Records what the run's hardware does, every N steps; a callback in front of the metrics.
+    """Records hardware metrics every N steps; a callback to run before `LogMetrics`.
 
-    `memory_gb`: most that was allocated on the main process's GPU. `device_wait_s`: how long the
-    host waited for it at this step; near 0, the GPU waits for the host. Of several processes
-    without pipeline stages, `forward_s` is the mean of their forward passes, `slowest_forward_s`
-    that of the slowest, and `slowest_rank` says which it is.
+    `memory_gb`: peak memory allocated on the main process's GPU. `device_wait_s`: time the host
+    waited for it at this step; if near 0, the GPU waits for the host. With several processes and
+    no pipeline stages, `forward_s` is the mean time of their forward passes, `slowest_forward_s`
+    that of the slowest, and `slowest_rank` its rank.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
 
     def __call__(self, state: StepState) -> None:
-        """Record the numbers where they are due; every process calls this."""
+        """Record the metrics if due. Collective over all processes."""
         if state.loss is None or not state.is_due(self.every):
             return
         device = state.engine.context.device

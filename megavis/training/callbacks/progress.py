@@ -1,7 +1,7 @@
-"""Callbacks that show how training goes: metrics, progress, replaced samples; garbage collection.
+"""Callbacks for metrics, progress and replaced samples, and for garbage collection.
 
-`ShardDataset` reads the next good sample in place of a bad one, so that one broken image does not
-end a run of a month; `ReportReplacedSamples` keeps this from going unnoticed.
+`ShardDataset` replaces an invalid sample by the next valid one, so that a damaged image does not
+end a long run; `ReportReplacedSamples` makes this visible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LogMetrics:
         self._since: tuple[int, float] | None = None
 
     def __call__(self, state: StepState) -> None:
-        """Record the step's numbers if due."""
+        """Record the step's metrics if due."""
         if state.loss is None or not state.is_due(self.every):
             return
         engine = state.engine
@@ -104,7 +104,7 @@ class ShowProgress:
         )
 
     def __call__(self, state: StepState) -> None:
-        """Advance the bar; show the step's numbers if there are any."""
+        """Advance the bar; show the step's metrics if there are any."""
         if state.loss is not None:
             self._bar.update(1)
         if self._on_terminal and "loss" in state.record:
@@ -129,12 +129,12 @@ class ReportReplacedSamples:
 
     def __init__(self, every: int, data: Samples, context: ParallelContext) -> None:
         self.every, self.data, self.context = every, data, context
-        # Every process knows from the start what the index shows.
+        # Samples of wrong length are known on every process from the start.
         self._known = len(data.skipped_names)
         self._named: set[str] = set() if context.is_main else set(data.skipped_names)
 
     def __call__(self, state: StepState) -> None:
-        """Every process takes part."""
+        """Report if due. Collective over all processes."""
         if not state.is_due(self.every):
             return
         names = self.data.skipped_names
@@ -147,7 +147,7 @@ class ReportReplacedSamples:
     def _report(self, names: list[str]) -> None:
         room = max(0, _MAX_NAMED - len(self._named))
         for name in names[:room]:
-            tqdm.write(f"data: {name}; the next good sample is read in its place", sys.stderr)
+            tqdm.write(f"data: {name}; replaced by the next valid sample", sys.stderr)
         if 0 < room < len(names):
-            tqdm.write("data: further samples are counted, not named", sys.stderr)
+            tqdm.write("data: further replaced samples are counted, not named", sys.stderr)
         self._named.update(names)

@@ -27,17 +27,17 @@ class SampleImages:
         every: int,
         num_images: int,
     ) -> None:
-        """Set up.
+        """Check that samples are possible.
 
         Args:
             run_folder: receives the images.
             dataset: held-out images to start from; None for unconditional samples.
-            objective: the paper.
+            objective: of the run.
             every: steps between grids.
             num_images: images per grid.
 
         Raises:
-            UserError: this paper does not support such samples; raised before any work is done.
+            UserError: the objective does not support such samples.
         """
         try:
             self.gallery = Gallery(objective, run_folder)

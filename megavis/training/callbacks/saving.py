@@ -1,4 +1,4 @@
-"""Checkpoints during training, written while it continues."""
+"""Asynchronous checkpoints during training."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class SaveCheckpoint:
         published: Callable[[], None],
         also_at: Collection[int] = (),
     ) -> None:
-        """Prepare; called on every process.
+        """Collective over all processes.
 
         Args:
-            every: steps between checkpoints; 0: only on a callback's request, and at the end.
+            every: steps between checkpoints; 0 for only on a callback's request and at the end.
             take: copies the state of the run after a step.
-            published: called when a checkpoint has appeared.
+            published: called after a checkpoint is published.
             also_at: steps to save regardless of `every`.
         """
         self.every, self._take, self._published = every, take, published
@@ -65,7 +65,7 @@ class SaveCheckpoint:
         self._stall += time.perf_counter() - began
 
     def record_stall(self, state: StepState) -> None:
-        """Record how long training has waited for checkpoints since the last logged line.
+        """Record how long training has waited for checkpoints since the last logged step.
 
         A callback.
         """
@@ -92,5 +92,5 @@ class SaveCheckpoint:
             if required:
                 raise
             self.failures += 1
-            warning = f"WARNING: {error}; training continues, and the previous checkpoint stays"
+            warning = f"WARNING: {error}; training continues, and the previous checkpoint is kept"
             tqdm.write(warning, file=sys.stderr)

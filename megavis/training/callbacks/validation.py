@@ -28,7 +28,7 @@ class Validate:
         *,
         is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Prepare.
+        """Set the images and the interval.
 
         Args:
             dataset: held-out images.
@@ -56,14 +56,14 @@ class Validate:
     ) -> None:
         """Repeat the validation that a signal aborted just before the run was saved.
 
-        So the metrics of a run that was those of an uninterrupted one. Every process
-        calls this, with the state that was saved.
+        The metrics then equal those of an uninterrupted run. Collective over all processes, with
+        the state that was saved.
 
         Args:
             state: after the step that the run resumes from.
-            callbacks: called after it, as they would have been.
-            metrics: where the main process writes.
-            run_folder: its metrics tell whether the validation was made.
+            callbacks: called after it, as without interruption.
+            metrics: of the main process.
+            run_folder: its metrics show whether the validation was done.
         """
         if not state.is_due(self.every):
             return

@@ -3,9 +3,9 @@
 A step with non-finite gradients leaves weights and moments unchanged. A spike changes the weights
 and is detected two steps later, since no step waits for its own loss.
 
-"PaLM: Scaling Language Modeling with Pathways", section 5.1: where the loss spiked, training was
-started again from a checkpoint about 100 steps before the spike, and about 200 to 500 batches were
-left out, those before and during the spike; the same data at another point of training did no harm.
+"PaLM: Scaling Language Modeling with Pathways", section 5.1: after a loss spike, training was
+restarted from a checkpoint about 100 steps before it, and about 200 to 500 batches before and
+during the spike were skipped; the same data did no harm at another point of training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megavis.training.metrics import MetricsWriter, read_metrics
 
 # For a normal distribution, the standard deviation over the median distance from the median.
 _DEVIATION = 1.4826
-# Changes below this share of the loss are never spikes, even if the loss hardly moves.
+# Changes below this fraction of the loss are never spikes, even if the loss is nearly constant.
 _LEAST_SHARE = 1e-3
 
 
@@ -72,7 +72,7 @@ class SpikeDetector:
         return LossHistory(recent=tuple(self._recent), bad_since=self._bad_since)
 
     def is_spike(self, loss: float) -> bool:
-        """Compare a loss with those before it; until there are enough, none is a spike."""
+        """Compare a loss with those before it; returns False until there are enough."""
         if not math.isfinite(loss):
             return True
         if not self.threshold or len(self._recent) < self.window:
@@ -97,7 +97,7 @@ class WatchBadSteps:
 
     Attributes:
         judge: detects spikes.
-        row: the bad steps that require a rollback or the end of training; None until then.
+        row: the streak of bad steps that requires a rollback or the end of training, if any.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class WatchBadSteps:
         history: LossHistory,
         batches_skipped: int,
     ) -> None:
-        """Prepare; called on every process.
+        """Collective over all processes.
 
         Args:
-            settings: which steps are bad, and how many in a row are too many.
+            settings: criteria for bad steps, and the longest allowed streak.
             saving: determines when a checkpoint is due, for which all earlier steps must be known.
             history: from the checkpoint that the run resumes from.
             batches_skipped: likewise; determines the positions of a step's images.
@@ -232,7 +232,7 @@ def _agree_on(
 
 
 def record_rollback(metrics: MetricsWriter, run_folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the rollback's line at the step that it returned to, unless it is there."""
+    """Write the rollback's record at the step that it returned to, if missing."""
     event = manifest.went_back
     if event is None:
         return

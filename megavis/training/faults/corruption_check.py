@@ -1,4 +1,4 @@
-"""Detect silent data corruption: flipped bits in memory, and processors that compute wrongly.
+"""Detect silent data corruption: flipped bits in memory, and wrong results of a processor.
 
 Replicas must hold identical bits, and the same images must give the same loss on every replica and
 twice on one. Two exceptions to bitwise equality: NCCL may sum in another order in another tensor
@@ -56,7 +56,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckReplicas:
-    """End training where processes disagree; look before every checkpoint too."""
+    """End training if processes disagree; a check also precedes every checkpoint."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CheckReplicas:
         seed: int,
         batches_skipped: int,
     ) -> None:
-        """Prepare.
+        """Set the interval and the data to check with.
 
         Args:
             every: steps between checks.
@@ -143,7 +143,7 @@ def _remember(engine: Engine, step: int, complaint: str) -> None:
     """Record the fault in the run folder; called on every process."""
     world = engine.context.world
     if engine.context.is_main:
-        # A full disk must not hide the finding.
+        # A full disk must not hide the fault.
         with contextlib.suppress(OSError):
             folder = Path(engine.config.folder)
             record_fault(folder, step, complaint, exit_code=CORRUPTION_EXIT_CODE)
@@ -201,7 +201,7 @@ def _share(parameter: nn.Parameter) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum, int64 on the tensor's device, that detects any single changed element.
 
-    Each element's bits times an odd number from its index, summed modulo 2^64, in any order.
+    Each element's bits are multiplied by an odd number from its index, and summed modulo 2^64.
     """
     flat = tensor.detach().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])

@@ -1,11 +1,10 @@
 """Lock a run folder: one job at a time.
 
-The first rank keeps a file `.lock-N` there, which names its process and whose modification time it
-renews every few seconds. Taking over means creating the file with the next number, which only one
-process can do, on network disks too; it needs neither `flock` nor synchronised clocks. A holder
-whose process has ended is replaced at once on its own host. From another host the process cannot be
-looked up: there the file is watched, and a holder that does not renew it for `SILENCE_SECONDS` is
-dead.
+The first rank keeps a file `.lock-N` there, which names its process, and renews its modification
+time every few seconds. Taking over means creating the file with the next number, which only one
+process can do, on network disks too; neither `flock` nor synchronized clocks are needed. On the
+holder's own host, a lock whose process has ended is taken over at once. From another host, the file
+is watched, and a holder that does not renew it for `SILENCE_SECONDS` counts as dead.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class RunLock:
 
 
 def holder_of(run_folder: Path) -> Holder | None:
-    """Return who trains in a run folder now, by the signs of life; None where nobody does."""
+    """Return the live holder of a run folder's lock, if there is one."""
     locks = _locks(run_folder)
     if not locks:
         return None
@@ -203,12 +202,12 @@ def _is_dead(path: Path, holder: Holder | None) -> bool:
             return True
         time.sleep(_LOOK_SECONDS)
         if not has_said:
-            _say_that_it_waits(path, holder)
+            _print_waiting(path, holder)
             has_said = True
     return False
 
 
-def _say_that_it_waits(path: Path, holder: Holder | None) -> None:
+def _print_waiting(path: Path, holder: Holder | None) -> None:
     sys.stderr.write(
         f"{path.parent}: held by {holder or 'an unknown process'}; waiting up to"
         f" {SILENCE_SECONDS:g} s for a sign of life\n"

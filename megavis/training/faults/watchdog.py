@@ -1,8 +1,8 @@
-"""Detect a process that hangs or has died, name it, and end the job.
+"""Detect a process that hangs or has died, report it, and end the job.
 
 The other processes are blocked in a collective. So each process runs a thread that writes a
-heartbeat to a store, and one that watches the time; a process whose heartbeat stops is named. Rank
-0 hosts the store: if it hangs, a request never returns, so no thread waits for a reply.
+heartbeat to a store, and one that watches the time; a process whose heartbeat stops is reported.
+Rank 0 hosts the store: if it hangs, requests never return, so no thread waits for a reply.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def collective_timeout(patience: float) -> float:
 
 
 class Watchdog:
-    """Ends the job when something takes too long; a context manager around training."""
+    """Ends the job if something takes too long; a context manager around training."""
 
     def __init__(self, context: ParallelContext, *, patience: float) -> None:
         """Prepare.
@@ -85,7 +85,7 @@ class Watchdog:
             return
         self._deadline = float("inf")
         if isinstance(error, Exception):
-            self._tell_who_is_silent()
+            self._report_silent_ranks()
         self._over.set()
         self._thread.join()
 
@@ -98,14 +98,14 @@ class Watchdog:
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT_SECONDS):
-            self._say_alive()
+            self._send_heartbeat()
 
     def _watch(self) -> None:
         while not self._over.wait(_BEAT_SECONDS):
             if time.monotonic() > self._deadline:
                 self._end()
 
-    def _say_alive(self) -> None:
+    def _send_heartbeat(self) -> None:
         word = {"host": socket.gethostname(), "doing": self._doing, "time": time.time_ns()}
         # The store dies with its host; processes that can still report do.
         with contextlib.suppress(RuntimeError):
@@ -118,11 +118,11 @@ class Watchdog:
         sys.stderr.flush()
         # Another thread may hold the GIL forever, but dumping stacks does not need it.
         faulthandler.dump_traceback(all_threads=True)
-        self._tell_who_is_silent()
+        self._report_silent_ranks()
         sys.stderr.flush()
         os._exit(HUNG_EXIT_CODE)
 
-    def _tell_who_is_silent(self) -> None:
+    def _report_silent_ranks(self) -> None:
         """Report the ranks whose heartbeat has stopped; the first live rank does this."""
         found: list[dict[int, str]] = []
 
@@ -149,7 +149,7 @@ class Watchdog:
         before = {rank: self._word(rank) for rank in others}
         for _ in range(_SILENT_BEATS):
             # The others check too, so the heartbeat must continue.
-            self._say_alive()
+            self._send_heartbeat()
             time.sleep(_BEAT_SECONDS)
         silent = {}
         for rank in others:

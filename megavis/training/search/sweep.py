@@ -1,7 +1,8 @@
-"""A grid over any number of keys: every point is an ordinary run, or a chain of them.
+"""Sweep over a grid of keys; every point is an ordinary run or a chain of runs.
 
-Made for "Denoising Autoregressive Representation Learning": the noise schedules of figure 3 (a and
-b on a logarithmic grid from 0.1 to 10, each pre-trained and then fine-tuned), and table 12's sweep.
+Its examples are in "Denoising Autoregressive Representation Learning": the noise schedules of
+figure 3 (a and b on a logarithmic grid from 0.1 to 10, each pre-trained and then fine-tuned), and
+the sweep of table 12.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Point:
     """One point of the grid.
 
     Attributes:
-        values: one a key.
-        runs: trained one after another, each from the weights of the one before.
+        values: one per key.
+        runs: configs of the chain, each trained from the weights of the previous run.
     """
 
     values: tuple[str, ...]
@@ -48,17 +49,17 @@ class Point:
 
     @property
     def folder(self) -> Path:
-        """Of the last run."""
+        """Folder of the last run."""
         return Path(self.runs[-1].config.folder)
 
     @property
     def step(self) -> int:
-        """The step of the last run's newest checkpoint; 0 where there is none."""
+        """Step of the last run's newest checkpoint; 0 without one."""
         return _step_of(self.runs[-1])
 
     @property
     def is_finished(self) -> bool:
-        """True where the last run has ended."""
+        """Whether the last run has finished."""
         return _is_finished(self.runs[-1])
 
 
@@ -68,26 +69,26 @@ def _step_of(loaded: LoadedConfig) -> int:
 
 
 def _is_finished(loaded: LoadedConfig) -> bool:
-    # Fine-tuning may stop early; its report is the last thing that it writes.
+    # Fine-tuning may stop early; its report is written last.
     report = Path(loaded.config.folder) / "evaluation" / "finetune_test.json"
     return _step_of(loaded) == loaded.config.training.steps or report.exists()
 
 
 def points_of(axes: Sequence[SweepAxis], loads: Sequence[Load]) -> list[Point]:
-    """Return the grid, the last key's values changing fastest; every config is checked.
+    """Return the grid with the last key varying fastest; every config is checked.
 
     Args:
         axes: the keys.
-        loads: of the config, and of those that start from its run, first one first. Keys of
-            `objective` and `model` are set in all of them, others in the first.
+        loads: loaders of the base config and of the configs that start from its run, in order. Keys
+            of `objective` and `model` are set in all of them, others in the first.
 
     Raises:
-        UserError: a key is named twice, or a value does not fit the config.
+        UserError: a key is given twice, or a value is invalid.
     """
     keys = [axis.key for axis in axes]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise UserError(f"--grid names {twice} twice")
+        raise UserError(f"--grid gives {twice} twice")
     names, points = [load([]).config.name for load in loads], []
     for values in product(*(axis.values for axis in axes)):
         chosen = list(zip(axes, values, strict=True))
@@ -116,7 +117,7 @@ def train_run(loaded: LoadedConfig, context: ParallelContext) -> None:
 def rows_of(
     axes: Sequence[SweepAxis], points: Sequence[Point], scores: Sequence[float]
 ) -> list[Row]:
-    """Return one row a point; the score of a run that is not finished is empty."""
+    """Return one row per point; the score of an unfinished run is empty."""
     return [
         {
             **{axis.key: value for axis, value in zip(axes, point.values, strict=True)},
@@ -130,13 +131,13 @@ def rows_of(
 def draw_sweep(
     axes: Sequence[SweepAxis], scores: Sequence[float], *, name: str, what: str
 ) -> Figure:
-    """Draw a heat-map of the last two keys for each choice of the others, as figure 3.
+    """Draw a heat map of the last two keys for each combination of the others, as in figure 3.
 
-    The last key but one runs to the right, the last one upwards; a single key runs upwards.
+    The last key is on the vertical axis, the one before it on the horizontal axis.
 
     Args:
         axes: the keys.
-        scores: in the order of `points_of`; nan where there is none.
+        scores: in the order of `points_of`; nan for none.
         name: of the config, for the title.
         what: name of the score.
     """
@@ -168,7 +169,7 @@ def draw_sweep(
 def _draw_cells(
     cells: Axes, table: np.ndarray, right: SweepAxis, up: SweepAxis, limits: tuple[float, float]
 ) -> AxesImage:
-    """Draw scores `[up, right]`; `limits` are those of the colours."""
+    """Draw scores `[up, right]`; `limits` are those of the color map."""
     lowest, highest = limits
     picture = cells.imshow(
         table, origin="lower", cmap="viridis", aspect="auto", vmin=lowest, vmax=highest

@@ -23,19 +23,19 @@ from megavis.training.callbacks.early_stopping import EarlyStopping
     ],
 )
 def test_it_is_over_after_two_looks_without_a_new_best(accuracies, best, over):
-    looks = [(10 * (i + 1), accuracy) for i, accuracy in enumerate(accuracies)]
-    assert EarlyStopping(2, looks).best_step == best
-    assert EarlyStopping(2, looks).is_over == over
-    assert not EarlyStopping(0, looks).is_over
+    history = [(10 * (i + 1), accuracy) for i, accuracy in enumerate(accuracies)]
+    assert EarlyStopping(2, history).best_step == best
+    assert EarlyStopping(2, history).is_over == over
+    assert not EarlyStopping(0, history).is_over
 
 
 def test_a_resumed_run_remembers_what_it_has_seen(tmp_path, context):
     lines = [json.dumps({"step": step, "validation_accuracy": step / 100}) for step in (0, 5, 10)]
     lines.insert(2, json.dumps({"step": 7, "loss": 1.0}))
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 12, "validation_acc']))
-    assert EarlyStopping.resume(3, tmp_path, 10, context).looks == [(5, 0.05), (10, 0.1)]
-    assert EarlyStopping.resume(3, tmp_path, 9, context).looks == [(5, 0.05)]
-    assert EarlyStopping.resume(3, tmp_path, 0, context).looks == []
+    assert EarlyStopping.resume(3, tmp_path, 10, context).history == [(5, 0.05), (10, 0.1)]
+    assert EarlyStopping.resume(3, tmp_path, 9, context).history == [(5, 0.05)]
+    assert EarlyStopping.resume(3, tmp_path, 0, context).history == []
 
 
 def test_pruning_spares_the_best_checkpoint(tmp_path):

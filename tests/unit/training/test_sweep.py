@@ -50,7 +50,7 @@ def test_other_words_are_refused(text, config, capsys):
 
 def test_a_key_named_twice_is_refused(config, capsys):
     assert main(["sweep", str(config), *GRID[:2], *GRID[:2]]) == 2
-    assert "--grid names objective.noise_a twice" in capsys.readouterr().err
+    assert "--grid gives objective.noise_a twice" in capsys.readouterr().err
 
 
 def test_every_point_is_checked_before_any_is_trained(config, capsys):
