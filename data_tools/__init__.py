@@ -1,3 +1,3 @@
-"""Tools that turn image collections into the shards that `megavis train` reads."""
+"""Tools that convert image collections to shards for `megavis train`."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m data_tools VERB`: the commands that make, check and show shards."""
+"""`python -m data_tools VERB`: commands to write, check and show shards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 when all is well, 1 when `verify` finds something wrong or the disk fails, 2 for a
-        user's mistake, 130 when interrupted.
+        0 on success, 1 if `verify` finds an error or writing fails, 2 for a user's mistake, 130
+        if interrupted.
     """
     try:
         arguments = build_parser().parse_args(argv)
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), code=1)
     except KeyboardInterrupt:
-        return _fail("interrupted; what is finished is kept", code=130)
+        return _fail("interrupted; finished work is kept", code=130)
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Verb:
     """One command.
 
     Attributes:
-        name: one word, or two of a group of verbs.
+        name: one word, or two in a group of verbs.
         description: what it does, for `--help`.
-        example: its options in a typical call.
-        module: in `data_tools`; imported when the command is named.
-        add_arguments: function of the module that adds the command's options.
-        run: function of the module that does the work and returns the exit code.
+        example: options of a typical call.
+        module: in `data_tools`; imported only when the command is used.
+        add_arguments: the module's function that adds options.
+        run: the module's function that does the work and returns the exit code.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Verb:
 VERBS = (
     Verb(
         "letters",
-        "draw capital letters in the fonts that matplotlib ships; validation by fonts of its own",
+        "draw capital letters in matplotlib's fonts, with separate fonts for validation",
         "demo/letters --size 12",
         "letters",
     ),
     Verb(
         "photographs",
-        "write crops of photographs that scikit-image and scikit-learn ship",
+        "write crops of the photographs in scikit-image and scikit-learn",
         "photographs --size 64 --crops 4000 --validation-crops 500",
         "photographs",
     ),
@@ -86,7 +86,7 @@ VERBS = (
     ),
     Verb(
         "pairs",
-        "write images and what is to be predicted from them as shards",
+        "write images and target images as shards of pairs",
         "images/train depth/train --out shards/depth --size 256",
         "pair_shards",
     ),
@@ -98,7 +98,7 @@ VERBS = (
     ),
     Verb(
         "maps panoptic",
-        "write images and panoptic maps, as COCO publishes them, as shards of pairs",
+        "write images and panoptic maps in COCO's format as shards of pairs",
         "train2017 panoptic_train2017 panoptic_train2017.json --out shards/coco_panoptic/train",
         "label_maps.panoptic",
     ),
@@ -130,7 +130,7 @@ VERBS = (
     ),
     Verb(
         "words",
-        "let a speech synthesiser say words, into a folder like Speech Commands",
+        "synthesize spoken words into a folder like Speech Commands",
         "demo/words --voices 60 --held-out-voices 15",
         "spoken_words",
     ),
@@ -142,27 +142,27 @@ VERBS = (
     ),
     Verb(
         "filter",
-        "decide which images of the web take part, and write down why others do not",
+        "select images of a web collection, and record why others are dropped",
         "web --out web_selection --min-side 128 --evaluation ILSVRC2012_img_val.tar",
         "filter_images",
     ),
     Verb(
         "merge",
-        "copy shard folders of one kind into one",
+        "merge shard folders of one kind",
         "shards/imagenet shards/web --out shards/both --samples-per-shard 10000",
         "reshard",
         "add_merge_arguments",
     ),
     Verb(
         "reshard",
-        "copy a shard folder with another number of samples a shard",
+        "copy a shard folder with another number of samples per shard",
         "shards/train --out shards/small --samples-per-shard 1000",
         "reshard",
         "add_reshard_arguments",
     ),
     Verb(
         "verify",
-        "read every byte of a shard folder and name what is wrong",
+        "read every byte of a shard folder and report errors",
         "demo/train",
         "verify",
     ),

@@ -1,4 +1,4 @@
-"""One second of sound as 100 frames of 40 mel-frequency cepstral coefficients.
+"""Convert one second of sound to 100 frames of 40 mel-frequency cepstral coefficients.
 
 Windows of 30 ms, one every 10 ms, mel bands and logarithm as in TC-ResNet's released code
 ("Temporal Convolution for Real-time Keyword Spotting on Mobile Devices", Choi et al., 2019): 64
@@ -19,19 +19,19 @@ from megavis.config.errors import UserError
 SAMPLE_RATE = 16_000
 NUM_FRAMES, NUM_COEFFICIENTS = 100, 40
 _HOP, _WINDOW, _TRANSFORM = 160, 480, 512
-# The middle of each window is the middle of its 10 ms.
+# Each window is centered on its 10 ms.
 _BORDER = (_TRANSFORM - _HOP) // 2
 _BANDS, _LOWEST, _HIGHEST, _OFFSET = 64, 80.0, 7600.0, 1e-6
 DESCRIPTION = f"{NUM_COEFFICIENTS} MFCCs of {_BANDS} mel bands, 30 ms every 10 ms"
 
 
 def versions() -> dict[str, str]:
-    """Return the version of each package that turns bytes into coefficients."""
+    """Return the versions of the packages that affect the coefficients."""
     return {package: version(package) for package in ("librosa", "scipy")}
 
 
 def need_librosa() -> None:
-    """Raise UserError where librosa is not installed."""
+    """Raise UserError if librosa is not installed."""
     try:
         version("librosa")
     except ModuleNotFoundError:
@@ -41,19 +41,19 @@ def need_librosa() -> None:
 
 
 def read_wav(content: bytes) -> np.ndarray:
-    """Return the samples of a WAV file of one channel, float32 in [-1, 1].
+    """Read the samples of a mono WAV file, float32 in [-1, 1].
 
     Raises:
-        RefusedImageError: it is no such file, or has another rate than 16 kHz.
+        RefusedImageError: it is not such a file, or its rate is not 16 kHz.
     """
     from scipy.io import wavfile
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that was cut
+            warnings.simplefilter("error", wavfile.WavFileWarning)  # truncated files
             rate, samples = wavfile.read(io.BytesIO(content))
     except Exception:
-        # The reader raises almost anything on damaged bytes: struct.error, ValueError, ...
+        # The reader raises almost any exception on damaged bytes: struct.error, ValueError, ...
         raise RefusedImageError("no WAV file, or a damaged one") from None
     if rate != SAMPLE_RATE:
         raise RefusedImageError(f"{rate} Hz, not {SAMPLE_RATE}")
@@ -63,13 +63,13 @@ def read_wav(content: bytes) -> np.ndarray:
 
 
 def one_second(samples: np.ndarray, start: int = 0) -> np.ndarray:
-    """Return a second from `start` on, float32 `[16000]`; silence where there are no samples."""
+    """Return a second of samples from `start`, float32 `[16000]`, padded with silence."""
     piece = samples[start : start + SAMPLE_RATE]
     return np.pad(piece, (0, SAMPLE_RATE - len(piece)))
 
 
 def cepstra(samples: np.ndarray) -> np.ndarray:
-    """Return the coefficients of one second: float32 `[16000]` to float32 `[100, 40]`."""
+    """Map one second, float32 `[16000]`, to coefficients, float32 `[100, 40]`."""
     import librosa
 
     power = librosa.feature.melspectrogram(

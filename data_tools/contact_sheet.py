@@ -18,7 +18,7 @@ from megavis.data.loading.dataset import ShardDataset
 from megavis.tokenizers.palette import Palette
 
 _GAP = 2
-_LOOK = 64  # side at which pictures of many sizes are shown
+_LOOK = 64  # side at which images of different sizes are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="RUN", help="run folder that made latents or ids"
     )
-    parser.add_argument("--scale", type=int, default=2, help="screen pixels a pixel")
+    parser.add_argument("--scale", type=int, default=2, help="screen pixels per pixel")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the sheet and say what it shows. Raises UserError."""
+    """Write the contact sheet. Raises UserError."""
     if min(arguments.count, arguments.scale) < 1:
         raise UserError("--count and --scale must be at least 1")
     dataset = ShardDataset(arguments.directory, whole_images(arguments.directory))
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def whole_images(directory: Path) -> Transform | None:
-    """Return how to look at images of many sizes; None where not needed."""
+    """Return a transform for images of different sizes, if needed."""
     manifest = Manifest.read(directory)
     if manifest.target is not None:
         return Transform(image_size=_LOOK, crop="whole")
@@ -61,7 +61,7 @@ def whole_images(directory: Path) -> Transform | None:
 
 
 def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None) -> np.ndarray:
-    """Return the samples as pixels uint8 `[n, h, w, 3]`. Raises UserError where nothing decodes."""
+    """Return the samples as pixels uint8 `[n, h, w, 3]`. Raises UserError if that fails."""
     samples, _ = dataset.read(indices)
     if dataset.manifest.kind == "jpeg":
         return samples
@@ -78,7 +78,7 @@ def _pixels(dataset: ShardDataset, indices: np.ndarray, run_folder: Path | None)
 
 
 def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None) -> np.ndarray:
-    """Return the images that a tokenizer decodes from ids, or from means of latents."""
+    """Decode ids, or the means of latents, to images with the tokenizer."""
     import torch
 
     from megavis.tokenizers.network_tokenizer import open_tokenizer
@@ -86,7 +86,7 @@ def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None
     kind, identity = dataset.manifest.kind, dataset.manifest.identity
     if run_folder is None:
         raise UserError(
-            f"{dataset.directory} holds {kind}: name the run folder that made them in --tokenizer"
+            f"{dataset.directory} holds {kind}: give their tokenizer's run folder in --tokenizer"
         )
     tokenizer = open_tokenizer(run_folder)
     if tokenizer.identity() != identity:
@@ -100,7 +100,7 @@ def _decoded(dataset: ShardDataset, samples: np.ndarray, run_folder: Path | None
 
 
 def tile(images: np.ndarray, *, scale: int, columns: int | None = None) -> np.ndarray:
-    """Lay images uint8 `[n, h, w, 3]` out in a grid on white: uint8 `[H, W, 3]`.
+    """Arrange images uint8 `[n, h, w, 3]` in a grid on white: uint8 `[H, W, 3]`.
 
     Without `columns` the grid is nearly square.
     """

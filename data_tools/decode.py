@@ -1,8 +1,8 @@
-"""Bytes of an image file to RGB pixels; strict, and with a name for each refusal.
+"""Strict decoding of image files to RGB pixels, with a reason for each rejected file.
 
-JPEG goes through simplejpeg, which refuses truncated and damaged files where Pillow silently
-accepts flipped bytes. Everything else goes through Pillow. Nobody turns an image by its EXIF tag,
-and colour profiles are ignored, as in the pipelines of the papers.
+simplejpeg decodes JPEG files; it rejects truncated and damaged files that Pillow silently accepts.
+Pillow decodes everything else. EXIF orientation and colour profiles are ignored, as in the
+pipelines of the papers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib.util import find_spec
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-MAX_PIXELS = 178_956_970  # Pillow's own limit for what it calls a decompression bomb
-# Only formats that hold photographs: some others of Pillow start external programs.
+MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
+# Only formats for photographs: some others start external programs.
 _FORMATS = ("PNG", "JPEG", "MPO", "GIF", "BMP", "DIB", "TIFF", "WEBP", "PPM", "JPEG2000")
 _JPEG_START = b"\xff\xd8\xff"
 _PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -24,11 +24,11 @@ _KNOWN_STARTS = (_JPEG_START, _PNG_START, b"GIF8", b"BM", b"II*\0", b"MM\0*", b"
 
 
 class RefusedImageError(Exception):
-    """A file that gives no sample; its text is the reason under which it is counted."""
+    """A rejected file; the message is the reason under which it is counted."""
 
 
 def decoder_versions() -> dict[str, str]:
-    """Return the version of each package that turns bytes into pixels."""
+    """Return the versions of the packages that affect decoded pixels."""
     versions = {}
     for package in ("pillow", "simplejpeg"):
         try:
@@ -39,16 +39,16 @@ def decoder_versions() -> dict[str, str]:
 
 
 def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
-    """Decode a whole file to RGB, uint8 `[h, w, 3]`.
+    """Decode a file to RGB, uint8 `[h, w, 3]`.
 
     Grey, palette and CMYK images become RGB; 16-bit grey is scaled to 8 bits (rounded), 16-bit
-    colour keeps its high bytes; transparency is composited on white; of an animation the first
-    frame counts.
+    colour keeps its high bytes; transparency is composited on white; animations give their first
+    frame.
 
     Args:
         content: the bytes of the file.
-        min_side: if set, a JPEG may be decoded at a smaller scale of n / 8 whose sides are at
-            least this: faster, but not what a decode at full size and a resize would give.
+        min_side: if set, a JPEG may be decoded at a scale of n / 8 whose sides are at least this;
+            faster, but not equal to decoding at full size and resizing.
 
     Raises:
         RefusedImageError: zero bytes, not an image, truncated, damaged, too large, or of a pixel
@@ -61,12 +61,12 @@ def decode_image(content: bytes, *, min_side: int = 0) -> np.ndarray:
         if pixels is not None:
             return pixels
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd metadata; the pixels are what counts
+        warnings.simplefilter("ignore")  # about odd metadata, which does not matter here
         return _decode_with_pillow(content)
 
 
 def _decode_jpeg(content: bytes, min_side: int) -> np.ndarray | None:
-    """RGB pixels, or None where only Pillow may know the header (rare chroma samplings)."""
+    """Return RGB pixels, or None if only Pillow may support the file (rare chroma samplings)."""
     import simplejpeg
 
     try:
@@ -89,11 +89,11 @@ def _decode_jpeg(content: bytes, min_side: int) -> np.ndarray | None:
 
 
 def _decode_with_pillow(content: bytes) -> np.ndarray:
-    Image.init()  # registers the formats; does nothing the second time
+    Image.init()  # registers the formats once
     formats = [name for name in _FORMATS if name in Image.OPEN]
     try:
         if content.startswith(_PNG_START):
-            # Loading skips the checksums of pixel data; verify() reads them all.
+            # Loading does not check the CRCs of pixel data; verify() does.
             Image.open(io.BytesIO(content), formats=formats).verify()
         image = Image.open(io.BytesIO(content), formats=formats)
         if image.width * image.height > MAX_PIXELS:
@@ -105,11 +105,11 @@ def _decode_with_pillow(content: bytes) -> np.ndarray:
         known = content.startswith(_KNOWN_STARTS)
         raise RefusedImageError("damaged" if known else "not an image") from None
     except Exception as error:
-        # Decoders raise almost anything on damaged bytes: SyntaxError, struct.error, zlib.error.
+        # Decoders raise almost any exception on damaged bytes: SyntaxError, struct.error, ...
         raise RefusedImageError(_kind_of_damage(content, error)) from None
     try:
         return _to_rgb(image)
-    except ValueError:  # Pillow knows no way from this mode to RGB
+    except ValueError:  # Pillow cannot convert this mode to RGB
         raise RefusedImageError("unsupported pixel format") from None
 
 
@@ -120,7 +120,7 @@ def _kind_of_damage(content: bytes, error: Exception) -> str:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
-    """Pixels uint8 `[h, w, 3]` of a loaded Pillow image of any mode."""
+    """Convert a loaded Pillow image of any mode to uint8 `[h, w, 3]`."""
     if image.mode.startswith("I"):
         return _sixteen_bit_to_rgb(image)
     if image.mode == "F":
@@ -133,7 +133,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 
 
 def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:
-    # Pillow's own conversion of these modes clips at 255 and would give a white image.
+    # Pillow's conversion of these modes clips at 255 and would give a white image.
     values = np.asarray(image).astype(np.int64)
     if np.min(values) < 0 or np.max(values) > 65535:
         raise RefusedImageError("unsupported pixel format")

@@ -1,4 +1,4 @@
-"""Shared by `latents` and `ids`: batches of square crops through a trained tokenizer."""
+"""Encode batches of square crops with a trained tokenizer, for `latents` and `ids`."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from data_tools.source_formats import add_source_arguments
 from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 
-if TYPE_CHECKING:  # torch takes seconds, and only the processes that encode need it
+if TYPE_CHECKING:  # torch is slow to import, and only needed for encoding
     from megavis.tokenizers.network_tokenizer import IdTokenizer, LatentTokenizer
 
 
 def add_encoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verb that sends pictures through a network."""
+    """Add the options of a verb that encodes images with a network."""
     add_source_arguments(parser)
     parser.add_argument(
         "--tokenizer", type=Path, required=True, metavar="RUN", help="run folder that trained it"
     )
-    parser.add_argument("--size", type=int, required=True, help="side of the images it gets")
+    parser.add_argument("--size", type=int, required=True, help="side of its input images")
     add_crop_arguments(parser, ("center", "area"))
-    parser.add_argument("--batch-size", type=int, default=16, help="pictures encoded at once")
-    parser.add_argument("--device", default="cpu", help="cpu (one core a worker) or cuda")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per batch")
+    parser.add_argument("--device", default="cpu", help="cpu (one core per worker) or cuda")
     add_job_arguments(parser)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How pictures become a network's input, and which network.
+    """Preparation of images and the network that encodes them.
 
     Attributes:
-        run_folder: of the tokenizer; a process opens it once.
+        run_folder: of the tokenizer, which is opened once per process.
         kind: of the tokenizer.
         sha256: identity of the tokenizer.
-        device: where it runs, `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
         size: side of the images.
-        crop: which squares of a picture are kept.
-        batch_size: pictures encoded at once; the last bits of what comes out depend on it.
+        crop: square crops to keep.
+        batch_size: images per batch; affects the last bits of the results.
     """
 
     run_folder: Path
@@ -58,7 +58,7 @@ class Encoding:
     batch_size: int
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         return {
             "tokenizer": self.sha256,
             "size": self.size,
@@ -67,20 +67,20 @@ class Encoding:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's fields that do not depend on what comes out."""
+        """Return the manifest's fields that do not depend on the kind of output."""
         preparation = {"resize": RESIZE, "crop": str(self.crop), "decoders": decoder_versions()}
         return {"image_size": self.size, "preparation": preparation}
 
     def tokenizer(self) -> LatentTokenizer | IdTokenizer:
-        """Return the network. Raises UserError where its run went on since the job began."""
+        """Return the network. Raises UserError if its run has been trained since the job began."""
         return _opened(self.run_folder, self.sha256, self.device)
 
     def images(self, pictures: Sequence[SourceImage]) -> tuple[np.ndarray, list[Refused]]:
-        """Return the squares of all pictures, and why some have none.
+        """Return the square crops of all images, and the reasons for rejected ones.
 
         Returns:
-            uint8 `[p * count, size, size, 3]` of the p pictures that are not refused, the crops of
-            a picture side by side; and for each picture given the reason, or None.
+            uint8 `[p * count, size, size, 3]` of the p images that are not rejected, with the crops
+            of an image adjacent; and for each given image the reason, or None.
         """
         squares: list[np.ndarray] = []
         refused: list[Refused] = []
@@ -103,10 +103,10 @@ Refused = RefusedImageError | None
 def encoding_from(
     arguments: argparse.Namespace,
 ) -> tuple[Encoding, LatentTokenizer | IdTokenizer]:
-    """Return what the options of `add_encoding_arguments` name, and the opened network.
+    """Return encoding and opened network from the options of `add_encoding_arguments`.
 
     Raises:
-        UserError: the options are wrong, or name no tokenizer.
+        UserError: the options are invalid, or there is no tokenizer.
     """
     if min(arguments.size, arguments.batch_size) < 1:
         raise UserError("--size and --batch-size must be at least 1")
@@ -127,7 +127,7 @@ def encoding_from(
 
 
 def mirrored(images: np.ndarray) -> np.ndarray:
-    """Return images `[b, h, w, 3]` with left and right exchanged."""
+    """Flip images `[b, h, w, 3]` horizontally."""
     return np.ascontiguousarray(images[:, :, ::-1])
 
 
@@ -135,7 +135,7 @@ def _checked_device(name: str) -> str:
     import torch
 
     if name not in ("cpu", "cuda"):
-        raise UserError(f"--device is cpu or cuda, not {name!r}")
+        raise UserError(f"--device must be cpu or cuda, not {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
     return name
@@ -147,8 +147,8 @@ def _opened(run_folder: Path, sha256: str, device: str) -> LatentTokenizer | IdT
 
     from megavis.tokenizers.network_tokenizer import open_tokenizer
 
-    # The sums of a convolution must not depend on how many cores a machine has: a rerun elsewhere
-    # gives the same bytes. On GPUs tokenizers see to it (`full_float32`).
+    # The summation order of a convolution must not depend on the number of cores, so that a rerun
+    # elsewhere gives the same bytes. On GPUs, tokenizers ensure this (`full_float32`).
     if device == "cpu":
         torch.set_num_threads(1)
     tokenizer = open_tokenizer(run_folder, device=device)

@@ -1,6 +1,6 @@
 """Run units of work in this process, in local worker processes, or on a Ray cluster.
 
-All of them yield results in any order. What was finished when something breaks is kept.
+Results come in any order. Finished units are kept on failure.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from data_tools.shard_tasks import Unit, UnitResult, do_unit
 from megavis.config.errors import UserError
 
 ENGINES = ("local", "ray")
-# Enough that no worker waits for the next unit; few, since those in flight are named after a kill.
+# Enough to keep workers busy; few, since units in flight are reported after a kill.
 _IN_FLIGHT_PER_WORKER = 2
 _RAY_RETRIES = 2
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Units that could not be done, and why. A rerun does them."""
+    """Units that failed, with the reason; a rerun repeats them."""
 
     shards: tuple[str, ...]
     reason: str
@@ -43,13 +43,13 @@ def run_units(
     """Yield the result of each unit; stop after the first failure.
 
     Args:
-        units: what to do.
-        workers: processes; 0: this one alone. Ray decides itself.
+        units: units of work.
+        workers: number of processes; 0 for this one. Ignored by Ray.
         engine: `local` or `ray`.
-        advance: called with numbers of files done, also of those that were done before.
+        advance: called with numbers of processed files, including those of earlier runs.
 
     Raises:
-        UserError: a folder holds other shards, or Ray is not installed.
+        UserError: a folder has other shards, or Ray is not installed.
     """
     if engine == "ray":
         results = _on_ray(units)
@@ -77,7 +77,7 @@ def _here(units: Sequence[Unit], advance: Callable[[int], None]) -> Iterator[Uni
 
 
 def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult | Failure]:
-    # Spawned, not forked: the parent may hold threads, and a forked lock never opens.
+    # Spawn rather than fork: the parent may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
     rest, in_flight = iter(units), workers * _IN_FLIGHT_PER_WORKER
     with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
@@ -103,9 +103,9 @@ def _in_processes(units: Sequence[Unit], *, workers: int) -> Iterator[UnitResult
 
 
 def end_with_parent() -> None:
-    """End this worker process when the one that started it is gone.
+    """End this worker process when its parent is gone.
 
-    Otherwise a worker whose parent is killed waits for its next unit forever.
+    Otherwise a worker whose parent was killed waits for its next unit forever.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -122,7 +122,7 @@ def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:
         import ray
     except ImportError:
         raise UserError(
-            "--engine ray needs Ray: run `pip install 'megavis[ray]'`, or leave --engine out"
+            "--engine ray needs Ray: run `pip install 'megavis[ray]'`, or remove --engine"
         ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)  # RAY_ADDRESS names a running cluster
@@ -143,7 +143,7 @@ def _on_ray(units: Sequence[Unit]) -> Iterator[UnitResult | Failure]:
 
 
 def _done_or_why_not(unit: Unit) -> UnitResult | Failure | UserError:
-    """Do a unit; an error is returned, since Ray prints whatever is raised and not asked for."""
+    """Do a unit; return errors, since Ray prints exceptions that nobody retrieves."""
     try:
         return do_unit(unit)
     except UserError as error:
@@ -165,5 +165,5 @@ def _ray_result(reference: Any, unit: Unit) -> UnitResult | Failure:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return what happened and to which file, as one line."""
+    """Return error and file name in one line."""
     return f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")

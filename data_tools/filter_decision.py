@@ -1,13 +1,13 @@
-"""Decisions of `filter` from measurements, and the lists that it writes.
+"""Decide from measurements which images `filter` keeps, and write the lists of dropped ones.
 
-One `dropped-NNNNNN.jsonl` a unit names every dropped picture with its reason, and what it is a
-near-duplicate of; `report.json`, written last, has the counts and makes the selection whole.
+Each unit gets a `dropped-NNNNNN.jsonl` with every dropped image, the reason, and the image of which
+it is a near-duplicate. `report.json`, with the counts, is written last and completes the selection.
 
-Similarity of images to a reference collection, by a linear classifier.
+Similarity to a reference collection is the output of a logistic regression between its images and a
+random sample of the web, as language models filter text ("Language Models are Few-Shot Learners",
+Brown et al., appendix A). Its inputs are colour and texture, or features of a trained network.
 
-Logistic regression on colour and texture, or on features of a trained network, between the pictures
-that one wants more of and a random sample of the web (as language models' text is
-filtered, Brown et al., Language Models are Few-Shot Learners, appendix A).
+Legend: n images of a unit, m of the reference, D features.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _NEAR_OTHER = "near-duplicate of another picture"
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a picture must be to be kept.
+    """Criteria for keeping an image.
 
     Attributes:
-        min_side: pixels of the shorter side.
-        max_aspect: longer side divided by the shorter.
-        near: bits in which the perceptual hashes of near-duplicates differ at most.
-        keep_duplicates: pictures are not compared with one another.
-        min_likeness: probability to be one of `--like`; None: nothing is compared with those.
-        like_count: pictures of each side that train the classifier, at most.
+        min_side: least shorter side in pixels.
+        max_aspect: largest ratio of longer to shorter side.
+        near: largest Hamming distance between perceptual hashes of near-duplicates.
+        keep_duplicates: do not compare images with each other.
+        min_likeness: least probability to belong to `--like`; None for no comparison.
+        like_count: most images of each side to train the classifier on.
     """
 
     min_side: int
@@ -62,12 +62,12 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Reference:
-    """What pictures must not be close to: opt-outs, then the pictures of evaluation sets.
+    """Images to exclude with their near-duplicates: opt-outs, then evaluation sets.
 
     Attributes:
         hashes: uint64 `[m]`.
-        names: of each; of an opt-out its hash.
-        num_excluded: how many are opt-outs.
+        names: name of each; the hash of an opt-out.
+        num_excluded: number of opt-outs.
     """
 
     hashes: np.ndarray
@@ -76,7 +76,7 @@ class Reference:
 
     @classmethod
     def of(cls, excluded: Excluded, evaluation: Sequence[Path]) -> Reference:
-        """Gather opt-outs and the measurements in the folders `evaluation`."""
+        """Collect opt-outs and the measurements in the folders `evaluation`."""
         hashes = [np.array(excluded.perceptual, np.uint64)]
         names = [f"{one:016x}" for one in excluded.perceptual]
         for folder in evaluation:
@@ -94,19 +94,19 @@ def decide(
     excluded: Excluded,
     evaluation: Sequence[Path],
 ) -> None:
-    """Write what is dropped and why, one list a unit, and the report last.
+    """Write the dropped images, one list per unit, and then the report.
 
     Args:
-        out: the folder of `filter`, with the measurements of all pictures.
-        source: the pictures.
-        thresholds: what they must be.
+        out: folder of `filter`, with the measurements of all images.
+        source: the images.
+        thresholds: criteria.
         excluded: hashes of opt-outs.
-        evaluation: folders of measurements of evaluation sets.
+        evaluation: folders with measurements of evaluation sets.
 
     Raises:
-        OSError: the disk fails.
+        OSError: writing fails.
     """
-    (out / DECISION_NAME).unlink(missing_ok=True)  # the lists are about to change
+    (out / DECISION_NAME).unlink(missing_ok=True)  # invalid while the lists change
     likeness = None
     if thresholds.min_likeness is not None:
         likeness = _fit(out, count=thresholds.like_count)
@@ -138,16 +138,16 @@ def decide(
 def own_reasons(
     values: np.ndarray, thresholds: Thresholds, excluded: Excluded, likeness: Likeness | None
 ) -> np.ndarray:
-    """Return why each picture of a unit is dropped for itself.
+    """Return why each image of a unit is dropped on its own, regardless of others.
 
     Args:
         values: measurements `[n]`.
-        thresholds: what a picture must be.
+        thresholds: criteria.
         excluded: hashes of opt-outs.
-        likeness: the classifier, if there is one.
+        likeness: the classifier, if any.
 
     Returns:
-        Text as objects `[n]`, the weightiest reason; empty where there is none.
+        Strings as objects `[n]`: the most important reason, or an empty string.
     """
     reason = np.full(len(values), "", object)
     shorter = np.minimum(values["width"], values["height"]).astype(np.int64)
@@ -155,7 +155,7 @@ def own_reasons(
     if likeness is not None:
         assert thresholds.min_likeness is not None
         reason[likeness(values["features"]) < thresholds.min_likeness] = _UNLIKE
-    # Later ones overwrite earlier ones.
+    # Later reasons overwrite earlier ones.
     aspect = thresholds.max_aspect
     reason[longer > aspect * shorter] = f"aspect ratio above {aspect:g}"
     reason[shorter < thresholds.min_side] = f"shorter side below {thresholds.min_side} pixels"
@@ -168,19 +168,19 @@ def own_reasons(
 def drop_near(
     table: np.ndarray, reason: np.ndarray, thresholds: Thresholds, reference: Reference
 ) -> np.ndarray:
-    """Set the reason of near-duplicates among the pictures that have none yet.
+    """Set the reason of near-duplicates among the images that have none yet.
 
-    Of near-duplicates the one with the most pixels stays, of equals the first.
+    Of near-duplicates, the one with the most pixels is kept, the first of equal ones.
 
     Args:
         table: structured `[n]`: width, height, perceptual.
         reason: objects `[n]`, changed in place.
-        thresholds: what a picture must be.
-        reference: what it must not be close to.
+        thresholds: criteria.
+        reference: images to exclude.
 
     Returns:
-        int64 `[n]`: what each near-duplicate is close to, counted through the reference (m) and
-        then the table; -1 for other pictures.
+        int64 `[n]`: the image of which each is a near-duplicate, as an index into the reference
+        (m) followed by the table; -1 for other images.
     """
     num_fixed = len(reference.hashes)
     kept = np.flatnonzero(reason == "")
@@ -189,7 +189,7 @@ def drop_near(
     hashes = np.concatenate([reference.hashes, table["perceptual"][kept]])
     found = find_duplicates(hashes, distance=thresholds.near, num_fixed=num_fixed)[num_fixed:]
     if thresholds.keep_duplicates:
-        # Being close to the reference is the reason given, whatever else an image is close to.
+        # Being close to the reference takes precedence over other near-duplicates.
         found[found >= num_fixed] = -1
     names = np.array([_NEAR_EXCLUDED, _NEAR_EVALUATION, _NEAR_OTHER], object)
     near = np.flatnonzero(found >= 0)
@@ -202,7 +202,7 @@ def drop_near(
 
 
 def _fit(out: Path, *, count: int) -> Likeness:
-    """Train the classifier on pictures of both sides, evenly spread over them."""
+    """Train the classifier on evenly spaced images of both sides."""
     return fit_likeness(
         _some_features(out / LIKE, count=count), _some_features(out / MEASURED, count=count)
     )
@@ -220,7 +220,7 @@ def _some_features(folder: Path, *, count: int) -> np.ndarray:
 def _write_lists(
     out: Path, reason: np.ndarray, close: np.ndarray, reference: Reference
 ) -> tuple[dict[str, list[str]], int]:
-    """Write one list a unit; return all dropped names by reason, and the number of pictures."""
+    """Write one list per unit; return the dropped names by reason, and the number of images."""
     names = _names(out, close, reference)
     dropped: dict[str, list[str]] = defaultdict(list)
     start = num_files = 0
@@ -241,7 +241,7 @@ def _write_lists(
 
 
 def _names(out: Path, close: np.ndarray, reference: Reference) -> dict[int, str]:
-    """Return the names of those that others are close to, by the numbers in `close`."""
+    """Return the names of the images that `close` refers to, by index."""
     wanted = np.unique(close[close >= 0])
     names = {
         place: reference.names[place] for place in wanted.tolist() if place < len(reference.names)
@@ -264,7 +264,7 @@ def _say(out: Path, report: dict[str, Any]) -> None:
         say(f"  dropped, {name}: {count} (the first: {report['examples'][name][0]})")
 
 
-_HELD_OUT = 5  # every fifth picture tests the classifier
+_HELD_OUT = 5  # every fifth image tests the classifier
 
 
 @dataclass(frozen=True)
@@ -272,25 +272,24 @@ class Likeness:
     """A trained classifier.
 
     Attributes:
-        model: from features `[n, D]` to probabilities.
-        area: how well it separates the two collections on images that it was not trained on:
-            area under the ROC curve, 0.5 is chance.
+        model: maps features `[n, D]` to probabilities.
+        area: area under the ROC curve on held-out images of both collections; 0.5 is chance.
     """
 
     model: Any
     area: float
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
-        """Return the likeness float64 `[n]` in [0, 1] of features `[n, D]`; 0.5 is undecided."""
+        """Return the probability of `--like`, float64 `[n]`, for features `[n, D]`."""
         if not len(features):
             return np.zeros(0)
         return self.model.predict_proba(features.astype(np.float32))[:, 1]
 
 
 def fit_likeness(wanted: np.ndarray, found: np.ndarray) -> Likeness:
-    """Train on features `[n, D]` of what is wanted and `[m, D]` of what was found.
+    """Train on features `[n, D]` of the wanted collection and `[m, D]` of the found one.
 
-    Both weigh the same, however many there are. The same input gives the same classifier.
+    Both sides have equal weight, regardless of their size. The result is deterministic.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
@@ -305,7 +304,7 @@ def fit_likeness(wanted: np.ndarray, found: np.ndarray) -> Likeness:
     model = make_pipeline(
         StandardScaler(), LogisticRegression(C=0.1, max_iter=2000, class_weight="balanced")
     )
-    # Threads would sum in another order on another machine.
+    # The summation order of threads differs between machines.
     with threadpool_limits(1):
         model.fit(features[~test], labels[~test])
         scores = model.predict_proba(features[test])[:, 1]

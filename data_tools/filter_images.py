@@ -1,8 +1,7 @@
-"""`filter`: which images of a web collection are kept, and why the others are not.
+"""`filter`: select images of a web collection, and record why others are dropped.
 
-Pictures are measured once, unit by unit; deciding takes a moment and is repeated for other
-thresholds. The pictures stay where they are: `--selection` of the other verbs leaves out what is
-written down here.
+Images are measured once, unit by unit; the decision is fast and can be repeated with other
+thresholds. Images stay in place: `--selection` of the other verbs skips the dropped ones.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--near",
         type=int,
         default=4,
-        help="perceptual hashes that differ in at most so many of 64 bits are near-duplicates",
+        help="largest number of different bits, of 64, in perceptual hashes of near-duplicates",
     )
     parser.add_argument(
-        "--keep-duplicates", action="store_true", help="do not compare pictures with one another"
+        "--keep-duplicates", action="store_true", help="do not compare images with each other"
     )
     parser.add_argument(
         "--evaluation",
@@ -44,39 +43,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SOURCE",
-        help="pictures whose near-duplicates are dropped; may be given several times",
+        help="images whose near-duplicates are dropped; may be given several times",
     )
     parser.add_argument(
         "--exclude",
         type=Path,
         metavar="FILE",
-        help="a hash a line: 64 hexadecimal digits: SHA-256 of a file; 16: perceptual hash (phash "
-        "of ImageHash)",
+        help="one hash per line: 64 hexadecimal digits for SHA-256 of a file, 16 for phash "
+        "of ImageHash",
     )
     parser.add_argument(
-        "--like", type=Path, metavar="SOURCE", help="keep what is like these pictures (ImageNet)"
+        "--like", type=Path, metavar="SOURCE", help="keep images similar to these (ImageNet)"
     )
     parser.add_argument(
-        "--min-likeness", type=float, default=0.5, help="probability to be one of --like"
+        "--min-likeness", type=float, default=0.5, help="least probability to be one of --like"
     )
     parser.add_argument(
         "--features",
         type=Path,
         metavar="RUN",
-        help="run folder of megavis: --like goes by the middle of its network, not by colour and "
+        help="run folder of megavis: compare --like by its middle layer's features, not by colour and "
         "texture",
     )
     parser.add_argument(
-        "--like-count", type=int, default=20_000, help="pictures to train the classifier on"
+        "--like-count", type=int, default=20_000, help="images to train the classifier on"
     )
     add_job_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, decide, write down. Raises UserError and OSError.
+    """Measure the images and decide. Raises UserError and OSError.
 
     Returns:
-        0, or 1 where the disk failed or a worker was killed: a rerun continues.
+        0, or 1 if writing failed or a worker was killed; then a rerun continues.
     """
     _check(arguments)
     check_installed()
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if failed:
             return failed
-    if len(finished) == len(jobs):  # all slices are done
+    if len(finished) == len(jobs):  # all slices are finished
         decide(
             arguments.out,
             source,
@@ -124,7 +123,7 @@ def _thresholds(arguments: argparse.Namespace) -> Thresholds:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.features is not None and arguments.like is None:
-        raise UserError("--features needs --like: the pictures that others are to resemble")
+        raise UserError("--features needs --like, the images to compare with")
     if arguments.min_side < 1 or arguments.max_aspect < 1:
         raise UserError("--min-side and --max-aspect must be at least 1")
     if not 0 <= arguments.near <= MAX_DISTANCE:
@@ -135,24 +134,24 @@ def _check(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class FirstParts:
-    """The first parts of a source, shuffled where it can be: enough for `count` pictures."""
+    """The first parts of a source, shuffled if possible: enough for `count` images."""
 
     source: ImageSource
     count: int
 
     @property
     def description(self) -> str:
-        """That of the source."""
+        """Description of the source."""
         return self.source.description
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Those of the source."""
+        """Classes of the source."""
         return self.source.class_names
 
     @property
     def sha256(self) -> str:
-        """Identity of the source; which parts are taken does not change what each one is."""
+        """Identity of the source, since the choice of parts does not change their content."""
         return self.source.sha256
 
     @property

@@ -1,8 +1,8 @@
-"""The fonts of `letters`: those that matplotlib ships, divided among the splits of a data set.
+"""The fonts of `letters`: matplotlib's, divided among the splits of a data set.
 
-Licences, whose texts come with matplotlib and its sources; none asks anything of images of letters:
-DejaVu: Bitstream Vera's and Arev's (LICENSE_DEJAVU with the fonts). STIX: STIX Font License of
-2010 (LICENSE_STIX). cm: Computer Modern, BaKoMa Fonts Licence (LICENSE_BAKOMA).
+Licences, whose texts come with matplotlib and its sources, and which do not restrict images of
+letters: DejaVu: Bitstream Vera's and Arev's (LICENSE_DEJAVU with the fonts). STIX: STIX Font
+License of 2010 (LICENSE_STIX). cm: Computer Modern, BaKoMa Fonts Licence (LICENSE_BAKOMA).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FONTS = {
         "cmss10",
     ),
 }
-"""The fonts of each part: no two parts share one."""
+"""Fonts of each part; the parts are disjoint."""
 
 LICENCES = {
     "DejaVu": "Bitstream Vera and Arev fonts' licences (matplotlib: LICENSE_DEJAVU)",
     "STIX": "STIX Font License of 2010 (matplotlib: LICENSE_STIX)",
     "cm": "BaKoMa Fonts Licence (matplotlib: LICENSE_BAKOMA)",
 }
-"""Licence of each family, by how the names of its fonts begin."""
+"""Licence of each family, by prefix of its font names."""
 
 
 def licence_of(font: str) -> str:
@@ -58,7 +58,7 @@ def licence_of(font: str) -> str:
 
 
 def font_path(font: str) -> Path:
-    """Return where matplotlib keeps a font. Raises UserError where it has none of this name."""
+    """Return the path of a font in matplotlib. Raises UserError if it does not exist."""
     import matplotlib
 
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
@@ -72,14 +72,14 @@ def font_path(font: str) -> Path:
 
 @functools.lru_cache(maxsize=1024)
 def glyph(font: str, letter: str, points: int) -> np.ndarray:
-    """Return a letter's coverage uint8 `[h, w]`, without margins. Raises UserError.
+    """Render a letter as coverage uint8 `[h, w]`, without margins. Raises UserError.
 
     Args:
         font: a name of `FONTS`.
         letter: one character.
-        points: size of the font; of a capital letter, about 0.7 of it is its height in pixels.
+        points: font size; the height of a capital letter is about 0.7 times this, in pixels.
     """
-    # The basic layout is compiled into Pillow; the other one depends on the system's libraries.
+    # Pillow has basic layout built in; the other depends on system libraries.
     type_face = ImageFont.truetype(
         str(font_path(font)), points, layout_engine=ImageFont.Layout.BASIC
     )
@@ -89,7 +89,7 @@ def glyph(font: str, letter: str, points: int) -> np.ndarray:
 
 
 def describe_fonts(letters: Sequence[str]) -> str:
-    """Return a text that names the fonts of each part and their licences."""
+    """Return a text with the fonts of each part and their licences."""
     lines = [f"The letters {''.join(letters)}, drawn in fonts that matplotlib ships.", ""]
     for part, fonts in FONTS.items():
         lines += [f"{part}:", *(f"  {font}: {licence_of(font)}" for font in fonts), ""]

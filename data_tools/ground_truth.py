@@ -1,7 +1,7 @@
-"""Labels of ImageNet's flat validation set, whose pictures carry only a number.
+"""Labels of ImageNet's flat validation set, whose images are identified by number only.
 
-However they are handed out, they become names of synsets (`n01440764`), and a label is the place
-of its synset among the sorted names: what the folders of the training set give.
+All formats are converted to names of synsets (`n01440764`); a label is the index of its synset
+among the sorted names, as in the folders of the training set.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _KIT = "ILSVRC2012_devkit_t12"
 _TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _META = "meta.mat"
 _NUMBER = re.compile(r"_(\d+)\.[A-Za-z]+$")
-# Kaggle's table lies four folders above its pictures.
+# Kaggle's table is four folders above its images.
 _LEVELS = 4
 
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """Which class each validation picture has.
+    """Classes of the validation images.
 
     Attributes:
-        path: where that was read.
+        path: source of the labels.
         class_names: sorted names of all classes.
-        by_number: class of picture number i + 1.
-        by_stem: class of a picture by its name without suffix, as Kaggle has it.
+        by_number: class of image number i + 1.
+        by_stem: class by file name without suffix, as in Kaggle's table.
     """
 
     path: Path
@@ -43,10 +43,10 @@ class GroundTruth:
     by_stem: dict[str, str] = field(default_factory=dict)
 
     def class_of(self, name: str) -> str | None:
-        """Return the class of a picture, None where its name has no number.
+        """Return the class of an image, or None if its name has no number.
 
         Raises:
-            UserError: the list ends before its number: it is cut, or of another data set.
+            UserError: the list ends before its number: it is truncated, or of another data set.
         """
         if self.by_stem:
             return self.by_stem.get(Path(name).stem)
@@ -55,14 +55,14 @@ class GroundTruth:
             return None
         if int(match[1]) > len(self.by_number):
             raise UserError(
-                f"{self.path} has {len(self.by_number)} labels and there is a picture {name}: "
-                "the list is cut or belongs to another data set"
+                f"{self.path} has {len(self.by_number)} labels, but there is an image {name}: "
+                "the list is truncated or belongs to another data set"
             )
         return self.by_number[int(match[1]) - 1]
 
 
 def find_truth(place: Path) -> Path | None:
-    """Return the ground truth found next to the images, or above them as in Kaggle's tree."""
+    """Return the ground truth next to the images, or above them as in Kaggle's tree."""
     for folder in place.resolve().parents[:_LEVELS]:
         for name in (KAGGLE_TRUTH, _KIT, f"{_KIT}.tar.gz", _TRUTH):
             if (folder / name).exists():
@@ -71,15 +71,15 @@ def find_truth(place: Path) -> Path | None:
 
 
 def read_truth(path: Path) -> GroundTruth:
-    """Read which class each validation picture has.
+    """Read the classes of the validation images.
 
     Args:
-        path: the development kit (`ILSVRC2012_devkit_t12`: a folder, its .tar.gz, or the list in
+        path: the development kit (`ILSVRC2012_devkit_t12`: a folder, its .tar.gz, or the list with
             its meta.mat next to it), Kaggle's `LOC_val_solution.csv`, or a text file with one class
-            name a line, in the order of the pictures' numbers.
+            name per line, in order of the images' numbers.
 
     Raises:
-        UserError: it is none of these, is damaged, or names a class that does not exist.
+        UserError: it is none of these, is damaged, or has an unknown class.
     """
     try:
         return _read(path)
@@ -113,7 +113,7 @@ def _from_kaggle(path: Path, text: str) -> GroundTruth:
     for number, row in enumerate(csv.DictReader(io.StringIO(text)), 2):
         words = (row.get("PredictionString") or "").split()
         if not words:
-            raise UserError(f"{path} line {number} names no class: the file is cut or damaged")
+            raise UserError(f"{path} line {number} has no class: the file is truncated or damaged")
         by_stem[row["ImageId"]] = words[0]
     classes = sorted(set(by_stem.values()))
     mapping = path.with_name(KAGGLE_CLASSES)
@@ -137,19 +137,19 @@ def _from_kit_tar(path: Path) -> GroundTruth:
 
 
 def _from_kit(path: Path, meta: bytes, truth: str) -> GroundTruth:
-    """Of the kit's ids, which begin at 1 and have no order that other data sets share."""
+    """Convert the kit's ids, which start at 1 and have an order of their own."""
     from scipy.io import loadmat
 
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-        # Inner nodes of the tree have ids as well; pictures belong to leaves.
+        # Inner nodes of the tree have ids too; images belong to leaves.
         names = {
             str(int(entry["ILSVRC2012_ID"])): str(entry["WNID"])
             for entry in synsets
             if int(entry["num_children"]) == 0
         }
     except Exception as error:
-        # scipy raises almost anything on damaged bytes.
+        # scipy raises almost any exception on damaged bytes.
         raise UserError(f"{_META} of {path} cannot be read: {error}") from None
     numbers = truth.split()
     _check_known(path, list(names), numbers, first_line=1)

@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ids` to its parser."""
     add_encoding_arguments(parser)
     parser.add_argument(
-        "--flip", action="store_true", help="store the mirror images too, as samples of their own"
+        "--flip", action="store_true", help="store flipped images too, as separate samples"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folder and say what is in it. Raises UserError and OSError."""
+    """Write the shard folder. Raises UserError and OSError."""
     from megavis.tokenizers.network_tokenizer import IdTokenizer
 
     encoding, tokenizer = encoding_from(arguments)
@@ -40,13 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class IdEncoder:
-    """Decode, resize, encode, two bytes an id.
+    """Decode and resize images, and encode them as ids of two bytes.
 
     Attributes:
-        encoding: up to the network.
-        num_tokens: ids a picture.
-        vocabulary_size: every id is below it.
-        flip: mirror images are samples as well.
+        encoding: preparation and network.
+        num_tokens: ids per image.
+        vocabulary_size: size of the codebook.
+        flip: store flipped images as additional samples.
     """
 
     encoding: Encoding
@@ -58,18 +58,18 @@ class IdEncoder:
 
     @property
     def batch_size(self) -> int:
-        """Pictures encoded at once."""
+        """Images per batch."""
         return self.encoding.batch_size
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         return {**self.encoding.settings(), "flip": self.flip}
 
     def prepare(self, directory: Path) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the payloads of each picture: its crops, then their mirror images."""
+        """Return the payloads of each image: its crops, then the flipped ones."""
         images, refused = self.encoding.images(pictures)
         codec = IdsCodec(self.num_tokens, vocabulary_size=self.vocabulary_size)
         payloads = [[codec.encode(ids) for ids in view] for view in self._views(images)]
@@ -98,7 +98,7 @@ class IdEncoder:
         }
 
     def _views(self, images: np.ndarray) -> list[np.ndarray]:
-        """Return ids `[b, n]` of images `[b, s, s, 3]`, and of their mirror images with `flip`."""
+        """Return ids `[b, n]` of images `[b, s, s, 3]` and, with `flip`, of flipped ones."""
         import torch
 
         if not len(images):

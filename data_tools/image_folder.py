@@ -1,7 +1,6 @@
-"""An image folder as a source, and the classes that the names of folders give.
+"""An image folder as a source; folder names give the classes.
 
-The first folder on the way to a file is its class, and classes are numbered in the order of their
-names.
+The first folder on the path to a file is its class. Classes are numbered in order of their names.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ _NOT_REGULAR = "not a regular file"
 
 
 def list_images(root: Path | str, *, class_names: Sequence[str] | None = None) -> FileSource:
-    """List the files below `root`; the first folder on the way to a file is its class.
+    """List the files below `root`; the first folder on the path to a file is its class.
 
-    Files directly in `root` have no class. Hidden files and folders are left out; links are
-    followed, each folder once.
+    Files directly in `root` have no class. Hidden files and folders are skipped; links are
+    followed, but each folder is visited once.
 
     Args:
         root: the image folder.
-        class_names: the classes of another data set whose numbering this one shall share.
+        class_names: classes of another data set, whose numbering is used.
 
     Raises:
-        UserError: `root` is no folder or is empty, or a class is not among `class_names`.
+        UserError: `root` is not a folder or is empty, or a class is not among `class_names`.
     """
     root = Path(root)
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
     files = [_file_of(root, raw) for raw in _walk(root)]
     if not files:
-        raise UserError(f"{root} holds no file: give a folder of images")
+        raise UserError(f"{root} has no files: give a folder of images")
     return label_by_folder(
         files, description=f"image folder {root.name}", root=root, class_names=class_names
     )
@@ -49,14 +48,14 @@ def label_by_folder(
     root: Path,
     class_names: Sequence[str] | None = None,
 ) -> FileSource:
-    """Make a source of files whose class is the first folder of their name, if they have one.
+    """Return a source of files whose class is the first folder of their name, if any.
 
     Args:
         files: without labels.
         description: one line for the manifest.
         root: what the files are read from.
-        class_names: the classes of another data set whose numbering this one shall share; without
-            them classes are numbered in the order of their names.
+        class_names: classes of another data set, whose numbering is used; by default classes are
+            numbered in order of their names.
 
     Raises:
         UserError: a class is not among `class_names`.
@@ -72,10 +71,10 @@ def label_by_folder(
 def number_classes(
     found: Sequence[str], known: Sequence[str] | None, *, root: Path
 ) -> dict[str, int]:
-    """Return the number of each class: its place in `known`, or in `found` where that is None.
+    """Return the number of each class: its index in `known`, or in `found` if that is None.
 
     Raises:
-        UserError: a class that was found is not known.
+        UserError: a found class is not known.
     """
     classes = found if known is None else known
     if unknown := sorted(set(found) - set(classes)):
@@ -103,7 +102,7 @@ def _file_of(root: Path, raw: str) -> SourceFile:
     try:
         status = (root / raw).stat()
     except OSError:
-        return SourceFile(name, -1, -1, path)  # reading it will fail, and be counted
-    # Opening a pipe would wait forever.
+        return SourceFile(name, -1, -1, path)  # reading it will fail and be counted
+    # Opening a pipe would block forever.
     refused = "" if stat.S_ISREG(status.st_mode) else _NOT_REGULAR
     return SourceFile(name, -1, status.st_size, path, refused=refused)

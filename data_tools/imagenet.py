@@ -1,7 +1,7 @@
 """ILSVRC2012 as distributed: the tar of tars, and the flat validation set.
 
-Names are the same for every layout (`n01440764/n01440764_10026.JPEG`), so the same pictures give
-the same shards from a tar as from a folder.
+Names are the same in every layout (`n01440764/n01440764_10026.JPEG`), so a tar and a folder with
+the same images give the same shards.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _WHOLE_FILE = "."  # the root of a source in one tar is that tar
 
 
 def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
-    """List `ILSVRC2012_img_train.tar`, a tar with one tar a class, without unpacking it.
+    """List `ILSVRC2012_img_train.tar`, a tar with one tar per class, without unpacking it.
 
-    Every header is read once (one seek a picture); pictures are later read at their offsets. A
-    class tar that is damaged yields what precedes the damage, and is named in the report.
+    Every header is read once (one seek per image); images are later read at their offsets. A
+    damaged class tar yields the images before the damage, and is reported.
 
     Raises:
-        UserError: there is no class tar in it, or a class is not among `class_names`.
+        UserError: it has no class tars, or a class is not among `class_names`.
         OSError: it cannot be read.
     """
     files: list[SourceFile] = []
@@ -43,14 +43,14 @@ def train_tar(path: Path, *, class_names: Sequence[str] | None = None) -> FileSo
         except BrokenTarError as error:
             files.append(SourceFile(path.name, -1, 0, _WHOLE_FILE, refused=str(error)))
     if not any("/" in file.name for file in files):
-        raise UserError(f"{path} holds no class tars such as n01440764.tar")
+        raise UserError(f"{path} has no class tars such as n01440764.tar")
     return label_by_folder(
         files, description=f"ImageNet train tar {path.name}", root=path, class_names=class_names
     )
 
 
 def _class_tar(file: BinaryIO, outer: tarfile.TarInfo) -> Iterator[SourceFile]:
-    """Yield the pictures of one class tar."""
+    """Yield the images of one class tar."""
     name, suffix = os.path.splitext(outer.name.split("/")[-1])
     if suffix != ".tar" or not outer.isreg():
         yield SourceFile(printable(outer.name), -1, outer.size, _WHOLE_FILE, refused=_NO_CLASS_TAR)
@@ -82,23 +82,23 @@ def _member(member: tarfile.TarInfo, *, folder: str = "", start: int = 0) -> Sou
 def validation(
     root: Path, *, truth: GroundTruth, class_names: Sequence[str] | None = None
 ) -> FileSource:
-    """List the flat validation set, a tar or a folder, with the labels of its ground truth.
+    """List the flat validation set, a tar or a folder, with labels from its ground truth.
 
     Args:
-        root: `ILSVRC2012_img_val.tar`, or the folder that it was unpacked to.
-        truth: class of each picture.
-        class_names: the classes of the training set, if they are not those of `truth`.
+        root: `ILSVRC2012_img_val.tar`, or its unpacked folder.
+        truth: classes of the images.
+        class_names: classes of the training set, if they differ from those of `truth`.
 
     Raises:
-        UserError: a class is not among `class_names`, the ground truth is cut, or no picture is
-            in it.
+        UserError: a class is not among `class_names`, the ground truth is truncated, or has none of
+            the images.
         OSError: it cannot be read.
     """
     known = truth.class_names if class_names is None else class_names
     files = flat_files(root).files
     classes = {file.name: name for file in files if (name := truth.class_of(file.name)) is not None}
     if not classes:
-        raise UserError(f"no picture of {root} is in the ground truth {truth.path}")
+        raise UserError(f"no image of {root} is in the ground truth {truth.path}")
     number = number_classes(sorted(set(classes.values())), known, root=truth.path)
     labelled = (
         replace(file, label=number[classes[file.name]])
@@ -111,7 +111,7 @@ def validation(
         description=f"ImageNet validation set {root.name}",
         root=root,
         classes=list(number),
-        # Other labels are other data, though names and sizes are the same.
+        # Labels are part of the identity, which otherwise has only names and sizes.
         extra=" ".join(name for _, name in sorted(classes.items())),
     )
 

@@ -25,18 +25,18 @@ _IMAGES_OF_A_FIGURE, _POINTS_OF_A_FIGURE = 10_000, 5
 
 
 def say(text: str) -> None:
-    """Write one line to standard output."""
+    """Print a line to standard output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 class ProgressBar:
-    """A bar on a terminal, a plain line every ten seconds in a log; both on standard error.
+    """Progress on standard error: a bar on a terminal, a line every ten seconds in a log.
 
     Args:
-        label: what is being done.
+        label: name of the work.
         total: number of items; 0 if unknown.
-        unit: name of an item, in the plural.
+        unit: plural name of the items.
     """
 
     def __init__(self, label: str, *, total: int, unit: str = "images") -> None:
@@ -51,13 +51,13 @@ class ProgressBar:
         )
 
     def fail(self, count: int) -> None:
-        """Count `count` items as skipped; they are shown, and must be advanced as well."""
+        """Count skipped items; `advance` must be called for them too."""
         self.errors += count
         if self._bar is not None and count:
             self._bar.set_postfix(skipped=self.errors, refresh=False)
 
     def advance(self, count: int = 1) -> None:
-        """Count `count` more items as done."""
+        """Count finished items."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -69,7 +69,7 @@ class ProgressBar:
         line = f"{self._label}: {self.done}"
         if self._total:
             line += f" of {self._total}"
-        line += f" {self._unit}, {self.rate:.0f} a second"
+        line += f" {self._unit}, {self.rate:.0f} per second"
         if self.errors:
             line += f", {self.errors} skipped"
         if self._total and self.done:
@@ -78,12 +78,12 @@ class ProgressBar:
 
     @property
     def rate(self) -> float:
-        """Items a second since the start."""
+        """Items per second since the start."""
         return self.done / max(self.seconds, 1e-9)
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._start
 
     def __enter__(self) -> ProgressBar:
@@ -101,12 +101,12 @@ class ProgressBar:
 
 @dataclass
 class JobOutcome:
-    """What became of the units of a job.
+    """Outcome of a job.
 
     Attributes:
-        results: of the units that were done, in any order.
-        failure: what ended the job early.
-        seconds: how long it took.
+        results: of the finished units, in any order.
+        failure: what ended the job early, if anything.
+        seconds: duration.
     """
 
     results: list[UnitResult] = field(default_factory=list)
@@ -115,13 +115,13 @@ class JobOutcome:
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes that one of the processes held."""
+        """Peak memory of any process in bytes."""
         return max([peak_memory(), *(result.peak_memory for result in self.results)])
 
     def memory_course(self, *, points: int = 100) -> list[tuple[int, int]]:
-        """Return how memory grew: images done, and the most bytes that a process had held by then.
+        """Return pairs of finished images and the peak memory of any process until then, in bytes.
 
-        One entry a shard that was made, evenly thinned to about so many; the last one stays.
+        There is one entry per new shard, thinned to about `points`, including the last one.
         """
         made = [result for result in self.results if not result.was_there]
         images = itertools.accumulate(result.num_files for result in made)
@@ -132,10 +132,10 @@ class JobOutcome:
 
 
 def write_memory_figure(path: Path, outcome: JobOutcome) -> bool:
-    """Draw how memory grew, of a job long enough for that; return whether it was. Raises OSError.
+    """Plot memory over time, if the job was long enough; return whether it was. Raises OSError.
 
     Args:
-        path: of the PNG.
+        path: PNG file to write.
         outcome: of the job.
     """
     course = [(images, peak / 2**20) for images, peak in outcome.memory_course()]
@@ -151,18 +151,18 @@ def write_report(
 ) -> dict[str, list[str]]:
     """Write the report of a job.
 
-    Values under `measured` differ from run to run; all else is a function of the images.
+    Values under `measured` differ between runs; all others depend only on the images.
 
     Args:
-        path: of the JSON file.
+        path: JSON file to write.
         outcome: of the job.
-        finished: shards that exist, reported along with those that a failure left out.
+        finished: existing shards, which are excluded from the failed ones.
 
     Returns:
-        The names of refused files by reason, both sorted.
+        The names of rejected files by reason, both sorted.
 
     Raises:
-        OSError: the disk fails.
+        OSError: writing fails.
     """
     results = outcome.results
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -181,7 +181,7 @@ def write_report(
         },
     }
     if outcome.failure is not None:
-        # A killed worker may have finished a shard and not lived to say so.
+        # A killed worker may have finished a shard without reporting it.
         shards = [shard for shard in outcome.failure.shards if shard not in finished]
         report["unfinished"] = {"shards": shards, "reason": outcome.failure.reason}
         report["finished"] = list(finished)

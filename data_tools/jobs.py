@@ -1,7 +1,7 @@
-"""Shared by all verbs that write shards: options, the job, the report, the manifest.
+"""Options, execution, report and manifest shared by all verbs that write shards.
 
-A verb gives a source and an encoder. The manifest of each folder is written last: a folder with one
-is finished.
+A verb provides a source and an encoder. The manifest of a folder is written last, so a folder that
+has one is finished.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _PARTIAL = re.compile(r"^\.(.+)\.partial-")
 
 @dataclass(frozen=True)
 class JobSlice:
-    """Part `number` (from 1) of `count` of the units of a job: what one machine does."""
+    """Slice `number` (from 1) of `count` of a job's units, for one machine."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> JobSlice:
-        """Read `i/n`, 1 <= i <= n. Raises argparse.ArgumentTypeError."""
+        """Parse `i/n`, 1 <= i <= n. Raises argparse.ArgumentTypeError."""
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
-            raise argparse.ArgumentTypeError(f"{text!r} is not i/n with 1 <= i <= n, like 3/8")
+            raise argparse.ArgumentTypeError(f"{text!r} is not i/n with 1 <= i <= n, such as 3/8")
         return cls(int(match[1]), int(match[2]))
 
     def of(self, units: list[Unit]) -> list[Unit]:
-        """Return every `count`-th unit, from `number` on."""
+        """Return every `count`-th unit, starting at `number`."""
         return units[self.number - 1 :: self.count]
 
     def __str__(self) -> str:
@@ -52,23 +52,23 @@ class JobSlice:
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, shuffles: bool = True) -> None:
-    """Add the options of how and where shards are written; `--seed` where that is shuffled."""
+    """Add the options for writing shards, with `--seed` if the source is shuffled."""
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument(
-        "--samples-per-shard", type=int, default=10_000, help="source files that make one shard"
+        "--samples-per-shard", type=int, default=10_000, help="source files per shard"
     )
     if shuffles:
         parser.add_argument("--seed", type=int, default=0, help="of the shuffle before sharding")
     else:
         parser.set_defaults(seed=0)
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one alone")
-    parser.add_argument("--engine", choices=ENGINES, default="local", help="who does the work")
+    parser.add_argument("--workers", type=int, default=0, help="worker processes; 0 for none")
+    parser.add_argument("--engine", choices=ENGINES, default="local", help="where workers run")
     parser.add_argument(
         "--slice",
         type=JobSlice.parse,
         default=JobSlice(),
         metavar="I/N",
-        help="do every N-th shard from the I-th on; the last of N machines finishes the folder",
+        help="write every N-th shard from the I-th; the last of N machines finishes the folder",
     )
 
 
@@ -80,20 +80,20 @@ def run_job(
     label: str,
     finish: Finish | None = None,
 ) -> int:
-    """Write the shards of a source and say what is in them; the whole of a verb's `run`.
+    """Write the shards of a source: the `run` function of a verb.
 
     Args:
-        source: the pictures.
-        encoder: what to make of them.
-        arguments: with what `add_job_arguments` asks for.
+        source: the images.
+        encoder: converts images to payloads.
+        arguments: with the options of `add_job_arguments`.
         label: name of the work, for the progress bar.
-        finish: called when all shards are there; where None, each folder gets its manifest.
+        finish: called when all shards exist; by default, each folder gets its manifest.
 
     Returns:
-        0, or 1 where the disk failed or a worker was killed: a rerun continues.
+        0, or 1 if writing failed or a worker was killed; then a rerun continues.
 
     Raises:
-        UserError: a wrong option, a folder with other shards, or no picture at all.
+        UserError: an option is invalid, a folder has other shards, or there are no images.
     """
     units = _plan(source, encoder, arguments)
     mine = arguments.slice.of(units)
@@ -102,7 +102,7 @@ def run_job(
     outcome = _run(mine, arguments, label=label)
     if outcome.failure is not None:
         return _tell_failure(outcome, mine, _report_path(arguments, alone=alone))
-    # Once more: a worker whose parent was killed may have begun a file when this run had begun.
+    # Again: a worker of a killed parent may have started a file after this run did.
     _remove_partials(mine, alone=alone)
     if not alone:
         write_report(_report_path(arguments, alone=False), outcome)
@@ -116,7 +116,7 @@ def run_job(
         partial_report.unlink(missing_ok=True)
     if not any(any(result.shards) for result in outcome.results):
         report = arguments.out / REPORT_NAME
-        raise UserError(f"no file of {source.root} gives an image; {report} says why")
+        raise UserError(f"no file of {source.root} is a valid image; for reasons, see {report}")
     (finish or _write_manifests)(source, encoder, outcome.results, arguments)
     for reason, names in skipped.items():
         say(f"  skipped, {reason}: {len(names)} (the first: {names[0]})")
@@ -149,19 +149,19 @@ def _finished(units: Iterable[Unit]) -> list[Unit]:
 
 
 def _tell_failure(outcome: JobOutcome, units: Iterable[Unit], path: Path) -> int:
-    """Say and write what a job could not do, and what is there all the same."""
+    """Report the shards that a job could not write, and the existing ones."""
     assert outcome.failure is not None
     finished = [unit.shard for unit in _finished(units)]
     try:
         write_report(path, outcome, finished=finished)
         where = f"{path} names the shards"
-    except OSError as error:  # where the disk is full, so may be this file
+    except OSError as error:  # the disk may be full
         where = f"{path} cannot be written either: {error.strerror}"
     say(f"not finished: {outcome.failure.reason}; {where}. {_AGAIN}")
     return 1
 
 
-_AGAIN = "What is finished is kept: run the same command again, perhaps with fewer --workers"
+_AGAIN = "Finished shards are kept: run the same command again, perhaps with fewer --workers"
 
 
 def _check(arguments: argparse.Namespace, source: ImageSource) -> None:
@@ -174,7 +174,7 @@ def _check(arguments: argparse.Namespace, source: ImageSource) -> None:
 
 
 def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
-    """Remove what a killed run left of these units, and no file that another slice may write."""
+    """Remove partial files of these units, but none that another slice may be writing."""
     directories: dict[Path, set[str]] = defaultdict(set)
     for unit in units:
         for path in unit.paths:
@@ -187,7 +187,7 @@ def _remove_partials(units: Iterable[Unit], *, alone: bool) -> None:
 
 
 def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) -> JobOutcome:
-    """Do the units, up to the first failure."""
+    """Run the units, up to the first failure."""
     outcome = JobOutcome()
     total = sum(unit.part.num_files for unit in units)
     with ProgressBar(label, total=total) as progress:
@@ -209,7 +209,7 @@ def _run(units: Sequence[Unit], arguments: argparse.Namespace, *, label: str) ->
     if there < len(units):
         made = progress.done - sum(each.num_files for each in outcome.results if each.was_there)
         rate, memory = made / max(progress.seconds, 1e-9), outcome.peak_memory / 2**20
-        say(f"{made} images at {rate:.0f} images/s, {memory:.0f} MiB a process")
+        say(f"{made} images at {rate:.0f} images/s, {memory:.0f} MiB per process")
     return outcome
 
 
@@ -225,7 +225,7 @@ def _write_manifests(
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
-    """Finish a shard folder and say so. Raises OSError."""
+    """Write the manifest, which finishes a shard folder. Raises OSError."""
     manifest.write(directory)
     say(f"{directory}: {manifest.num_samples} samples in {len(manifest.shards)} shards")
 
@@ -238,7 +238,7 @@ def manifest_of(
     number: int,
     seed: int,
 ) -> Manifest:
-    """Return the manifest of the `number`-th folder of an encoder whose units are all done."""
+    """Return the manifest of the `number`-th folder of an encoder, from all its results."""
     shards = [entry for result in results if (entry := result.shards[number]) is not None]
     skipped = Counter(reason for result in results for _, reason in result.skipped)
     return Manifest(

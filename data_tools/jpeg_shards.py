@@ -1,7 +1,7 @@
 """`jpeg`: shards of JPEG files that training decodes and crops.
 
-With `--size` every picture is resized, cut square and encoded again, in one decode for any number
-of sizes; without, JPEG files are kept byte for byte and only pictures of other formats are encoded.
+With `--size`, every image is resized, cropped to a square and re-encoded, for any number of sizes
+in one decode. Without, JPEG files are kept byte for byte and only other formats are encoded.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=(),
-        help="side of the stored squares, of several each in its folder below --out; absent: "
-        "pictures stay as they are",
+        help="side of the stored squares; several sizes get a folder each below --out; by default "
+        "images are stored unchanged",
     )
     add_quality_argument(parser)
     add_job_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folder and say what is in it. Raises UserError and OSError."""
+    """Write the shard folders. Raises UserError and OSError."""
     sizes = tuple(dict.fromkeys(arguments.size))
     if min(sizes, default=1) < 1:
         raise UserError("--size must be at least 1")
@@ -55,23 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
 def add_quality_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option that `check_quality` takes."""
     parser.add_argument(
-        "--quality", type=int, default=95, help="of the JPEG files that are encoded, 1 to 100"
+        "--quality", type=int, default=95, help="JPEG quality of encoded images, 1 to 100"
     )
 
 
 def check_quality(quality: int) -> None:
-    """Raise UserError where a quality of JPEG files is out of range."""
+    """Raise UserError if a JPEG quality is out of range."""
     if not 1 <= quality <= 100:
         raise UserError("--quality must lie in 1 to 100")
 
 
 @dataclass(frozen=True)
 class JpegEncoder:
-    """Decode everything once, so that what training would refuse is refused here.
+    """Write JPEG files; every image is decoded to reject those that training cannot read.
 
     Attributes:
-        sizes: sides of the squares; none keeps pictures as they are.
-        quality: of what is encoded.
+        sizes: sides of the squares; empty to keep images unchanged.
+        quality: JPEG quality of encoded images.
     """
 
     sizes: tuple[int, ...]
@@ -81,18 +81,18 @@ class JpegEncoder:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """One folder a size, or `--out` itself where there are not several."""
+        """One folder per size, or `--out` itself for a single one."""
         return tuple(map(str, self.sizes)) if len(self.sizes) > 1 else ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         return {"jpeg": [self._size(folder), self.quality], "preparation": self._preparation()}
 
     def prepare(self, directory: Path) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return one JPEG file of each picture, for each folder."""
+        """Return one JPEG file per image and folder."""
         encoded: list[Encoded] = []
         for picture in pictures:
             try:
@@ -125,12 +125,12 @@ class JpegEncoder:
 
 
 def kept_jpeg(content: bytes, image: np.ndarray, quality: int) -> bytes:
-    """Return a JPEG file byte for byte, and any other encoded anew.
+    """Return JPEG files unchanged, and re-encode others.
 
     Args:
         content: the file.
         image: its pixels uint8 `[h, w, 3]`.
-        quality: of what is encoded.
+        quality: JPEG quality of encoded images.
     """
     if content.startswith(_JPEG_START) and _reads(content):
         return content
@@ -138,7 +138,7 @@ def kept_jpeg(content: bytes, image: np.ndarray, quality: int) -> bytes:
 
 
 def _reads(content: bytes) -> bool:
-    """Whether training decodes this file as it is."""
+    """Return whether training can decode this file unchanged."""
     try:
         decode_rgb(content)
     except DamagedImageError:
@@ -147,8 +147,8 @@ def _reads(content: bytes) -> bool:
 
 
 def encode_jpeg(image: np.ndarray, quality: int) -> bytes:
-    """Return uint8 `[h, w, 3]` as a JPEG file."""
+    """Encode uint8 `[h, w, 3]` as a JPEG file."""
     file = io.BytesIO()
-    # Full colour resolution: at the small sizes of demos half of it would be seen.
+    # Full colour resolution: chroma subsampling would be visible at the small sizes of demos.
     Image.fromarray(image).save(file, "JPEG", quality=quality, subsampling=0)
     return file.getvalue()

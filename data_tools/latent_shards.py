@@ -1,6 +1,6 @@
-"""`latents`: encode images as mean and scale of a VAE's latents, which training samples from.
+"""`latents`: encode images as mean and scale of a VAE's latents, from which training samples.
 
-Both are float16, of the picture and of its mirror image, so that training also flips at random.
+Both are float16, for the image and the flipped image, so that training can flip at random.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `latents` to its parser."""
     add_encoding_arguments(parser)
     parser.add_argument(
-        "--no-flip", action="store_true", help="leave out the mirror images: half the size"
+        "--no-flip", action="store_true", help="omit the flipped images, for half the size"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folder and say what is in it. Raises UserError and OSError."""
+    """Write the shard folder. Raises UserError and OSError."""
     from megavis.tokenizers.network_tokenizer import LatentTokenizer
 
     encoding, tokenizer = encoding_from(arguments)
@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class LatentEncoder:
-    """Decode, resize, encode, float16.
+    """Decode and resize images, and encode them as float16 latents.
 
     Attributes:
-        encoding: up to the network.
+        encoding: preparation and network.
         shape: channels, height and width of the latents.
-        flipped: store the mirror image's too.
+        flipped: store the flipped image's latents too.
     """
 
     encoding: Encoding
@@ -62,18 +62,18 @@ class LatentEncoder:
 
     @property
     def batch_size(self) -> int:
-        """Pictures encoded at once."""
+        """Images per batch."""
         return self.encoding.batch_size
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         return {**self.encoding.settings(), "flipped": self.flipped}
 
     def prepare(self, directory: Path) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the payloads of each picture, one a crop."""
+        """Return the payloads of each image, one per crop."""
         images, refused = self.encoding.images(pictures)
         views = self._views(images)
         count = self.encoding.crop.count
@@ -93,7 +93,7 @@ class LatentEncoder:
         }
 
     def _views(self, images: np.ndarray) -> Any:
-        """Iterate over float32 `[f, 2, c, h, w]` of images `[b, s, s, 3]`; f is 2 when flipped."""
+        """Encode images `[b, s, s, 3]`; yields float32 `[f, 2, c, h, w]`, f is 2 if flipped."""
         import torch
 
         if not len(images):
@@ -107,5 +107,5 @@ class LatentEncoder:
         codec = LatentsCodec(self.shape, flipped=self.flipped)
         try:
             return [[codec.encode(view) for view in views]]
-        except ValueError:  # the codec refuses what training could not use
+        except ValueError:  # the codec rejects what training could not use
             return RefusedImageError(_NOT_FINITE)

@@ -1,1 +1,1 @@
-"""Images with label maps: COCO Panoptic, NYU Depth v2, and scenes that are made."""
+"""Images with label maps: COCO Panoptic, NYU Depth v2 and synthetic scenes."""

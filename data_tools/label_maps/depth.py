@@ -1,7 +1,7 @@
-"""`maps depth` and `maps nyu`: images and depths to shards of pairs.
+"""`maps depth` and `maps nyu`: write images and depth maps as shards of pairs.
 
-Depths come as folders of 16-bit PNG, or as NYU Depth v2's authors publish theirs: the labelled part
-in one .mat file (HDF5), the division into training and test images in another.
+Depth maps are folders of 16-bit PNG files, or NYU Depth v2 as published: a .mat file (HDF5) with
+the labelled part, and another with its split into training and test images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megavis.data.codecs.jpeg import join
 from megavis.data.codecs.label_maps import MAX_NUMBER, UNITS_A_METRE
 
 NYU_ROWS, NYU_COLUMNS = slice(54, 480), slice(41, 601)
-"""Where NYU's depths are evaluated: 426 × 560 pixels."""
+"""NYU's evaluation crop: 426 × 560 pixels."""
 _TARGET = {"kind": "depth"}
 _INDICES = {"train": "trainNdxs", "test": "testNdxs"}
 _UNREADABLE = "depth: not a 16-bit PNG"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `maps depth` to its parser."""
     parser.add_argument("images", type=Path, help="a folder of images")
     parser.add_argument(
-        "depths", type=Path, help="a folder of 16-bit PNG files of the same names; 0: not measured"
+        "depths", type=Path, help="a folder of 16-bit PNG files with the same names; 0: unknown"
     )
     parser.add_argument(
         "--units-per-metre", type=float, default=1000.0, help="of the PNG files; 1000: millimetres"
@@ -66,7 +66,7 @@ def add_nyu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folder of two folders. Raises UserError and OSError."""
+    """Write the shard folder from two folders. Raises UserError and OSError."""
     check_quality(arguments.quality)
     if arguments.units_per_metre <= 0:
         raise UserError("--units-per-metre must be above 0")
@@ -96,12 +96,12 @@ def _encoder(arguments: argparse.Namespace) -> LabelMapEncoder:
 
 
 def _read_folders(file: SourceFile, root: Path, *, units: float) -> bytes:
-    """Return image and depth as one. Raises OSError and RefusedImageError."""
+    """Return image and depth as one payload. Raises OSError and RefusedImageError."""
     assert isinstance(file, PairFile)
     try:
         image = Image.open(file.target, formats=("PNG",))
         values = np.asarray(image)
-    except Exception:  # Pillow raises almost anything on damaged bytes
+    except Exception:  # Pillow raises almost any exception on damaged bytes
         raise RefusedImageError(_UNREADABLE) from None
     if not image.mode.startswith("I"):
         raise RefusedImageError(_UNREADABLE)
@@ -115,10 +115,10 @@ def _as_bytes(metres: np.ndarray) -> bytes:
 
 
 def read_depth(content: bytes) -> np.ndarray:
-    """Return tenths of a millimetre, int64 `[h, w]`, of an array of metres; 0: not measured.
+    """Read depths in metres and return tenths of a millimetre, int64 `[h, w]`; 0: unknown.
 
     Raises:
-        RefusedImageError: a depth is negative, no number, or too large.
+        RefusedImageError: a depth is negative, not a number, or too large.
     """
     metres = np.load(io.BytesIO(content), allow_pickle=False)
     if not np.isfinite(metres).all() or (metres < 0).any():
@@ -131,7 +131,7 @@ def read_depth(content: bytes) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class NyuFile(SourceFile):
-    """A place in the labelled file; `offset` counts images."""
+    """An image in the labelled file; `offset` is its index."""
 
     cuts: bool = False
 
@@ -140,7 +140,7 @@ def list_nyu(labelled: Path, splits: Path, part: str, *, cuts: bool) -> FileSour
     """Return the images of one part.
 
     Raises:
-        UserError: a file is missing, is another, or the two do not belong together.
+        UserError: a file is missing or wrong, or the two do not match.
     """
     images, depths = (_array(labelled, name) for name in ("images", "depths"))
     if images.ndim != 4 or images.shape[1] != 3 or depths.shape != (
@@ -152,7 +152,7 @@ def list_nyu(labelled: Path, splits: Path, part: str, *, cuts: bool) -> FileSour
         )
     numbers = np.atleast_1d(read_mat(splits, _INDICES[part])).reshape(-1).astype(int)
     if numbers.min(initial=1) < 1 or numbers.max(initial=1) > len(images):
-        raise UserError(f"{splits} names images that {labelled} does not hold")
+        raise UserError(f"{splits} lists images that {labelled} does not have")
     files = [
         NyuFile(f"{part}/{number:04d}", -1, 0, labelled.name, number - 1, cuts=cuts)
         for number in numbers.tolist()
@@ -169,21 +169,21 @@ def list_nyu(labelled: Path, splits: Path, part: str, *, cuts: bool) -> FileSour
 
 @functools.lru_cache(maxsize=2)
 def _array(path: Path, name: str) -> Any:
-    """Return an array of an HDF5 file, read where it is looked at. Raises UserError."""
+    """Return an array of an HDF5 file, read on access. Raises UserError."""
     try:
         import h5py
     except ImportError:
-        raise UserError(f"{path} is read by h5py: pip install 'megavis[hdf5]'") from None
+        raise UserError(f"{path} needs h5py: pip install 'megavis[hdf5]'") from None
     try:
         return h5py.File(path, "r")[name]
     except (OSError, KeyError):
-        raise UserError(f"{path} is missing, or no labelled file of NYU Depth v2") from None
+        raise UserError(f"{path} is missing, or not a labelled file of NYU Depth v2") from None
 
 
 def _read_nyu(file: SourceFile, root: Path) -> bytes:
     assert isinstance(file, NyuFile)
     path = root / file.path
-    # MATLAB's first dimension is the last here.
+    # MATLAB's dimensions are reversed here.
     image = np.asarray(_array(path, "images")[file.offset]).transpose(2, 1, 0)
     depth = np.asarray(_array(path, "depths")[file.offset]).T
     if file.cuts:

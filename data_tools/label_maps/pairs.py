@@ -1,4 +1,4 @@
-"""Images and label maps as pairs of shards, in the size of their originals."""
+"""Write images and label maps as shards of pairs, in their original size."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megavis.data.codecs.label_maps import to_pixels
 SIZES_DIFFER = "image and label map differ in size"
 
 ReadMap = Callable[[bytes], np.ndarray]
-"""From what a source gives for a map to the numbers of its pixels, int64 `[h, w]`."""
+"""Maps the source's content of a label map to integers int64 `[h, w]`."""
 
 
 @dataclass(frozen=True)
 class LabelMapEncoder:
-    """JPEG files as they are, other images encoded anew, and maps as PNG.
+    """Writes unchanged JPEG files, other images re-encoded as JPEG, and maps as PNG.
 
     Attributes:
-        quality: of the JPEG files that are encoded.
+        quality: JPEG quality of encoded images.
         target: the manifest's `target`.
-        read_map: a function of a module; raises RefusedImageError.
+        read_map: a picklable function; raises RefusedImageError.
     """
 
     quality: int
@@ -41,14 +41,14 @@ class LabelMapEncoder:
     folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         return {"label_maps": [self.quality, self.target], "preparation": self._preparation()}
 
     def prepare(self, directory: Any) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return one payload of each pair."""
+        """Return one payload per pair."""
         encoded: list[Encoded] = []
         for picture in pictures:
             try:

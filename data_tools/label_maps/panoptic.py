@@ -1,8 +1,8 @@
-"""`maps panoptic`: images and panoptic maps, as COCO publishes them, to shards of pairs.
+"""`maps panoptic`: write images and panoptic maps in COCO's format as shards of pairs.
 
-A JSON file lists images, annotations and categories; the map of an image is a PNG whose pixels are
-R + 256 G + 65536 B, the id of a segment, 0 where nothing is annotated. Classes are numbered from 1
-on in the order of the categories, segments from 1 on in the order of the annotation.
+A JSON file lists images, annotations and categories; the map of an image is a PNG whose pixels
+encode the id of a segment as R + 256 G + 65536 B, with 0 for unlabelled pixels. Classes are
+numbered from 1 in the order of the categories, segments from 1 in the order of the annotation.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ _TWICE = "label map: id listed twice"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `maps panoptic` to its parser."""
-    parser.add_argument("images", type=Path, help="the folder of the images, such as train2017")
-    parser.add_argument("maps", type=Path, help="that of the PNG maps, such as panoptic_train2017")
-    parser.add_argument(
-        "annotations", type=Path, help="the JSON file, such as panoptic_train2017.json"
-    )
+    parser.add_argument("images", type=Path, help="folder of the images, such as train2017")
+    parser.add_argument("maps", type=Path, help="folder of their maps, such as panoptic_train2017")
+    parser.add_argument("annotations", type=Path, help="JSON file, such as panoptic_train2017.json")
     add_quality_argument(parser)
     add_job_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folder and say what is in it. Raises UserError and OSError."""
+    """Write the shard folder. Raises UserError and OSError."""
     check_quality(arguments.quality)
     source, target = list_panoptic(arguments.images, arguments.maps, arguments.annotations)
     encoder = LabelMapEncoder(arguments.quality, target, read_panoptic)
@@ -68,10 +66,10 @@ class PanopticFile(SourceFile):
 
 
 def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSource, dict[str, Any]]:
-    """Return the images with their maps, and what the maps show, for the manifest.
+    """Return the images with their maps, and the manifest's description of the maps.
 
     Raises:
-        UserError: a folder or the JSON file is missing, or is none of this form.
+        UserError: a folder or the JSON file is missing, or has another format.
     """
     for folder in (images, maps):
         if not folder.is_dir():
@@ -94,9 +92,9 @@ def list_panoptic(images: Path, maps: Path, annotations: Path) -> tuple[FileSour
             if number not in described
         ]
     except (KeyError, TypeError) as error:
-        raise UserError(f"{annotations} is no JSON file of panoptic maps: {error!r}") from None
+        raise UserError(f"{annotations} is not a JSON file of panoptic maps: {error!r}") from None
     if len(categories) > MAX_SEGMENTS:
-        raise UserError(f"{annotations} has {len(categories)} categories, above {MAX_SEGMENTS}")
+        raise UserError(f"{annotations} has {len(categories)} categories, over {MAX_SEGMENTS}")
     source = FileSource.of(
         files,
         description=f"{images.name} with panoptic maps {maps.name}",
@@ -124,7 +122,7 @@ def _file(
     images: Path,
     maps: Path,
 ) -> SourceFile:
-    """Return an annotation as a file. Raises KeyError for a category that is not listed."""
+    """Return the file of an annotation. Raises KeyError for an unknown category."""
     segments = [
         (each["id"], classes[each["category_id"]], int(each.get("iscrowd", 0)))
         for each in annotation["segments_info"]
@@ -150,17 +148,17 @@ def _fault(segments: Sequence[tuple[int, int, int]]) -> str:
 
 
 def _read_pair(file: SourceFile, root: Path) -> bytes:
-    """Return image, segments and map as one. Raises OSError."""
+    """Return image, segments and map as one payload. Raises OSError."""
     assert isinstance(file, PanopticFile)
     described = join(file.segments.encode(), Path(file.map_path).read_bytes())
     return join(file.read(root), described)
 
 
 def read_panoptic(content: bytes) -> np.ndarray:
-    """Return class + 256 · segment + 65536 · crowd, int64 `[h, w]`, of a map and its segments.
+    """Decode a map with its segments to class + 256 · segment + 65536 · crowd, int64 `[h, w]`.
 
     Raises:
-        RefusedImageError: no PNG, a pixel of no listed segment, or a segment without pixels.
+        RefusedImageError: not a PNG, a pixel of an unlisted segment, or a segment without pixels.
     """
     listed, png = split(content)
     segments = json.loads(listed)

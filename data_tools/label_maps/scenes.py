@@ -1,12 +1,12 @@
-"""`scenes`: pictures of objects on a floor, with exact panoptic maps and depths.
+"""`scenes`: images of objects on a floor, with exact panoptic maps and depths.
 
 Balls, boxes and cones stand in front of a wall. The camera looks along the floor, so depth follows
 from the place where an object stands, and its size from its depth; nearer ones hide those behind.
 Textures differ from object to object and say nothing about its class.
 
-Maps are written as COCO Panoptic publishes them, depths as 16-bit PNG in millimetres.
+Maps are written in the format of COCO Panoptic, depths as 16-bit PNG in millimetres.
 
-Legend: s side of a picture in pixels, n segments of it.
+Legend: s side of an image in pixels, n its segments.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ CATEGORIES = (
 _STREAMS = {"train": 0, "validation": 1}
 _SHAPES, _WALL, _FLOOR = (1, 2, 5), 100, 101
 _HORIZON, _CAMERA = 0.35, 1.3
-"""Row of the horizon, as a share of the side, and height of the camera above the floor in metres
-times its focal length in sides of a picture."""
+"""Row of the horizon as a fraction of the side, and height of the camera above the floor in metres
+times its focal length in image sides."""
 _NEAR, _WALLS, _SIZES = 2.2, (5.0, 9.0), (0.9, 1.7)
-"""Metres: the nearest object, the least and greatest distance of the wall, heights of objects times
-the focal length."""
+"""In metres: distance of the nearest object, range of the wall's distance, and range of the
+objects' heights times the focal length."""
 _LEAST_SIDE, _MILLIMETRES, _MANY_IDS = 16, 1000, 1 << 24
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and all that is known of it.
+    """An image with its annotations.
 
     Attributes:
         image: uint8 `[s, s, 3]`.
-        segments: int64 `[s, s]`, places in `categories`.
-        categories: ids in `CATEGORIES`, one a segment.
+        segments: int64 `[s, s]`, indices into `categories`.
+        categories: ids in `CATEGORIES`, one per segment.
         depth: uint16 `[s, s]`, millimetres.
     """
 
@@ -71,15 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the folder to write: images/, panoptic/ and depth/ with train/ and validation/ in"
         " each, panoptic_train.json and panoptic_validation.json",
     )
-    parser.add_argument("--size", type=positive, default=64, help="side of a picture in pixels")
-    parser.add_argument("--images", type=positive, default=4000, help="training pictures")
-    parser.add_argument("--validation-images", type=positive, default=200, help="held-out pictures")
-    parser.add_argument("--objects", type=positive, default=4, help="objects of a scene, at most")
+    parser.add_argument("--size", type=positive, default=64, help="side of an image in pixels")
+    parser.add_argument("--images", type=positive, default=4000, help="training images")
+    parser.add_argument("--validation-images", type=positive, default=200, help="held-out images")
+    parser.add_argument("--objects", type=positive, default=4, help="most objects per scene")
     parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the folder and say what is in it. Raises UserError and OSError."""
+    """Write the folder. Raises UserError and OSError."""
     if arguments.size < _LEAST_SIDE:
         raise UserError(f"--size must be at least {_LEAST_SIDE}")
     options = ("size", "images", "validation_images", "objects", "seed")
@@ -122,7 +122,7 @@ def _write_part(
 
 
 def segments_info(scene: Scene, ids: np.ndarray) -> list[dict[str, Any]]:
-    """Return what COCO's JSON says of the segments that are seen; `ids` `[n]` are theirs."""
+    """Return COCO's JSON records of the visible segments, with `ids` `[n]`."""
     found = []
     for place, category in enumerate(scene.categories):
         rows, columns = np.nonzero(scene.segments == place)
@@ -173,7 +173,7 @@ def _shape(
     rows: np.ndarray,
     columns: np.ndarray,
 ) -> np.ndarray:
-    """Return bool `[s, s]`: which pixels show an object that stands at a distance in metres."""
+    """Return the mask bool `[s, s]` of an object at a distance in metres."""
     bottom = _HORIZON + _CAMERA / distance
     height = random.uniform(*_SIZES) / distance
     centre = random.uniform(0.1, 0.9)
@@ -187,7 +187,7 @@ def _shape(
 
 
 def _texture(random: np.random.Generator, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return float64 `[s, s, 3]` in about [0, 1]: two colours in waves, and noise."""
+    """Return a texture float64 `[s, s, 3]` in about [0, 1]: two colours in waves, and noise."""
     base = random.uniform(0.15, 0.85, 3)
     other = base + random.uniform(-0.2, 0.2, 3)
     frequency, angle, phase = (

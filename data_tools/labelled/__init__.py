@@ -1,1 +1,1 @@
-"""Readers of labelled data sets, from the files as their authors publish them."""
+"""Readers of labelled data sets in the formats in which they are published."""

@@ -1,7 +1,7 @@
-"""Data sets that are arrays of pictures: dSprites, smallNORB and PatchCamelyon, as VTAB has them.
+"""Data sets stored as arrays: dSprites, smallNORB and PatchCamelyon, for the tasks of VTAB.
 
-VTAB's code cuts dSprites and smallNORB by the order in which TensorFlow Datasets stores them; here
-the SHA-256 of a picture's number decides, in the same shares.
+VTAB splits dSprites and smallNORB by the order in which TensorFlow Datasets stores them; here the
+SHA-256 of an image's index determines the split, in the same proportions.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _TISSUE_FILES = {TRAIN: "train", VALIDATION: "valid", TEST: "test"}
 
 
 def list_dsprites_location(root: Path, split: str) -> Listing:
-    """List dSprites by the horizontal place, 32 of them in 16 classes."""
+    """List dSprites by horizontal position, 32 positions in 16 classes."""
     return _list_dsprites(root, split, column=4, count=32)
 
 
 def list_dsprites_orientation(root: Path, split: str) -> Listing:
-    """List dSprites by the orientation, 40 of them in 16 classes."""
+    """List dSprites by orientation, 40 orientations in 16 classes."""
     return _list_dsprites(root, split, column=3, count=40)
 
 
 def _list_dsprites(root: Path, split: str, *, column: int, count: int) -> Listing:
-    """List dSprites; of the names in the order of their SHA-256 80 % train, 10 % validate."""
+    """List dSprites: in order of SHA-256, 80 % are for training, 10 % for validation."""
     latents, pictures = _array(root, "latents_classes"), _array(root, "imgs")
     shape = (len(latents), _SPRITE_SIDE, _SPRITE_SIDE)
     if latents.ndim != 2 or latents.shape[1] != 6 or pictures.shape != shape:
@@ -69,25 +69,25 @@ def _array(root: Path, name: str) -> np.ndarray:
 
 
 def list_norb_azimuth(root: Path, split: str) -> Listing:
-    """List smallNORB by azimuth, 18 of them, 20° apart."""
+    """List smallNORB by azimuth, 18 classes 20° apart."""
     return _list_norb(root, split, lambda info: info[:, 2] // 2, [f"{20 * k}°" for k in range(18)])
 
 
 def list_norb_elevation(root: Path, split: str) -> Listing:
-    """List smallNORB by elevation, 9 of them from 30°, 5° apart."""
+    """List smallNORB by elevation, 9 classes from 30°, 5° apart."""
     return _list_norb(root, split, lambda info: info[:, 1], [f"{30 + 5 * k}°" for k in range(9)])
 
 
 def _list_norb(
     root: Path, split: str, label: Callable[[np.ndarray], np.ndarray], names: Sequence[str]
 ) -> Listing:
-    """List the left camera's pictures; half of the authors' test set validates."""
+    """List the left camera's images; half of the published test set is for validation."""
     prefix = _NORB_FILES[TRAIN if split == TRAIN else TEST]
     path = f"{prefix}-dat.mat"
     start, pictures = _matrix(root / path)
     _, info = _matrix(root / f"{prefix}-info.mat")
     if pictures.shape != (len(info), 2, _NORB_SIDE, _NORB_SIDE) or info.shape[1:] != (4,):
-        raise UserError(f"{root / path} and its info.mat are not of one part of smallNORB")
+        raise UserError(f"{root / path} and its info.mat do not match")
     labels = label(info).tolist()
     halves = {TRAIN: (0, 2), VALIDATION: (0, 1), TEST: (1, 2)}
     length = _NORB_SIDE**2
@@ -101,17 +101,17 @@ def _list_norb(
 def _read_norb(file: SourceFile, root: Path) -> bytes:
     content = file.read(root)
     if len(content) < file.num_bytes:
-        raise OSError(f"{file.path} was cut")
+        raise OSError(f"{file.path} is truncated")
     return ppm(_grey(np.frombuffer(content, np.uint8).reshape(_NORB_SIDE, _NORB_SIDE)))
 
 
 def _matrix(path: Path) -> tuple[int, np.ndarray]:
-    """Return where the numbers of one of NORB's files begin, and the array.
+    """Return the offset of the data in one of NORB's files, and the array.
 
-    A type, the number of dimensions and at least three of them precede it, int32 each.
+    The header has a type, the number of dimensions and at least three dimensions, int32 each.
 
     Raises:
-        UserError: it is missing or no such file.
+        UserError: it is missing or not such a file.
     """
     try:
         head = np.fromfile(path, "<i4", 8)
@@ -119,17 +119,17 @@ def _matrix(path: Path) -> tuple[int, np.ndarray]:
         start = 8 + 4 * max(3, count)
         return start, np.memmap(path, kind, "r", start, tuple(head[2 : 2 + count].tolist()))
     except (OSError, KeyError, IndexError, ValueError):
-        raise UserError(f"{path} is missing, cut, or no file of smallNORB, unpacked") from None
+        raise UserError(f"{path} is missing, truncated, or no unpacked smallNORB file") from None
 
 
 def list_camelyon(root: Path, split: str) -> Listing:
-    """List PatchCamelyon: is there a tumour in the middle?"""
+    """List PatchCamelyon by whether there is a tumour in the center."""
     name = _TISSUE_FILES[split]
     labels = np.asarray(_tissue(root, name, "y")).reshape(-1).astype(int).tolist()
     pictures = _tissue(root, name, "x")
     shape = (len(labels), _TISSUE_SIDE, _TISSUE_SIDE, 3)
     if pictures.shape != shape:
-        raise UserError(f"{root}: pictures of {name} are {list(pictures.shape)}, not {list(shape)}")
+        raise UserError(f"{root}: images of {name} are {list(pictures.shape)}, not {list(shape)}")
     files = [
         SourceFile(f"{name}/{place:06d}", label, 3 * _TISSUE_SIDE**2, name, place)
         for place, label in enumerate(labels)
@@ -143,20 +143,20 @@ def _read_tissue(file: SourceFile, root: Path) -> bytes:
 
 @functools.lru_cache(maxsize=2)
 def _tissue(root: Path, name: str, kind: str) -> Any:
-    """Return the array `kind` of one of PatchCamelyon's files, read where it is looked at."""
+    """Return the array `kind` of one of PatchCamelyon's files, read on access."""
     path = root / f"camelyonpatch_level_2_split_{name}_{kind}.h5"
     try:
         import h5py
     except ImportError:
-        raise UserError(f"{path} is read by h5py: pip install 'megavis[hdf5]'") from None
+        raise UserError(f"{path} needs h5py: pip install 'megavis[hdf5]'") from None
     try:
         return h5py.File(path, "r")[kind]
     except (OSError, KeyError):
-        raise UserError(f"{path} is missing, or no file of PatchCamelyon, unpacked") from None
+        raise UserError(f"{path} is missing, or not an unpacked file of PatchCamelyon") from None
 
 
 def _share(count: int, split: str, shares: Mapping[str, tuple[int, int]]) -> list[int]:
-    """Return numbers from 0 on that a split takes, in the order of the SHA-256 of their text."""
+    """Return the indices of a split, in order of the SHA-256 of their text."""
     first, last = shares[split]
     parts = max(end for _, end in shares.values())
     order = sorted(range(count), key=lambda place: hashlib.sha256(b"%d" % place).digest())
@@ -164,5 +164,5 @@ def _share(count: int, split: str, shares: Mapping[str, tuple[int, int]]) -> lis
 
 
 def _grey(pixels: np.ndarray) -> np.ndarray:
-    """Return uint8 `[h, w, 3]` of one channel `[h, w]`."""
+    """Repeat one channel `[h, w]` to uint8 `[h, w, 3]`."""
     return np.repeat(pixels.astype(np.uint8)[..., None], 3, axis=-1)

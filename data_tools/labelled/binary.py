@@ -1,9 +1,7 @@
-"""CIFAR and STL-10 as plain binary files: consecutive records of one size.
+"""CIFAR and STL-10: binary files of fixed-size records, and CIFAR's Python version.
 
-CIFAR's Python version: pickles, read without letting them call anything but arrays.
-
-A pickle may name any function and have it called. These name three, which build an array; any
-other name ends the reading.
+The Python version consists of pickles, which may name any function to be called. Those of CIFAR
+name three, which build an array; reading fails on any other name.
 """
 
 from __future__ import annotations
@@ -64,14 +62,14 @@ def _cifar_batch(root: Path, batch: str, num_labels: int) -> Iterator[SourceFile
 
 
 def list_stl10(root: Path, split: str) -> Listing:
-    """List STL-10: pixels in `train_X.bin`, labels from 1 in `train_y.bin`; columns come first."""
+    """List STL-10: column-major pixels in `train_X.bin`, labels from 1 in `train_y.bin`."""
     path, length = f"{split}_X.bin", 3 * _STL_SIDE**2
     count = len(_records(root / path, length))
     labels = [-1] * count
     if split != UNLABELED:
         labels = (_records(root / f"{split}_y.bin", 1)[:, 0].astype(int) - 1).tolist()
     if len(labels) != count:
-        raise UserError(f"{root / path} has {count} pictures and {split}_y.bin {len(labels)}")
+        raise UserError(f"{root / path} has {count} images, {split}_y.bin {len(labels)} labels")
     files = [
         SourceFile(f"{split}/{place:06d}", label, length, path, place * length)
         for place, label in enumerate(labels)
@@ -80,18 +78,18 @@ def list_stl10(root: Path, split: str) -> Listing:
 
 
 def _records(path: Path, length: int) -> np.ndarray:
-    """Return a file as uint8 `[records, length]`, read where it is looked at.
+    """Return a file as memory-mapped uint8 `[records, length]`.
 
     Raises:
-        UserError: it is missing, empty, or no whole number of records.
+        UserError: it is missing, empty, or not a whole number of records.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing")
     size = path.stat().st_size
     if not size or size % length:
         raise UserError(
-            f"{path} has {size} bytes, which is no whole number of records of {length} bytes: it"
-            " is cut or another file"
+            f"{path} has {size} bytes, not a multiple of {length}, the size of a record: it"
+            " is truncated or another file"
         )
     return np.memmap(path, np.uint8, mode="r").reshape(-1, length)
 
@@ -105,10 +103,10 @@ def _read_stl(file: SourceFile, root: Path) -> bytes:
 
 
 def _planes(file: SourceFile, root: Path, side: int) -> np.ndarray:
-    """Return uint8 `[3, side, side]`. Raises OSError where the file ends in it."""
+    """Read uint8 `[3, side, side]`. Raises OSError if the file is truncated."""
     content = file.read(root)
     if len(content) < file.num_bytes:
-        raise OSError(f"{file.path} was cut")
+        raise OSError(f"{file.path} is truncated")
     return np.frombuffer(content, np.uint8).reshape(3, side, side)
 
 
@@ -116,22 +114,22 @@ _SIDE = 32
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
-    # What an array itself asks a pickle to call, wherever this numpy keeps it.
+    # The function that pickled arrays name, at its place in this numpy version.
     ("numpy.core.multiarray", "_reconstruct"): cast(Any, np.empty(0).__reduce__()[0]),
 }
 
 
 def list_pickled(root: Path, batches: list[str], *, labels: str, meta: str) -> Listing:
-    """List CIFAR's Python version, under the names that the binary version gives its pictures.
+    """List CIFAR's Python version, with the image names of the binary version.
 
     Args:
         root: the folder.
-        batches: its files.
+        batches: names of its files.
         labels: key of the labels in a batch.
-        meta: file and key of the class names, with `:` between them.
+        meta: file and key of the class names, separated by `:`.
 
     Raises:
-        UserError: a file is missing, damaged, or calls what no array needs.
+        UserError: a file is missing or damaged, or names an unexpected function.
     """
     path, key = meta.split(":")
     names = [name.decode() for name in _value(root / path, key, list)]
@@ -139,7 +137,7 @@ def list_pickled(root: Path, batches: list[str], *, labels: str, meta: str) -> L
     for batch in batches:
         numbers = _value(root / batch, labels, list)
         if len(numbers) != len(_pixels(root / batch)):
-            raise UserError(f"{root / batch} has not as many labels as pictures: it is damaged")
+            raise UserError(f"{root / batch} is damaged: its labels are not as many as its images")
         files += [
             SourceFile(f"{batch}/{place:05d}", int(label), 3 * _SIDE**2, batch, place)
             for place, label in enumerate(numbers)
@@ -153,7 +151,7 @@ def _read(file: SourceFile, root: Path) -> bytes:
 
 
 def _pixels(path: Path) -> np.ndarray:
-    """Return uint8 `[pictures, 3072]`."""
+    """Return uint8 `[images, 3072]`."""
     pixels = _value(path, "data", np.ndarray)
     if pixels.dtype != np.uint8 or pixels.shape[1:] != (3 * _SIDE**2,):
         raise UserError(f"{path} holds {pixels.dtype} {list(pixels.shape)}, not uint8 [n, 3072]")
@@ -163,23 +161,23 @@ def _pixels(path: Path) -> np.ndarray:
 def _value(path: Path, key: str, kind: type) -> Any:
     value = _load(path).get(key.encode())
     if not isinstance(value, kind):
-        raise UserError(f"{path} has no {key!r}: it is no file of CIFAR's Python version")
+        raise UserError(f"{path} has no {key!r}: it is not a file of CIFAR's Python version")
     return value
 
 
 @functools.lru_cache(maxsize=8)
 def _load(path: Path) -> dict[bytes, Any]:
-    """Return what a pickle of Python 2 holds; kept, since shuffled pictures come from all files."""
+    """Load a Python 2 pickle; cached, since shuffled images come from all files."""
     try:
         content = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     except UserError:
         raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except Exception as error:  # damaged pickles raise almost anything
+    except Exception as error:  # damaged pickles raise almost any exception
         raise UserError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} is no file of CIFAR's Python version")
+        raise UserError(f"{path} is not a file of CIFAR's Python version")
     return content
 
 
@@ -187,7 +185,7 @@ class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
             raise UserError(
-                f"this pickle calls {module}.{name}, which no array needs: take the binary"
+                f"this pickle calls {module}.{name}, which is not allowed: use the binary"
                 " version of CIFAR (cifar-10-binary.tar.gz, cifar-100-binary.tar.gz)"
             )
         return _KNOWN[module, name]

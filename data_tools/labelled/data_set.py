@@ -1,7 +1,7 @@
 """A labelled data set: official splits, classes, and a list of labelled images.
 
-A reader lists one split without decoding anything. Pictures that lie as bare numbers in a file of
-many are handed out as PPM, which every verb decodes to the same pixels.
+A reader lists one split without decoding anything. Images stored as raw pixels in a larger file are
+passed on as PPM, which every verb decodes to the same pixels.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megavis.config.errors import UserError
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 EXTRA, UNLABELED = "extra", "unlabeled"
 OFFICIAL_SPLITS = (TEST, EXTRA, UNLABELED)
-"""Splits that only a labelled data set has; `train` and `validation` any source can be cut into."""
+"""Splits that only labelled data sets have; any source can be split into the others."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The pictures of one split.
+    """The images of one split.
 
     Attributes:
-        class_names: a label indexes them; the same for all splits.
-        files: in any order, labels filled in; -1 in splits without labels.
-        read: how a picture's bytes are read.
+        class_names: indexed by label; the same for all splits.
+        files: in any order, with labels; -1 in splits without labels.
+        read: function that reads an image's bytes.
     """
 
     class_names: Sequence[str]
@@ -39,14 +39,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class LabelledSet:
-    """A data set that its authors divided, and whose files this project knows.
+    """A data set with official splits, in a supported format.
 
     Attributes:
-        name: as `--layout` takes it.
-        markers: files or folders; where those of one group all lie, it is this data set.
-        sizes: published number of pictures of each split.
-        list_split: lists one split of the data set at a path. Raises UserError where a file is
-            missing, of a wrong size, or no such file.
+        name: as in `--layout`.
+        markers: groups of files or folders; a folder with all of one group has this data set.
+        sizes: published number of images in each split.
+        list_split: lists one split of the data set at a path. Raises UserError if a file is
+            missing, has the wrong size, or another format.
     """
 
     name: str
@@ -55,14 +55,14 @@ class LabelledSet:
     list_split: Callable[[Path, str], Listing]
 
     def lies_at(self, root: Path) -> bool:
-        """Return whether a folder holds this data set."""
+        """Return whether a folder has this data set."""
         return any(all((root / name).exists() for name in group) for group in self.markers)
 
     def parts_of(self, split: str) -> tuple[str, ...]:
-        """Return the official splits that `--split` means.
+        """Return the official splits that `--split` stands for.
 
-        `all` is everything that may be trained on. Where the authors held nothing out for
-        validation, `train` and `validation` are both cut from their training set, by the caller.
+        `all` is everything that may be used for training. Without an official validation set,
+        the caller splits the training set into `train` and `validation`.
 
         Raises:
             UserError: the data set has no such split.
@@ -71,30 +71,30 @@ class LabelledSet:
         if split == "all" or (split == VALIDATION and split not in self.sizes):
             return trained
         if split not in self.sizes:
-            raise UserError(f"{self.name} has no split {split!r}, but {', '.join(self.sizes)}")
+            raise UserError(f"{self.name} has no split {split!r}, only {', '.join(self.sizes)}")
         return (split,)
 
     def open(self, root: Path, split: str, *, class_names: Sequence[str] | None) -> FileSource:
-        """Return the pictures of the official splits that `--split` means.
+        """Return the images of the official splits that `--split` stands for.
 
         Args:
-            root: the folder of the data set, as it is unpacked.
-            split: of `--split`.
-            class_names: `--classes-from`, which can only name the same classes.
+            root: the unpacked folder of the data set.
+            split: value of `--split`.
+            class_names: classes of `--classes-from`, which must be the same.
 
         Raises:
-            UserError: a file is missing, of a wrong size or damaged, or a label out of range.
-            OSError: the disk fails.
+            UserError: a file is missing, has the wrong size or is damaged, or a label is invalid.
+            OSError: reading fails.
         """
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder: give that of {self.name}, unpacked")
+            raise UserError(f"{root} is not a folder: give the unpacked folder of {self.name}")
         parts = self.parts_of(split)
         listings = [self.list_split(root, part) for part in parts]
         files = [file for listing in listings for file in listing.files]
         classes = tuple(listings[0].class_names)
         _check_labels(root, files, len(classes), lowest=-1 if parts == (UNLABELED,) else 0)
         if class_names is not None and tuple(class_names) != classes:
-            raise UserError(f"{self.name} has other classes than --classes-from: leave that out")
+            raise UserError(f"{self.name} has other classes than --classes-from: remove the option")
         return FileSource.of(
             files,
             description=self._describe(parts, len(files)),
@@ -110,7 +110,7 @@ class LabelledSet:
         if found == published:
             return description
         description += f", {found} of {published} pictures"
-        say(f"{description}: what it gives compares with no published number")
+        say(f"{description}: results will not be comparable with published ones")
         return description
 
 
@@ -126,28 +126,28 @@ def _check_labels(
 
 
 def image_file(root: Path, name: str, label: int, *, listed_in: str) -> SourceFile:
-    """Return a picture that a list names, by its path below `root`.
+    """Return a listed image by its path below `root`.
 
     Raises:
-        UserError: it is not there.
+        UserError: it does not exist.
     """
     try:
         size = (root / name).stat().st_size
     except OSError:
-        raise UserError(f"{root / name} is missing, and {listed_in} names it") from None
+        raise UserError(f"{root / name} is missing, but listed in {listed_in}") from None
     return SourceFile(name, label, size)
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file that are not empty.
+    """Return the non-empty lines of a text file.
 
     Raises:
-        UserError: it is missing, no text or empty.
+        UserError: it is missing, empty, or not text.
     """
     try:
         lines = [stripped for line in path.read_text().splitlines() if (stripped := line.strip())]
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"{path} cannot be read: {reason}") from None
     if not lines:
         raise UserError(f"{path} is empty")
@@ -155,7 +155,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_columns(path: Path, count: int) -> list[list[str]]:
-    """Return the words of each line of a text file, the last with all that is left of it.
+    """Split each line of a text file into `count` words; the last takes the rest of the line.
 
     Raises:
         UserError: it cannot be read, or a line has fewer than `count` words.
@@ -163,11 +163,11 @@ def read_columns(path: Path, count: int) -> list[list[str]]:
     rows = [line.split(maxsplit=count - 1) for line in read_lines(path)]
     for row in rows:
         if len(row) < count:
-            raise UserError(f"{path}: the line {' '.join(row)!r} has not {count} words")
+            raise UserError(f"{path}: the line {' '.join(row)!r} does not have {count} words")
     return rows
 
 
 def ppm(pixels: np.ndarray) -> bytes:
-    """Return pixels uint8 `[h, w, 3]` as a file of the plainest format, without loss."""
+    """Encode pixels uint8 `[h, w, 3]` as a PPM file, losslessly."""
     height, width, _ = pixels.shape
     return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()

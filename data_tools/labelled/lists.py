@@ -1,9 +1,8 @@
-"""Data sets of files with a text file for each split: Pets, DTD, Food-101, Aircraft, SUN397.
+"""Data sets of image files: with lists of the splits, or one folder per class without splits.
 
-Data sets of one folder a class, left undivided: Caltech-101, EuroSAT, RESISC45.
-
-The division is a function of the names alone: in each class, pictures in the order of the SHA-256
-of their names. It is the same on every machine, and no option changes it.
+Pets, DTD, Food-101, Aircraft and SUN397 have a text file for each split. Caltech-101, EuroSAT and
+RESISC45 have no official splits: here images of each class are split in order of the SHA-256 of
+their names, so the split is the same on every machine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PETS = {TRAIN: "trainval", TEST: "test"}
 _SHORT = {TRAIN: "train", VALIDATION: "val", TEST: "test"}
 _SUN_LISTS = {TRAIN: "tr", VALIDATION: "va", TEST: "te"}
 _BANNER = 20
-"""Rows at the bottom of each picture of an aircraft that hold its copyright, not the picture."""
+"""Height in pixels of the copyright banner at the bottom of each aircraft image."""
 
 
 def list_pets(root: Path, split: str) -> Listing:
@@ -53,11 +52,11 @@ def _number(text: str, path: Path) -> int:
     try:
         return int(text.split()[0])
     except ValueError:
-        raise UserError(f"{path}: {text!r} is no number of a class") from None
+        raise UserError(f"{path}: {text!r} is not a class number") from None
 
 
 def list_dtd(root: Path, split: str) -> Listing:
-    """List the Describable Textures Dataset by the first of its ten divisions."""
+    """List the Describable Textures Dataset, in the first of its ten splits."""
     classes = sorted(path.name for path in (root / "images").glob("*") if path.is_dir())
     return _by_folder(root, f"labels/{_SHORT[split]}1.txt", classes, suffix="")
 
@@ -70,13 +69,13 @@ def list_food(root: Path, split: str) -> Listing:
 
 
 def _by_folder(root: Path, listed_in: str, classes: list[str], *, suffix: str) -> Listing:
-    """List pictures below `images` whose folder is their class."""
+    """List images below `images` whose folder is their class."""
     numbers = {name: number for number, name in enumerate(classes)}
     files = []
     for name in read_lines(root / listed_in):
         folder = name.split("/")[0]
         if folder not in numbers:
-            raise UserError(f"{root / listed_in}: {name!r} is of none of {len(classes)} classes")
+            raise UserError(f"{root / listed_in}: {name!r} is in none of {len(classes)} classes")
         path = f"images/{name}{suffix}"
         files.append(image_file(root, path, numbers[folder], listed_in=listed_in))
     return Listing(classes, files)
@@ -101,16 +100,16 @@ def _read_without_banner(file: SourceFile, root: Path) -> bytes:
 
 
 def list_sun397(root: Path, split: str) -> Listing:
-    """List SUN397 by VTAB's division: lines `/a/abbey/sun_aaalbzqrimafwbiv.jpg`.
+    """List SUN397 in VTAB's split: lines `/a/abbey/sun_aaalbzqrimafwbiv.jpg`.
 
-    The authors' ten partitions have 50 training pictures a class; VTAB divides all of them, in
-    three lists that TensorFlow Datasets ships.
+    The authors' ten partitions have 50 training images per class; VTAB splits all images, in three
+    lists that are part of TensorFlow Datasets.
     """
     lists = {part: f"sun397_tfds_{short}.txt" for part, short in _SUN_LISTS.items()}
     missing = [name for name in lists.values() if not (root / name).is_file()]
     if missing:
         raise UserError(
-            f"{root / missing[0]} is missing: copy the three lists of VTAB's division there, from"
+            f"{root / missing[0]} is missing: copy the three lists of VTAB's split there, from"
             " tensorflow_datasets/image_classification"
         )
     names = {part: read_lines(root / name) for part, name in lists.items()}
@@ -130,12 +129,12 @@ _TRAINED_A_CLASS = 30
 
 
 def list_caltech101(root: Path, split: str) -> Listing:
-    """List Caltech-101: 30 pictures of each of its 101 classes train, the others test."""
+    """List Caltech-101: 30 images of each of its 101 classes for training, others for testing."""
     return _list_divided(root, split, _by_thirty, leave_out=_CLUTTER)
 
 
 def list_caltech102(root: Path, split: str) -> Listing:
-    """List Caltech-101 with its pictures of clutter as a class of their own, as VTAB does."""
+    """List Caltech-101 with background clutter as an additional class, as in VTAB."""
     return _list_divided(root, split, _by_thirty)
 
 
@@ -144,7 +143,7 @@ def _by_thirty(place: int, count: int) -> str:
 
 
 def list_fifths(root: Path, split: str) -> Listing:
-    """List EuroSAT (RGB) or RESISC45 in VTAB's shares: of each class 60, 20 and 20 %."""
+    """List EuroSAT (RGB) or RESISC45 in VTAB's proportions: 60, 20 and 20 % of each class."""
 
     def belongs(place: int, count: int) -> str:
         if 10 * place < 6 * count:
@@ -157,11 +156,11 @@ def list_fifths(root: Path, split: str) -> Listing:
 def _list_divided(
     root: Path, split: str, belongs: Callable[[int, int], str], *, leave_out: str = ""
 ) -> Listing:
-    """List a split; `belongs` says which one, of the place of a picture and their number."""
+    """List a split; `belongs` maps an image's index in its class and the class size to a split."""
     source = list_images(root)
     classes = [name for name in source.class_names if name != leave_out]
     if not classes:
-        raise UserError(f"{root} holds no folder of a class")
+        raise UserError(f"{root} has no class folders")
     chosen: list[SourceFile] = []
     for label, name in enumerate(classes):
         ordered = _ordered([file for file in source.files if file.name.startswith(f"{name}/")])

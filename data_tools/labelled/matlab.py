@@ -1,4 +1,4 @@
-"""Data sets with labels, or images too, in .mat files: SVHN, Flowers-102, Stanford Cars."""
+"""Data sets with labels or images in .mat files: SVHN, Flowers-102, Stanford Cars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SVHN_SIDE = 32
 _FLOWER_IDS = {TRAIN: "trnid", VALIDATION: "valid", TEST: "tstid"}
 _CAR_LISTS = {
     TRAIN: ("cars_train_annos.mat", "cars_train"),
-    # The test list of the development kit itself has no labels.
+    # The test list in the development kit has no labels.
     TEST: ("cars_test_annos_withlabels.mat", "cars_test"),
 }
 
@@ -26,11 +26,11 @@ def list_svhn(root: Path, split: str) -> Listing:
     path = f"{split}_32x32.mat"
     labels = read_mat(root / path, "y").reshape(-1).astype(int)
     if labels.min() < 1 or labels.max() > 10:
-        raise UserError(f"{root / path}: labels lie in {labels.min()} to {labels.max()}, not 1..10")
+        raise UserError(f"{root / path}: labels are in {labels.min()}..{labels.max()}, not 1..10")
     digits = _digits(root / path)
     if digits.dtype != np.uint8 or digits.shape != (_SVHN_SIDE, _SVHN_SIDE, 3, len(labels)):
         raise UserError(
-            f"{root / path} has pictures {digits.dtype} {list(digits.shape)}, not uint8"
+            f"{root / path} has images {digits.dtype} {list(digits.shape)}, not uint8"
             f" [32, 32, 3, {len(labels)}]"
         )
     files = [
@@ -46,17 +46,17 @@ def _read_digit(file: SourceFile, root: Path) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def _digits(path: Path) -> np.ndarray:
-    # The file is compressed as a whole: each process unpacks it once.
+    # The file is compressed as a whole, so each process unpacks it once.
     return read_mat(path, "X")
 
 
 def list_flowers(root: Path, split: str) -> Listing:
-    """List Oxford Flowers-102, whose classes have numbers from 1 and no names."""
+    """List Oxford Flowers-102, whose classes are numbered from 1 and have no names."""
     labels = read_mat(root / "imagelabels.mat", "labels").reshape(-1).astype(int)
     numbers = read_mat(root / "setid.mat", _FLOWER_IDS[split]).reshape(-1).astype(int)
     if numbers.min() < 1 or numbers.max() > len(labels):
         raise UserError(
-            f"{root / 'setid.mat'} names pictures {numbers.min()} to {numbers.max()}, and"
+            f"{root / 'setid.mat'} lists images {numbers.min()} to {numbers.max()}, and"
             f" imagelabels.mat labels 1 to {len(labels)}: they belong to different versions"
         )
     files = [
@@ -67,7 +67,7 @@ def list_flowers(root: Path, split: str) -> Listing:
 
 
 def list_cars(root: Path, split: str) -> Listing:
-    """List Stanford Cars; test labels are a file of their own, next to the kit or in it."""
+    """List Stanford Cars; test labels are in a separate file, in the kit or next to it."""
     name, folder = _CAR_LISTS[split]
     place = root / "devkit" / name
     if not place.is_file() and (root / name).is_file():
@@ -84,7 +84,7 @@ def list_cars(root: Path, split: str) -> Listing:
 
 
 def read_mat(path: Path, name: str) -> Any:
-    """Return one variable of a .mat file (version 5), single entries without their dimensions.
+    """Return one variable of a .mat file (version 5), with dimensions of size 1 removed.
 
     Raises:
         UserError: it is missing, damaged, or has no such variable.
@@ -97,5 +97,5 @@ def read_mat(path: Path, name: str) -> Any:
         raise UserError(f"{path} is missing") from None
     except KeyError:
         raise UserError(f"{path} has no {name!r}: it is another file") from None
-    except Exception as error:  # scipy raises almost anything on damaged bytes
+    except Exception as error:  # scipy raises almost any exception on damaged bytes
         raise UserError(f"{path} cannot be read: {error}") from None

@@ -1,8 +1,8 @@
-"""DMLab of VTAB: JPEG pictures in files of TensorFlow's records.
+"""DMLab of VTAB: JPEG images in TFRecord files.
 
-A record is its length (uint64), four bytes of check, its bytes, and four bytes of check. The bytes
-are a `tf.train.Example` in protocol buffers' wire format: a map from names to lists of bytes,
-floats or integers. The pictures stay where they are and are read by their offset.
+A record is its length (uint64), a CRC of four bytes, its content, and another CRC. The content is a
+`tf.train.Example` in the wire format of protocol buffers: a map from names to lists of bytes,
+floats or integers. Images stay in place and are read by offset.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def list_dmlab(root: Path, split: str) -> Listing:
     """
     paths = sorted(root.glob(f"dmlab-{split}.tfrecord*"))
     if not paths:
-        raise UserError(f"{root} has no dmlab-{split}.tfrecord: give the folder of DMLab, unpacked")
+        raise UserError(f"{root} has no dmlab-{split}.tfrecord: give the unpacked folder of DMLab")
     files = [file for path in paths for file in _read_records(path)]
     return Listing([str(number) for number in range(_NUM_CLASSES)], files)
 
@@ -46,11 +46,11 @@ def _read_records(path: Path) -> Iterator[SourceFile]:
                 name = f"{path.name}/{number:06d}.jpg"
                 yield SourceFile(name, label, last - first, path.name, first)
         except (KeyError, IndexError, ValueError, struct.error):
-            raise UserError(f"{path} is cut or holds no records of DMLab") from None
+            raise UserError(f"{path} is truncated or has no records of DMLab") from None
 
 
 def _records(data: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield where each record begins and ends. Raises ValueError where the file ends in one."""
+    """Yield start and end of each record. Raises ValueError if the file is truncated."""
     place = 0
     while place < len(data):
         start = place + _LENGTH.size + _CHECK_BYTES
@@ -62,7 +62,7 @@ def _records(data: mmap.mmap) -> Iterator[tuple[int, int]]:
 
 
 def _features(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield name and place of the first value of each feature of an Example."""
+    """Yield name and position of the first value of each feature of an Example."""
     for number, *features in _fields(data, start, end):
         if number != _FEATURES:
             continue
@@ -70,14 +70,14 @@ def _features(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[str, tupl
             parts = {number: (first, last) for number, first, last in _fields(data, *entry)}
             first, last = parts[_KEY]
             for kind, *values in _fields(data, *parts[_VALUE]):
-                # Bytes are fields of the list, integers may be packed into one.
+                # Bytes are fields of the list; integers may be packed into a single field.
                 _, *value = next(_fields(data, *values))
                 if kind in (_BYTES_LIST, _INT64_LIST):
                     yield data[first:last].decode(), (value[0], value[1])
 
 
 def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, begin and end of each field of a message."""
+    """Yield number, start and end of each field of a message."""
     while start < end:
         tag, start = _varint(data, start)
         if tag & 7 == _DELIMITED:
@@ -88,13 +88,13 @@ def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, i
         else:
             raise ValueError("a field of another type")
         if last > end:
-            raise ValueError("a field that ends behind its message")
+            raise ValueError("a field that ends after its message")
         yield tag >> 3, start, last
         start = last
 
 
 def _varint(data: mmap.mmap, place: int) -> tuple[int, int]:
-    """Return a number of seven bits a byte, the lowest first, and where it ends."""
+    """Decode a varint; return its value and its end."""
     value = shift = 0
     while True:
         byte = data[place]

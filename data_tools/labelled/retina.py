@@ -1,8 +1,8 @@
-"""Diabetic retinopathy (Kaggle, 2015), prepared as its winner did and as VTAB takes it.
+"""Diabetic retinopathy (Kaggle, 2015), prepared like the winner's entry and VTAB.
 
 "Images are resized so that the radius of an eyeball is 300 pixels, then they are cropped to 90% of
-the radius" (the description of TensorFlow Datasets' `btgraham-300`, which VTAB reads), and the
-local average is subtracted. Resizing is Pillow's here, which averages what it shrinks.
+the radius" (the description of TensorFlow Datasets' `btgraham-300`, which VTAB uses), and the local
+average is subtracted. Here Pillow resizes, with antialiasing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RADIUS = 300
 _KEPT = 0.9
 _GREY = 128
 _CONTRAST = 4
-# The file of labels, which of its rows, and the folder of the pictures.
+# File of labels, selection of its rows, and folder of the images.
 _SPLITS = {
     TRAIN: ("trainLabels.csv", None, "train"),
     VALIDATION: ("retinopathy_solution.csv", "Public", "test"),
@@ -32,7 +32,7 @@ _CLASSES = ["no retinopathy", "mild", "moderate", "severe", "proliferative"]
 
 
 def list_retinopathy(root: Path, split: str) -> Listing:
-    """List the competition's training set, and its test set by the two leader boards."""
+    """List the competition's training set, and its test set by public or private leaderboard."""
     listed_in, usage, folder = _SPLITS[split]
     try:
         with (root / listed_in).open(newline="", encoding="utf-8") as rows:
@@ -57,7 +57,7 @@ def _read_eye(file: SourceFile, root: Path) -> bytes:
 
 
 def prepare_eye(pixels: np.ndarray, *, radius: int) -> np.ndarray:
-    """Scale a picture to an eyeball of a radius, subtract the local average, and cut the disc out.
+    """Scale an image to an eyeball radius, subtract the local average, and crop to the disc.
 
     Args:
         pixels: uint8 `[h, w, 3]`.
@@ -83,7 +83,7 @@ def prepare_eye(pixels: np.ndarray, *, radius: int) -> np.ndarray:
 
 
 def _radius_of(pixels: np.ndarray) -> float:
-    """Return half of how much of the middle row is not nearly black; 0 where that is no pixel."""
+    """Return half the number of pixels in the middle row that are not nearly black."""
     row = pixels[len(pixels) // 2].sum(axis=1, dtype=float)
     radius = (row > row.mean() / 10).sum() / 2
     return float(radius) if radius >= 1 else 0.0

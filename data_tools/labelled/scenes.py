@@ -1,7 +1,7 @@
-"""Pictures of scenes, labelled by what stands in them, as VTAB does: CLEVR and KITTI.
+"""Images of scenes, labelled by their content as in VTAB: CLEVR and KITTI.
 
-"A Large-scale Study of Representation Learning with the Visual Task Adaptation Benchmark" and its
-code say how counts and distances become classes.
+Counts and distances are mapped to classes as in "A Large-scale Study of Representation Learning
+with the Visual Task Adaptation Benchmark" and its code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KITTI_DISTANCES = (-100.0, 8.0, 20.0, 999.0)
 _NO_VEHICLE = 1000.0
 _VEHICLES = ("Car", "Van", "Truck")
 _KITTI_SEED = 123
-_KITTI_SHARE = 10  # per cent of the videos that validate, and that test
+_KITTI_SHARE = 10  # per cent of the videos for validation, and for testing
 
 
 def list_clevr_count(root: Path, split: str) -> Listing:
@@ -58,7 +58,7 @@ def list_clevr_distance(root: Path, split: str) -> Listing:
 def _list_clevr(
     root: Path, split: str, names: Sequence[str], label: Callable[[Sequence[Any]], int]
 ) -> Listing:
-    """List CLEVR, whose released test pictures have no scenes: those of `val` are the tests."""
+    """List CLEVR, with `val` as test set, since the released test images have no scenes."""
     folder = _CLEVR_FOLDERS[split]
     listed_in = f"scenes/CLEVR_{folder}_scenes.json"
     try:
@@ -67,7 +67,7 @@ def _list_clevr(
     except OSError as error:
         raise UserError(f"{root / listed_in} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise UserError(f"{root / listed_in} holds no scenes of CLEVR") from None
+        raise UserError(f"{root / listed_in} has no scenes of CLEVR") from None
     files = [
         image_file(root, f"images/{folder}/{name}", number, listed_in=listed_in)
         for name, number in labels.items()
@@ -78,8 +78,8 @@ def _list_clevr(
 def list_kitti(root: Path, split: str) -> Listing:
     """List KITTI's object detection set by the distance of the nearest car, van or truck.
 
-    Only its training pictures have labels. The development kit says of which video each is; a
-    tenth of the videos validates and a tenth tests, drawn as VTAB draws them.
+    Only its training images have labels. The development kit assigns them to videos; a tenth of
+    the videos each is for validation and testing, drawn as in VTAB.
     """
     files = []
     for number in sorted(_kitti_splits(root)[split]):
@@ -96,7 +96,7 @@ def _nearest_vehicle(path: Path) -> float:
     try:
         return min((float(row[13]) for row in rows if row[0] in _VEHICLES), default=_NO_VEHICLE)
     except ValueError:
-        raise UserError(f"{path} holds no labels of KITTI's objects") from None
+        raise UserError(f"{path} has no labels of KITTI's objects") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -112,14 +112,14 @@ def _kitti_splits(root: Path) -> dict[str, list[int]]:
             f"{root / 'mapping/train_rand.txt'} does not number the {len(lines)} lines of"
             " train_mapping.txt"
         ) from None
-    # The legacy generator's draws are the same in all versions of numpy.
+    # The legacy generator gives the same draws in all versions of numpy.
     draws = np.random.RandomState(_KITTI_SEED)
     count = max(1, _KITTI_SHARE * len(videos) // 100)
     held: dict[str, set[str]] = {}
     for split in (TEST, VALIDATION):
         left = sorted(set(videos).difference(*held.values()))
         if len(left) < count:
-            raise UserError(f"{root / 'mapping/train_mapping.txt'}: too few videos to divide")
+            raise UserError(f"{root / 'mapping/train_mapping.txt'}: too few videos to split")
         held[split] = set(draws.choice(left, count, replace=False).tolist())
     held[TRAIN] = set(videos).difference(*held.values())
     return {split: [n for name in names for n in videos[name]] for split, names in held.items()}

@@ -1,4 +1,4 @@
-"""All labelled data sets, by the name that `--layout` takes."""
+"""All labelled data sets, by their name in `--layout`."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ def test_nothing_to_read_is_one_sentence(case, tmp_path, capsys):
     assert main(["jpeg", str(tmp_path / "a.tar"), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "gives an image" in error
+    assert "is a valid image" in error
     if case != "no member":
         assert len(reported(tmp_path / "out")) == 1
 

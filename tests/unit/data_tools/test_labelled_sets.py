@@ -195,12 +195,12 @@ ERRORS = {
     "label 11": (
         "svhn",
         lambda r: savemat(r / "train_32x32.mat", {"y": np.array([[11], [1]])}),
-        "labels lie in 1 to 11",
+        "labels are in 1..11",
     ),
     "other ids": (
         "flowers",
         lambda r: savemat(r / "imagelabels.mat", {"labels": np.array([[1, 2, 3]])}),
-        "names pictures 2 to 6",
+        "lists images 2 to 6",
     ),
     "a picture is missing": (
         "pets",
@@ -210,7 +210,7 @@ ERRORS = {
     "an unknown class": (
         "food",
         lambda r: (r / "meta/train.txt").write_text("soup/1\n"),
-        "'soup/1' is of none of 2 classes",
+        "'soup/1' is in none of 2 classes",
     ),
     "an unknown variant": (
         "aircraft",
@@ -239,7 +239,7 @@ def test_what_is_wrong_is_said_in_one_sentence(case, tmp_path, capsys):
 def test_splits_that_a_source_has_not(tmp_path):
     written("cifar10", tmp_path / "cifar")
     write_folder(tmp_path / "plain", {"a/1.jpg": b"x"})
-    with pytest.raises(UserError, match="cifar-10 has no split 'extra', but train, test"):
+    with pytest.raises(UserError, match="cifar-10 has no split 'extra', only train, test"):
         opened(tmp_path / "cifar", "--split", "extra")
     with pytest.raises(UserError, match="the source was read as folder"):
         opened(tmp_path / "plain", "--split", "test")

@@ -207,7 +207,7 @@ def test_lists_of_urls_are_left_to_img2dataset(tmp_path):
 def test_mistakes_in_ground_truth(layouts, tmp_path):
     kit = write_kit(tmp_path / "kit", count=5)
     truth = kit / "data" / "ILSVRC2012_validation_ground_truth.txt"
-    with pytest.raises(UserError, match="5 labels and there is a picture .*_00000006.JPEG"):
+    with pytest.raises(UserError, match="5 labels, but there is an image .*_00000006.JPEG"):
         opened(layouts / "flat/val", "--ground-truth", kit)
     truth.write_text("1\n2\n4\n1\n1\n1\n")  # 4 is an inner node
     with pytest.raises(UserError, match="label '4' of line 3 is not among the 3 classes"):
@@ -235,7 +235,7 @@ def test_mistakes_in_ground_truth(layouts, tmp_path):
     [
         ("nowhere", "does not exist"),
         ("text", "is not an uncompressed tar"),
-        ("no class tars", "holds no class tars"),
+        ("no class tars", "has no class tars"),
         ("palette shards", "no pictures any more"),
         ("share", "--validation-share must lie between 0 and 1"),
         ("selection", "let `python -m data_tools filter` finish"),

@@ -143,7 +143,7 @@ ERRORS = {
     "no scenes": (
         "clevr-count",
         lambda r: (r / "scenes/CLEVR_train_scenes.json").write_text("{}"),
-        "holds no scenes of CLEVR",
+        "has no scenes of CLEVR",
     ),
     "eleven objects": (
         "clevr-count",
@@ -158,7 +158,7 @@ ERRORS = {
     "half a label": (
         "kitti-distance",
         lambda r: (r / "training/label_2/000000.txt").write_text("Car 0 0\n"),
-        "has not 15 words",
+        "does not have 15 words",
     ),
     "still zipped": (
         "dsprites-location",
@@ -168,9 +168,9 @@ ERRORS = {
     "a cut array": (
         "smallnorb-azimuth",
         lambda r: cut(r / "smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat"),
-        "missing, cut, or no file of smallNORB",
+        "missing, truncated, or no unpacked smallNORB",
     ),
-    "a cut record": ("dmlab", lambda r: cut(r / "dmlab-train.tfrecord"), "is cut or holds no"),
+    "a cut record": ("dmlab", lambda r: cut(r / "dmlab-train.tfrecord"), "is truncated or has no"),
     "no list": (
         "sun397",
         lambda r: (r / "sun397_tfds_va.txt").unlink(),
