@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--features",
         type=Path,
         metavar="RUN",
-        help="run folder of megavis: compare --like by its middle layer's features, not by colour and "
+        help="run folder of megavis: compare --like by features of its network, not by colour and "
         "texture",
     )
     parser.add_argument(

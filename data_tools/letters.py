@@ -1,9 +1,9 @@
-"""`letters`: capital letters in matplotlib's fonts; validation fonts are never seen in training.
+"""`letters`: capital letters in matplotlib's fonts, with separate fonts for validation.
 
-Class = letter. Colors, and which of ink and ground is lighter, are random, so that neither colours
-nor single pixels name a letter, its shape does. Every image is a function of the seed, its part and
-its number, computed in whole numbers alone, and stored without compression: the same bytes on every
-processor that has the same Pillow (with its FreeType) and matplotlib.
+Class = letter. Colours, and whether ink or ground is lighter, are random, so only the shape
+identifies a letter. Every image is a function of the seed, its part and its number, computed in
+integers and stored without compression: the bytes are the same on every processor with the same
+versions of Pillow (with its FreeType) and matplotlib.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RECORD_NAME = "letters.json"
 SHEET_NAME = "sheet.png"
 FONTS_NAME = "FONTS.txt"
 LEAST_CONTRAST = 60
-"""Least distance of the luminances of ink and ground, of 255."""
+"""Least difference between the luminances of ink and ground, of 255."""
 COLORS = {
     "eight": (
         (0, 0, 0),
@@ -51,7 +51,7 @@ COLORS = {
     "black-white": ((0, 0, 0), (255, 255, 255)),
 }
 _STREAMS = {"train": 0, "selection": 1, "validation": 2}
-_STRETCH = (950, 1050)  # a thousandth of the width
+_STRETCH = (950, 1050)  # in thousandths of the width
 _SHEET_SIDE = 24
 _CHUNK = 512
 Color = tuple[int, int, int]
@@ -59,14 +59,14 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class LetterRecipe:
-    """What decides about the images but their number.
+    """Settings of the images, except for their number.
 
     Attributes:
         size: side of an image in pixels.
         letters: the classes.
-        glyph: least and largest percentage of `size` that a letter's larger side takes.
+        glyph: range of a letter's larger side, in per cent of `size`.
         colors: `eight`, `black-white` or `any`.
-        clutter: what the ground shows: `none`, one colour, or `photographs`.
+        clutter: background: `none` for one colour, or `photographs`.
         seed: of all draws.
     """
 
@@ -79,12 +79,12 @@ class LetterRecipe:
 
     @property
     def oversampling(self) -> int:
-        """Side in drawn pixels of one pixel of the image."""
+        """Oversampling factor per side."""
         return min(max(256 // self.size, 2), 8)
 
 
 def letters_of(text: str) -> str:
-    """Read capital letters, or how many from A on. Raises argparse.ArgumentTypeError."""
+    """Parse capital letters, or their number from A. Raises argparse.ArgumentTypeError."""
     if text.isdecimal() and 1 <= int(text) <= len(string.ascii_uppercase):
         return string.ascii_uppercase[: int(text)]
     if not text or set(text) - set(string.ascii_uppercase) or len(set(text)) < len(text):
@@ -99,23 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "out",
         type=Path,
-        help="the folder to write: train/, selection/ and validation/, a folder a letter in each;"
+        help="folder to write: train/, selection/ and validation/ with a folder per letter each;"
         f" {SHEET_NAME}, a contact sheet; {FONTS_NAME}, the fonts of each part and their licences",
     )
     parser.add_argument("--size", type=positive, default=12, help="side of an image in pixels")
     parser.add_argument("--images", type=positive, default=26_000, help="training images")
     parser.add_argument(
-        "--selection-images", type=positive, default=520, help="by which probes choose their layer"
+        "--selection-images", type=positive, default=520, help="images to select a probe's layer"
     )
     parser.add_argument(
-        "--validation-images", type=positive, default=1040, help="images that judge"
+        "--validation-images", type=positive, default=1040, help="validation images"
     )
     parser.add_argument(
         "--letters",
         type=letters_of,
         default="26",
         metavar="N|ABC",
-        help="the classes: how many letters from A on, or which",
+        help="the classes: a number of letters from A, or the letters",
     )
     parser.add_argument(
         "--glyph",
@@ -123,46 +123,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         default=(85, 92),
         metavar=("MIN", "MAX"),
-        help="percentage of --size that a letter's larger side takes",
+        help="range of a letter's larger side in per cent of --size",
     )
     parser.add_argument(
         "--colors",
         choices=(*COLORS, "any"),
         default="eight",
-        help=f"of ink and ground; their luminances differ by at least {LEAST_CONTRAST} of 255",
+        help=f"of ink and ground, whose luminances differ by at least {LEAST_CONTRAST} of 255",
     )
     parser.add_argument(
         "--clutter",
         choices=("none", "photographs"),
         default="none",
-        help="the ground: one colour, or crops of the photographs that scikit-image and"
-        " scikit-learn ship, each part's from regions of its own",
+        help="the background: one colour, or crops of the photographs in scikit-image and"
+        " scikit-learn, from separate regions for each part",
     )
-    parser.add_argument("--seed", type=non_negative, default=0, help="of all that is random")
+    parser.add_argument("--seed", type=non_negative, default=0, help="of all draws")
     parser.add_argument(
-        "--workers", type=non_negative, default=0, help="processes; 0: this one alone"
+        "--workers", type=non_negative, default=0, help="worker processes; 0 for none"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw the letters; a folder that already holds these very ones is kept. Raises UserError."""
+    """Draw the letters, unless the folder has the same ones already. Raises UserError."""
     recipe = _recipe(arguments)
     totals = (arguments.images, arguments.selection_images, arguments.validation_images)
     counts = dict(zip(FONTS, totals, strict=True))
     if few := [part for part, count in counts.items() if count < len(recipe.letters)]:
         raise UserError(
             f"{counts[few[0]]} {few[0]} images of {len(recipe.letters)} letters: give at least one"
-            " a letter"
+            " per letter"
         )
     out: Path = arguments.out
     write = functools.partial(_write, counts=counts, recipe=recipe, workers=arguments.workers)
     if not make_folder(out, RECORD_NAME, _record(recipe, counts), write):
-        say(f"{out}: the letters are there already")
+        say(f"{out}: the letters exist already")
         return 0
     parts = (f"{count} {part} ({len(FONTS[part])} fonts)" for part, count in counts.items())
     say(
         f"{out}: {', '.join(parts)} images of {recipe.size}x{recipe.size}, {len(recipe.letters)}"
-        f" letters; {out / SHEET_NAME} shows a row a font"
+        f" letters; {out / SHEET_NAME} shows one row per font"
     )
     return 0
 
@@ -223,7 +223,7 @@ def _each(tasks: Sequence[Task], *, workers: int) -> Iterator[int]:
     if workers == 0:
         yield from map(_write_images, tasks)
         return
-    # Spawned, not forked: the parent may hold threads, and a forked lock never opens.
+    # Spawn rather than fork: the parent may have threads that hold locks.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
         yield from pool.map(_write_images, tasks)
@@ -243,7 +243,7 @@ def image_name(recipe: LetterRecipe, part: str, number: int) -> str:
 
 
 def letter_and_font(recipe: LetterRecipe, part: str, number: int) -> tuple[str, str]:
-    """Return an image's letter and font: letters in turn, and fonts in turn for each letter."""
+    """Return an image's letter and font: cycle through letters, and through fonts per letter."""
     round_, place = divmod(number, len(recipe.letters))
     return recipe.letters[place], FONTS[part][round_ % len(FONTS[part])]
 
@@ -266,10 +266,10 @@ def draw(recipe: LetterRecipe, part: str, number: int) -> np.ndarray:
 def _coverage(
     recipe: LetterRecipe, letter: str, font: str, random: np.random.Generator
 ) -> np.ndarray:
-    """Return how much ink each pixel gets: int64 `[size, size]`, at most 255 · oversampling²."""
+    """Return the ink coverage, int64 `[size, size]`, at most 255 · oversampling²."""
     fine = recipe.oversampling
     side = recipe.size * fine
-    # The glyph is drawn somewhat larger than wanted: it is only ever made smaller.
+    # Draw the glyph larger than needed, so that it is only scaled down.
     mask = glyph(font, letter, side * 3 // 2)
     share = int(random.integers(10 * recipe.glyph[0], 10 * recipe.glyph[1] + 1))
     stretch = int(random.integers(_STRETCH[0], _STRETCH[1] + 1))
@@ -287,13 +287,13 @@ def _coverage(
     paper = np.zeros((side, side), np.uint8)
     resized = mask[_nearest(height, mask.shape[0])][:, _nearest(width, mask.shape[1])]
     paper[top : top + height, left : left + width] = resized
-    # Rows first: their sums are few, and whole rows are added at once.
+    # Sum rows first, which is faster.
     rows = np.add.reduce(paper.reshape(recipe.size, fine, side), axis=1, dtype=np.int32)
     return rows.reshape(recipe.size, recipe.size, fine).sum(2)
 
 
 def _nearest(target: int, source: int) -> np.ndarray:
-    """Return which of `source` pixels is nearest to the middle of each of `target` pixels."""
+    """Return the index of the nearest of `source` pixels for each of `target` pixels."""
     return (2 * np.arange(target) + 1) * source // (2 * target)
 
 
@@ -306,7 +306,7 @@ def luminance(color: Sequence[int] | np.ndarray) -> int:
 def _color(
     recipe: LetterRecipe, random: np.random.Generator, *, unlike: int | None = None
 ) -> Color:
-    """Draw a colour whose luminance keeps its distance from `unlike`."""
+    """Draw a colour whose luminance differs enough from `unlike`."""
     while True:
         if recipe.colors == "any":
             color = tuple(random.integers(0, 256, 3).tolist())
@@ -331,7 +331,7 @@ def _crop(size: int, part: str, random: np.random.Generator) -> np.ndarray:
 
 
 def _sheet(folder: Path, counts: dict[str, int], recipe: LetterRecipe) -> np.ndarray:
-    """Return a sheet of the first images of each part, a column a letter and a row a font."""
+    """Return a contact sheet of each part, with a column per letter and a row per font."""
     rounds = {
         part: min(count // len(recipe.letters), len(FONTS[part])) for part, count in counts.items()
     }
@@ -346,5 +346,5 @@ def _sheet(folder: Path, counts: dict[str, int], recipe: LetterRecipe) -> np.nda
 
 
 def _save(image: np.ndarray, path: Path) -> None:
-    # Compressors of other versions, and on other processors, find other bytes.
+    # Compressed bytes depend on the library version and the processor.
     Image.fromarray(image).save(path, compress_level=0)

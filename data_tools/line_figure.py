@@ -1,4 +1,4 @@
-"""Draw a line through points, as the bytes of a PNG."""
+"""Plot a line as a PNG."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 def line_figure(
     points: Sequence[tuple[float, float]], *, xlabel: str, ylabel: str, doubling: bool = False
 ) -> bytes:
-    """Draw y over x, y from zero on.
+    """Plot y over x, with y starting at zero; return the PNG.
 
     Args:
         points: (x, y), at least one.
         xlabel: below the x axis.
         ylabel: label of the y axis.
-        doubling: the logarithm of x is drawn, and each x named; otherwise x, from zero on.
+        doubling: use a logarithmic x axis with a tick per point; else a linear one from zero.
     """
-    # Imported here: it takes a second. A figure of its own, since pyplot would need a display.
+    # Imported here, since it is slow. Without pyplot, which would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")

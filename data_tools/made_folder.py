@@ -1,4 +1,4 @@
-"""A folder of generated images: complete or absent, and kept when the verb is run again."""
+"""Write a folder of generated images atomically, and keep it when the verb is run again."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megavis.data.format.files import write_atomically
 def make_folder(
     out: Path, record_name: str, record: Mapping[str, Any], write: Callable[[Path], None]
 ) -> bool:
-    """Make `out` unless it holds what `record` describes; return whether it was made.
+    """Create `out` unless it has what `record` describes; return whether it was created.
 
     Args:
-        out: the folder; it appears under this name only when it is complete.
-        record_name: of the JSON file in it that holds `record`.
-        record: all that decides what is written.
-        write: fills the folder that it is called with.
+        out: the folder; it gets this name only when it is complete.
+        record_name: name of the JSON file in it for `record`.
+        record: everything that determines the content.
+        write: writes the content into a given folder.
 
     Raises:
-        UserError: `out` holds something else.
-        OSError: the disk fails.
+        UserError: `out` has other content.
+        OSError: writing fails.
     """
     content = json.dumps(record, indent=2).encode() + b"\n"
     if out.exists() and any(out.iterdir()):
         _check_same(out, record_name, content)
         return False
     partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
     partial.mkdir(parents=True)
     write(partial)
     write_atomically(partial / record_name, content)
@@ -49,6 +49,6 @@ def _check_same(out: Path, record_name: str, content: bytes) -> None:
         same = False
     if not same:
         raise UserError(
-            f"{out} is not empty and holds other files, or the same made with other options or"
+            f"{out} is not empty and has other files, or the same files made with other options or"
             " versions of packages: choose another folder"
         )

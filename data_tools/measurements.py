@@ -1,7 +1,7 @@
-"""Measurements of an image for `filter`: size, hashes, and a few numbers on colour and texture.
+"""Measurements of images for `filter`: size, hashes, and features of colour and texture.
 
-They are stored as shards of 1 KB a picture (suffix `msr`), so that measuring resumes, runs on many
-machines and need not be done again when a threshold changes.
+They are stored as shards of 1 KB per image (suffix `msr`), so that measuring resumes, runs on many
+machines and is not repeated when a threshold changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from data_tools.sources import SourceImage
 from megavis.config.errors import UserError
 from megavis.data.format.shards import ShardIndex, map_file
 
-_SIDE = 64  # pictures are looked at in this size
-_COLORS = 4  # levels a channel
+_SIDE = 64  # images are resized to this for features
+_COLORS = 4  # levels per channel
 _CELLS = 2
 _DIRECTIONS = 8
 _LEVELS = 8
@@ -34,7 +34,7 @@ NUM_FEATURES = _COLORS**3 + (_CELLS**2 + 1) * _DIRECTIONS + _LEVELS
 
 
 def measurement(num_features: int = NUM_FEATURES) -> np.dtype:
-    """Return the type of one: size in pixels, perceptual hash, SHA-256 of the file, features."""
+    """Return the dtype: size in pixels, perceptual hash, SHA-256 of the file, features."""
     return np.dtype(
         [
             ("width", "<u4"),
@@ -48,10 +48,10 @@ def measurement(num_features: int = NUM_FEATURES) -> np.dtype:
 
 @dataclass(frozen=True)
 class MeasurementEncoder:
-    """Decode each picture and measure it.
+    """Decode and measure images.
 
     Attributes:
-        network: gives the features, in place of colour and texture.
+        network: computes features to use in place of colour and texture.
     """
 
     network: RunFeatures | None = None
@@ -60,16 +60,16 @@ class MeasurementEncoder:
     folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the numbers."""
+        """Return everything that affects the values."""
         versions = {**decoder_versions(), "imagehash": version("ImageHash")}
         network = {} if self.network is None else {"network": self.network.sha256}
         return {"measurement": 1, "versions": versions, **network}
 
     def prepare(self, directory: Path) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the measurement of each picture."""
+        """Return the measurement of each image."""
         decoded = [_pixels_or_refusal(picture) for picture in pictures]
         good = [pixels for pixels in decoded if isinstance(pixels, np.ndarray)]
         vectors = iter(map(features, good) if self.network is None else self.network(good))
@@ -86,7 +86,7 @@ class MeasurementEncoder:
 
 
 def check_installed() -> None:
-    """Raise UserError where the package of perceptual hashes is missing."""
+    """Raise UserError if the package for perceptual hashes is missing."""
     if importlib.util.find_spec("imagehash") is None:
         raise UserError("filter needs ImageHash: run `pip install 'megavis[web]'`")
 
@@ -99,12 +99,12 @@ def _pixels_or_refusal(picture: SourceImage) -> np.ndarray | RefusedImageError:
 
 
 def measure(content: bytes, pixels: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Return the measurement of a picture, shape `[]`.
+    """Return the measurement of an image, shape `[]`.
 
     Args:
         content: the bytes of its file.
         pixels: uint8 `[h, w, 3]`.
-        vector: features `[D]`; what float16 cannot hold becomes its largest number.
+        vector: features `[D]`, clipped to the range of float16.
     """
     measured = np.zeros((), measurement(len(vector)))
     measured["height"], measured["width"] = pixels.shape[:2]
@@ -115,25 +115,25 @@ def measure(content: bytes, pixels: np.ndarray, vector: np.ndarray) -> np.ndarra
 
 
 def perceptual_hash(pixels: np.ndarray) -> int:
-    """Return ImageHash's `phash` of a picture uint8 `[h, w, 3]` as 64 bits, the first on top."""
+    """Return ImageHash's `phash` of an image uint8 `[h, w, 3]` as 64 bits, first bit highest."""
     import imagehash
 
     return int(str(imagehash.phash(Image.fromarray(pixels))), 16)
 
 
 def features(pixels: np.ndarray) -> np.ndarray:
-    """Return colour and texture of a picture uint8 `[h, w, 3]`: float32 `[D]` in [0, 1].
+    """Return features of colour and texture of an image uint8 `[h, w, 3]`: float32 `[D]` in [0, 1].
 
-    Seen at 64x64 pixels: the square roots of a joint histogram of 4x4x4 colours; of histograms of
-    8 directions of the grey gradient, weighted by its length, for each quarter and the whole; of a
-    histogram of 8 levels of its length.
+    Computed at 64x64 pixels: the square roots of a joint histogram of 4x4x4 colours; of histograms
+    of 8 directions of the grey gradient, weighted by its length, for each quadrant and the whole;
+    and of a histogram of 8 levels of its length.
     """
     small = np.asarray(Image.fromarray(pixels).resize((_SIDE, _SIDE), Image.Resampling.BOX))
     level = (small // (256 // _COLORS)).astype(np.int64)
     color = _histogram((level[..., 0] * _COLORS + level[..., 1]) * _COLORS + level[..., 2], 64)
     down, right = np.gradient(small.astype(np.float32).mean(axis=2))
     length = np.hypot(down, right)
-    turn = (np.arctan2(down, right) / np.pi) % 1.0  # a line has no sign
+    turn = (np.arctan2(down, right) / np.pi) % 1.0  # direction of a line, without sign
     direction = np.minimum((turn * _DIRECTIONS).astype(np.int64), _DIRECTIONS - 1)
     half = _SIDE // _CELLS
     cells = [np.s_[top : top + half, left : left + half] for top in (0, half) for left in (0, half)]
@@ -145,7 +145,7 @@ def features(pixels: np.ndarray) -> np.ndarray:
 
 
 def _histogram(values: np.ndarray, size: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """Shares of each of `size` values: float32 `[size]`; zeros where nothing has weight."""
+    """Return a normalized histogram of `size` values, float32 `[size]`; zeros without weight."""
     counts = np.bincount(
         values.ravel(), None if weights is None else weights.ravel(), minlength=size
     )
@@ -161,8 +161,8 @@ def measured_units(directory: Path) -> Iterator[tuple[int, Path, ShardIndex]]:
 
 
 def read_measurements(tar: Path, index: ShardIndex) -> np.ndarray:
-    """Return the measurements `[n]` of a unit. Raises UserError where its tar is missing."""
-    if not len(index):  # every picture was refused: there is no tar
+    """Read the measurements `[n]` of a unit. Raises UserError if its tar is missing."""
+    if not len(index):  # every image was rejected, so there is no tar
         return np.zeros(0, measurement())
     size = index.lengths[0]
     kind = measurement((size - measurement(0).itemsize) // 2)

@@ -1,8 +1,8 @@
-"""Near-duplicates by perceptual hash: an exact search in memory, for up to some ten million.
+"""Near-duplicates by perceptual hash: an exact search in memory, for up to some ten million hashes.
 
-Two hashes of 64 bits that differ in at most t of them agree wholly in one of t + 1 bands (Norouzi,
-Punjani and Fleet, Fast Search in Hamming Space with Multi-Index Hashing, section 3): only pairs
-that share a band are compared.
+Two hashes of 64 bits that differ in at most t bits are equal in one of t + 1 bands ("Fast Search in
+Hamming Space with Multi-Index Hashing", Norouzi, Punjani and Fleet, section 3), so only pairs with
+an equal band are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 
 import numpy as np
 
-MAX_DISTANCE = 10  # beyond it bands are so narrow that everything is compared with everything
+MAX_DISTANCE = 10  # beyond it bands are so narrow that most pairs share one
 _BITS = 64
 
 
@@ -23,7 +23,7 @@ def close_pairs(hashes: np.ndarray, *, distance: int) -> np.ndarray:
         distance: 0 to 10.
 
     Returns:
-        int64 `[m, 2]`: places i < j, sorted.
+        int64 `[m, 2]`: sorted pairs of indices i < j.
     """
     found = [np.empty((0, 2), np.int64)]
     edges = np.linspace(0, _BITS, distance + 2).round().astype(int).tolist()
@@ -38,12 +38,12 @@ def close_pairs(hashes: np.ndarray, *, distance: int) -> np.ndarray:
 def _pairs_of_band(
     band: np.ndarray, hashes: np.ndarray, order: np.ndarray, distance: int
 ) -> list[np.ndarray]:
-    """Compare each hash with the following ones of the same band, one step further each time."""
+    """Compare each hash with the following ones of the same band, at increasing distance."""
     found: list[np.ndarray] = []
     first = np.arange(len(band))
     for step in itertools.count(1):
         first = first[first + step < len(band)]
-        # Sorted: what is not the same one step away is not the same further on.
+        # Sorted: bands that differ at this step differ at later ones too.
         first = first[band[first] == band[first + step]]
         if not len(first):
             return found
@@ -53,21 +53,21 @@ def _pairs_of_band(
 
 
 def find_duplicates(hashes: np.ndarray, *, distance: int, num_fixed: int = 0) -> np.ndarray:
-    """Keep each hash that is not close to an earlier one that is kept.
+    """Keep hashes greedily: drop each one that is close to an earlier kept one.
 
     Args:
-        hashes: uint64 `[n]`, the ones to prefer first.
+        hashes: uint64 `[n]`, in order of preference.
         distance: in bits, 0 to 10.
-        num_fixed: so many at the beginning are kept whatever they are close to.
+        num_fixed: number of hashes at the beginning that are always kept.
 
     Returns:
-        int64 `[n]`: place of the kept one that each dropped one is close to; -1 where it is kept.
+        int64 `[n]`: for dropped hashes the index of a close kept one; -1 for kept ones.
     """
     duplicate_of = np.full(len(hashes), -1, np.int64)
     if not len(hashes):
         return duplicate_of
-    # A thousand copies of one placeholder would give half a million pairs: only the first is
-    # compared with others, since the rest share its fate.
+    # A thousand copies of a placeholder would give half a million pairs: compare only the first
+    # copy, since the others share its result.
     _, places, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     first_of = places[inverse]
     firsts = np.sort(places)

@@ -1,4 +1,4 @@
-"""`filter --exclude`: hashes of pictures whose owners do not want them used."""
+"""`filter --exclude`: hashes of images whose owners opted out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SHA256_DIGITS, _PERCEPTUAL_DIGITS = 64, 16
 
 @dataclass(frozen=True)
 class Excluded:
-    """What must not be used.
+    """Hashes of images that must not be used.
 
     Attributes:
         sha256: of files, in hexadecimal.
-        perceptual: ImageHash's `phash`, 64 bits; near-duplicates of it must not be used either.
+        perceptual: ImageHash's `phash`, 64 bits; near-duplicates are excluded too.
     """
 
     sha256: frozenset[str] = frozenset()
@@ -24,10 +24,10 @@ class Excluded:
 
 
 def read_excluded(path: Path | None) -> Excluded:
-    """Read a file of `--exclude`; what follows a hash on its line is not read.
+    """Read a file of `--exclude`; the rest of a line after its hash is ignored.
 
     Raises:
-        UserError: it cannot be read, or a line holds no hash.
+        UserError: it cannot be read, or a line has no hash.
     """
     if path is None:
         return Excluded()

@@ -1,8 +1,8 @@
-"""`pairs`: two folders of files with equal names become one folder of pairs.
+"""`pairs`: combine two folders of files with equal names into shards of pairs.
 
-The second folder holds what is to be predicted from the first: maps of labels or depths, other
-colours. Its files are stored without loss, and resized by taking the nearest pixel: between the
-colours of two labels lies that of a third.
+The second folder has the targets to predict from the first: maps of labels or depths, other
+colours. Targets are stored losslessly and resized to the nearest pixel, since interpolated colours
+of labels are other labels.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _SEVERAL = "several files of this name"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `pairs` to its parser."""
     parser.add_argument(
-        "images", type=Path, help="a folder (the first folder on the way to a file is its class)"
+        "images", type=Path, help="a folder (the first folder on the path to a file is its class)"
     )
     parser.add_argument(
-        "targets", type=Path, help="a folder with files of the same names, but for the suffixes"
+        "targets", type=Path, help="a folder with files of the same names except for suffixes"
     )
     add_classes_argument(parser)
     parser.add_argument("--size", type=int, required=True, help="side of the stored squares")
@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-resize",
         choices=("nearest", "bicubic"),
         default="nearest",
-        help="nearest: the colours of a target stay, as those of labels must; bicubic: as images",
+        help="nearest keeps the colours of a target, as needed for labels; bicubic: as for images",
     )
     add_quality_argument(parser)
     add_job_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folder and say what is in it. Raises UserError and OSError."""
+    """Write the shard folder. Raises UserError and OSError."""
     if arguments.size < 1:
         raise UserError("--size must be at least 1")
     check_quality(arguments.quality)
@@ -75,7 +75,7 @@ class PairFile(SourceFile):
 
 
 def pair_up(images: FileSource, targets: FileSource) -> FileSource:
-    """Return the images with their targets; a file without a partner is refused, and counted.
+    """Match images with targets; files without a partner are rejected and counted.
 
     Raises:
         UserError: no two files have the same name.
@@ -83,7 +83,7 @@ def pair_up(images: FileSource, targets: FileSource) -> FileSource:
     partners, taken = _by_stem(targets), _by_stem(images)
     if not partners.keys() & taken.keys():
         raise UserError(
-            f"no file of {targets.root} has the name of one of {images.root}, up to the suffix"
+            f"no file in {targets.root} has the name of one in {images.root}, except for the suffix"
         )
     lonely = (
         file.but_refused(_NO_IMAGE)
@@ -131,14 +131,14 @@ def _pair(image: SourceFile, partners: list[SourceFile], root: Path) -> SourceFi
 
 
 def read_pair(file: SourceFile, root: Path) -> bytes:
-    """Return the bytes of both files as `join` puts them together. Raises OSError."""
+    """Read both files and pack them with `join`. Raises OSError."""
     assert isinstance(file, PairFile)
     return join(file.read(root), Path(file.target).read_bytes())
 
 
 @dataclass(frozen=True)
 class PairEncoder:
-    """Decode, resize and cut both alike.
+    """Decode, resize and crop image and target alike.
 
     Attributes:
         size: side of the squares.
@@ -154,14 +154,14 @@ class PairEncoder:
     folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         return {"pairs": [self.size, self.quality], "preparation": self._preparation()}
 
     def prepare(self, directory: Path) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return one payload of each pair."""
+        """Return one payload per pair."""
         encoded: list[Encoded] = []
         for picture in pictures:
             try:

@@ -1,6 +1,6 @@
-"""`palette fit`: 512 colours that represent all the colours of an image folder.
+"""`palette fit`: fit a palette of up to 512 colours to the images of a source.
 
-The error of a palette over its number of colours, as a CSV and a plot.
+It can also write the error by number of colours, as a CSV and a plot.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megavis.config.errors import UserError
 from megavis.data.format.files import write_atomically
 from megavis.tokenizers.palette import MAX_COLORS, Palette, fit_palette
 
-# Neighbouring pixels say little about each other's colour cluster; more images beat more pixels.
+# Pixels of one image are correlated: more images are better than more pixels.
 _MIN_PIXELS_AN_IMAGE = 64
-_ALL = 1 << 62  # files of one part, where a source can be cut anywhere
+_ALL = 1 << 62  # files per part, if a source can be split anywhere
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--curve",
         type=color_counts,
         metavar="K,K,...",
-        help="also fit palettes of these sizes, and write their errors next to --out: CSV and PNG",
+        help="also fit palettes of these sizes, and write their errors next to --out: CSV, PNG",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fit and write a palette, say its error. Raises UserError."""
+    """Fit and write a palette, and print its error. Raises UserError."""
     if arguments.pixels < 1 or arguments.size < 1 or arguments.seed < 0:
         raise UserError("--pixels and --size must be at least 1, and --seed at least 0")
     pixels = sample_pixels(
@@ -75,12 +75,12 @@ def _write_curve(arguments: argparse.Namespace, pixels: np.ndarray, *, known: Po
 def sample_pixels(source: ImageSource, *, num_pixels: int, size: int, seed: int) -> np.ndarray:
     """Return at most `num_pixels` random pixels uint8 `[n, 3]` of resized images.
 
-    Images come in random order and give equally many pixels, at least 64 each, so that a large
-    source is not read whole: of webdataset tars, in random order, only the beginnings. Files that
-    give no image are passed over.
+    Images come in random order and give equally many pixels, at least 64 each, so that only part of
+    a large source is read: of webdataset tars, in random order, only the beginnings. Invalid files
+    are skipped.
 
     Raises:
-        UserError: no file gives an image.
+        UserError: no file is a valid image.
     """
     random = np.random.default_rng(seed)
     parts = source.parts(files_per_part=_ALL, seed=seed)
@@ -101,14 +101,14 @@ def sample_pixels(source: ImageSource, *, num_pixels: int, size: int, seed: int)
             if len(samples) == wanted:
                 break
     if not samples:
-        raise UserError(f"{source.root} holds no image that can be read")
+        raise UserError(f"{source.root} has no valid image")
     return np.concatenate(samples)[:num_pixels]
 
 
 def _pictures(
     parts: list[SourcePart], *, count: int, random: np.random.Generator
 ) -> Iterator[SourceImage]:
-    """Yield pictures of all parts: a share of `count` from the beginning of each, then the rest."""
+    """Yield images of all parts: a share of `count` from the start of each, then the rest."""
     if len(parts) == 1:
         yield from parts[0].pictures(_ignore)
         return
@@ -134,20 +134,20 @@ Point = tuple[int, float]
 
 
 def color_counts(text: str) -> tuple[int, ...]:
-    """Read `64,128,256`. Raises argparse.ArgumentTypeError."""
+    """Parse `64,128,256`. Raises argparse.ArgumentTypeError."""
     try:
         counts = tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError:
         counts = ()
     if not counts or not 1 <= counts[0] <= counts[-1] <= MAX_COLORS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers in 1..{MAX_COLORS}, like 64,128,256,512"
+            f"{text!r} is not a list of numbers in 1..{MAX_COLORS}, such as 64,128,256,512"
         )
     return counts
 
 
 def measure(pixels: np.ndarray, counts: Sequence[int], *, seed: int, known: Point) -> list[Point]:
-    """Fit a palette of each size to pixels uint8 `[n, 3]`; `known` is not fitted again."""
+    """Fit a palette of each size to pixels uint8 `[n, 3]`, except for `known`."""
     points = []
     for count in counts:
         error = known[1]

@@ -1,6 +1,6 @@
-"""`palette shards`: encode images as palette tokens, in shards that training reads.
+"""`palette shards`: encode images as shards of palette tokens.
 
-One decode serves any number of sizes; each has its own folder.
+Several sizes are written in one decode, each to its own folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         nargs="+",
-        help="side of the images: 32, 48, 64; of several each gets its folder below --out",
+        help="side of the images: 32, 48, 64; several sizes get a folder each below --out",
     )
     add_crop_arguments(parser, ("center", "evaluation", "random", "area"))
     parser.add_argument(
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the shard folders and say what is in them. Raises UserError and OSError."""
+    """Write the shard folders. Raises UserError and OSError."""
     sizes = tuple(dict.fromkeys(arguments.size))
     if min(sizes) < 1:
         raise UserError("--size must be at least 1")
@@ -66,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class PaletteEncoder:
-    """Decode, resize to each size, nearest colours, nine bits a token.
+    """Decode and resize images to each size, and encode them with nine bits per token.
 
     Attributes:
         sizes: sides of the images.
-        crop: which squares of a picture are kept.
-        fast: decode JPEG at a smaller scale, at least twice what the first resize makes of it.
-        palette_path, palette_sha256, num_colors: the palette; a process loads it once.
+        crop: square crops to keep.
+        fast: decode JPEG at a reduced scale, at least twice the size after the first resize.
+        palette_path, palette_sha256, num_colors: the palette, loaded once per process.
     """
 
     sizes: tuple[int, ...]
@@ -86,11 +86,11 @@ class PaletteEncoder:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """One folder a size, or `--out` itself for a single one."""
+        """One folder per size, or `--out` itself for a single one."""
         return ("",) if len(self.sizes) == 1 else tuple(map(str, self.sizes))
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the tokens."""
+        """Return everything that affects the tokens."""
         return {
             "palette": self.palette_sha256,
             "size": self._size(folder),
@@ -98,7 +98,7 @@ class PaletteEncoder:
         }
 
     def prepare(self, directory: Path) -> None:
-        """Put the palette into a shard folder. Raises UserError where another one is."""
+        """Write the palette to a shard folder. Raises UserError if it has another one."""
         path = directory / PALETTE_NAME
         if not path.exists():
             self._palette().save(path)
@@ -106,7 +106,7 @@ class PaletteEncoder:
             raise UserError(f"{directory} holds shards of another palette: choose another --out")
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return the packed tokens of each picture, one payload a size."""
+        """Return the packed tokens of each image, one payload per size."""
         palette = self._palette()
         encoded: list[Encoded] = []
         for picture in pictures:
@@ -160,7 +160,7 @@ def _pack(palette: Palette, image: np.ndarray) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def _load_palette(path: Path, sha256: str) -> Palette:
-    # Kept between the units of one process, for the table of colours that it has seen.
+    # Cached between units of a process, with its table of known colours.
     palette = Palette.load(path)
     if palette.sha256 != sha256:
         raise UserError(f"{path} changed while it was in use: run the same command again")

@@ -1,14 +1,13 @@
-"""`photographs`: crops of photographs that two Python packages ship.
+"""`photographs`: crops of the photographs in two Python packages.
 
-Each photograph is split into regions with margins between them, so no pixel is in two: training,
-validation, and selection, by which probes choose their layer. Every crop comes from inside one
-region. Class = photograph.
+Each photograph is divided into regions with margins between them, so no pixel is in two: training,
+validation, and selection (for a probe's layer). Every crop is inside one region. Class =
+photograph.
 
-Close-ups of a photograph: small squares, enlarged, all of one mean colour and one contrast.
-
-What a network can learn from a few photographs about how colours go on from one patch to the next,
-and not where in which photograph it is: there are too many close-ups to know them by heart, their
-mean colour does not name the photograph, and none is flat.
+Close-ups (`--sides`) are small squares, enlarged and normalized to one mean colour and contrast.
+From them a network can learn how colours continue from patch to patch, but not the position in a
+photograph: there are too many to memorize, their mean colour does not identify the photograph, and
+none is flat.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _SPLITS = ("train", "selection", "validation")
 _STRIP_SHARE = 0.35
 _SELECTION_SHARE = 0.4
 _MARGIN = 16
-# Numbers of random streams.
+# Indices of random streams.
 _STREAMS = {"validation": 0, "train": 1, "selection": 2}
 
 
@@ -44,10 +43,10 @@ class Photograph:
     """One photograph of an installed package.
 
     Attributes:
-        name: its class.
+        name: name of the class.
         package, path: of the file.
-        held_out: the edge (left, right, bottom) at which its strip without training crops lies,
-            chosen so that both sides show the subject.
+        held_out: edge (left, right, bottom) of the strip that is held out from training,
+            chosen so that both parts show the subject.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Region:
 
 
 def photographs() -> list[Photograph]:
-    """Return the photographs that are cut, in the order of their names."""
+    """Return the photographs in order of their names."""
     skimage, sklearn = ("skimage", "data"), ("sklearn", "datasets/images")
     table = [
         ("astronaut", skimage, "astronaut.png", "bottom"),
@@ -95,31 +94,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=positive, default=64, help="side of a crop in pixels")
     parser.add_argument("--crops", type=positive, default=4000, help="training crops")
     parser.add_argument(
-        "--selection-crops", type=positive, default=500, help="by which probes choose their layer"
+        "--selection-crops", type=positive, default=500, help="crops for selecting a probe's layer"
     )
-    parser.add_argument("--validation-crops", type=positive, default=500, help="crops that judge")
+    parser.add_argument("--validation-crops", type=positive, default=500, help="validation crops")
     parser.add_argument(
         "--sides",
         type=positive,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="close-ups: pixels on a crop's side, of the photograph as it is or shrunk, enlarged to"
-        " --size and brought to one contrast; absent: from a quarter of its height on, as they are",
+        help="close-ups: range of sides in pixels of the photograph or a reduced copy, enlarged to"
+        " --size with normalized contrast; by default sides are at least a quarter of its height",
     )
     parser.add_argument(
-        "--seed", type=non_negative, default=0, help="of places, sizes and mirror images"
+        "--seed", type=non_negative, default=0, help="of positions, sizes and flips"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the crops; a folder that already holds these very crops is kept. Raises UserError."""
+    """Write the crops, unless the folder has the same ones already. Raises UserError."""
     record = _record(arguments)
     out: Path = arguments.out
     totals = (arguments.crops, arguments.selection_crops, arguments.validation_crops)
     counts = dict(zip(_SPLITS, totals, strict=True))
     write = functools.partial(_write_crops, counts=counts, arguments=arguments)
     if not make_folder(out, RECORD_NAME, record, write):
-        say(f"{out}: the crops are there already")
+        say(f"{out}: the crops exist already")
         return 0
     classes = len(photographs())
     say(
@@ -130,19 +129,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _record(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what decides the crops. Raises UserError where `--sides` are no range."""
+    """Return everything that affects the crops. Raises UserError if `--sides` is invalid."""
     keys = ("size", "crops", "selection_crops", "validation_crops", "seed")
     record = {key: getattr(arguments, key) for key in keys}
     if sides := arguments.sides:
         if sides[0] > sides[1]:
-            raise UserError(f"--sides {sides[0]} {sides[1]}: say the smaller one first")
+            raise UserError(f"--sides {sides[0]} {sides[1]}: give the smaller one first")
         record["sides"] = sides
     record["photographs"] = [photograph.name for photograph in photographs()]
     return record
 
 
 def _write_crops(folder: Path, *, counts: Mapping[str, int], arguments: argparse.Namespace) -> None:
-    """Cut every photograph into `folder`, as many crops of each split as `counts` says."""
+    """Write the crops of every photograph to `folder`, `counts` of each split."""
     with ProgressBar("cutting photographs", total=sum(counts.values()), unit="crops") as progress:
         for number, photograph in enumerate(photographs()):
             image = load_photograph(photograph)
@@ -163,7 +162,7 @@ def _write_crops(folder: Path, *, counts: Mapping[str, int], arguments: argparse
 
 
 def load_photograph(photograph: Photograph) -> Image.Image:
-    """Open a photograph as RGB. Raises UserError where its package does not ship it."""
+    """Open a photograph as RGB. Raises UserError if its package does not have it."""
     spec = find_spec(photograph.package)
     for place in (spec.submodule_search_locations or []) if spec else []:
         path = Path(place) / photograph.path
@@ -176,21 +175,21 @@ def load_photograph(photograph: Photograph) -> Image.Image:
 
 
 def share(total: int, *, number: int, parts: int) -> int:
-    """Return how many of `total` crops part `number` gives; the shares differ by one at most."""
+    """Return the number of crops, of `total`, for part `number`; shares differ by at most one."""
     return total // parts + (number < total % parts)
 
 
 def region(image: Image.Image, *, edge: str, split: str) -> Region:
     """Return the region of a split.
 
-    A strip of 35 % at `edge` is held out, across its length 40 % of it for selection and the rest
-    for validation; what remains of the photograph is for training; each less a margin.
+    A strip of 35 % at `edge` is held out: 40 % of its length for selection and the rest for
+    validation. The rest of the photograph is for training. Each region loses a margin.
     """
     along, across = image.size if edge == "bottom" else image.size[::-1]
     depth = round(across * _STRIP_SHARE)
     kept = across - depth - _MARGIN
     cut = round(along * _SELECTION_SHARE)
-    # Rectangles along the edge and away from it: first place, first depth, length, depth.
+    # Rectangles in coordinates along the edge and away from it: start, depth, length, depth.
     start, length, near, deep = {
         "train": (0, along, depth + _MARGIN, kept),
         "selection": (0, cut, 0, depth),
@@ -222,7 +221,7 @@ def cut_crops(
     """Yield random square crops of one split, resized to `size`.
 
     The side is log-uniform from a quarter of the photograph's height to the region's shorter
-    side; half of the training crops are mirrored.
+    side; half of the training crops are flipped.
     """
     random = np.random.default_rng(seed)
     inside = region(image, edge=photograph.held_out, split=split)
@@ -246,11 +245,11 @@ def _save(crops: Iterator[Image.Image], folder: Path) -> None:
 
 
 _FLAT = 8.0
-"""Deviation in grey levels under which a square is flat."""
+"""Standard deviation in grey levels below which a square counts as flat."""
 _CONTRAST = 50.0
-"""Deviation in grey levels that the liveliest channel of every close-up is given."""
+"""Standard deviation in grey levels of a close-up's channel with the highest contrast."""
 _ATTEMPTS = 20
-"""How often a flat square is drawn again."""
+"""Most attempts to draw a square that is not flat."""
 
 
 def cut_close_ups(
@@ -265,13 +264,14 @@ def cut_close_ups(
     """Yield random squares of a region, enlarged to `size`.
 
     Args:
-        region: all that is seen of the photograph; shrunk for each square by a random power of √2
-            that leaves room.
-        count: of squares.
-        size: side of what is yielded, in pixels.
+        region: region of the photograph; reduced for each square by a random power of √2 that
+            leaves room.
+        count: number of squares.
+        size: side of the results in pixels.
         seed: of all draws.
-        sides: smallest and largest side in pixels of the shrunk region; log-uniform between.
-        turned: mirror and turn them by quarters at random: a detail has no up and down.
+        sides: range of the side in pixels of the reduced region, log-uniform.
+        turned: flip and rotate squares by multiples of 90° at random, since details have no
+            orientation.
     """
     random = np.random.default_rng(seed)
     scales = _shrunk(region, side=sides[1])
@@ -287,7 +287,7 @@ def cut_close_ups(
 
 
 def _shrunk(image: Image.Image, *, side: int) -> list[Image.Image]:
-    """Return the image and copies shrunk by √2, 2, 2√2 …, down to twice `side` at the shorter."""
+    """Return the image and copies reduced by √2, 2, 2√2 …, down to a shorter side of 2 `side`."""
     copies = [image]
     while min(copies[-1].size) >= 2 * math.sqrt(2) * side:
         shrink = 2 ** (len(copies) / 2)
@@ -303,8 +303,8 @@ def _square(
     side = math.exp(random.uniform(math.log(sides[0]), math.log(sides[1])))
     side = min(side, *scale.size)
     left, top = (random.uniform(0, length - side) for length in scale.size)
-    # What is enlarged by itself is flat at its border, which gives a patch's position away: the
-    # filter sees what lies around the square, but only inside the region.
+    # Resizing a cropped square would flatten its border, which reveals a patch's position: let the
+    # filter see the surroundings of the square inside the region.
     box = (left, top, left + side, top + side)
     return scale.resize((size, size), Image.Resampling.BICUBIC, box=box)
 
@@ -314,7 +314,7 @@ def _deviation(pixels: np.ndarray) -> float:
 
 
 def _of_one_contrast(pixels: np.ndarray) -> np.ndarray:
-    """Give float32 `[h, w, 3]` in [0, 255] a grey mean and its liveliest channel one deviation."""
+    """Normalize float32 `[h, w, 3]` in [0, 255] to a grey mean and a standard contrast."""
     scale = _CONTRAST / max(_deviation(pixels), 1.0)
     moved = (pixels - pixels.mean((0, 1))) * scale + 127.5
     return moved.round().clip(0, 255).astype(np.uint8)

@@ -1,7 +1,7 @@
-"""`merge` and `reshard`: shard folders copied into one, in their order, with other shard sizes.
+"""`merge` and `reshard`: copy shard folders, in order, into one with other shard sizes.
 
-Payloads are copied byte for byte; nothing is decoded. Every shard that is read is compared with
-its SHA-256 first, and the result is verified at the end.
+Payloads are copied byte for byte without decoding. Every source shard is checked against its
+SHA-256 first, and the result is verified at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megavis.data.format.files import sha256_of_file, write_atomically
 from megavis.data.format.manifest import MANIFEST_NAME, PALETTE_NAME, Manifest, ShardEntry
 from megavis.data.format.shards import ShardReader
 
-# What the samples of one folder have in common.
+# Fields that all samples of a folder share.
 _FIELDS = (
     "kind",
     "image_size",
@@ -41,7 +41,7 @@ _FIELDS = (
 
 def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `merge` to its parser."""
-    parser.add_argument("folders", type=Path, nargs="+", help="shard folders, in their order")
+    parser.add_argument("folders", type=Path, nargs="+", help="shard folders, in order")
     add_job_arguments(parser, shuffles=False)
 
 
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the new folder and verify it.
 
     Returns:
-        0, or 1 where the disk failed, or where the new folder turns out to be damaged.
+        0, or 1 if writing failed or the new folder is damaged.
 
     Raises:
-        UserError: the folders do not fit together, or one is damaged or unfinished.
-        OSError: the disk fails.
+        UserError: the folders do not match, or one is damaged or unfinished.
+        OSError: writing fails.
     """
     folders = [Folder(path.resolve(), Manifest.read(path)) for path in arguments.folders]
     out = arguments.out.resolve()
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     source, encoder = MergedSource(tuple(folders)), CopyEncoder(tuple(folders))
     if failed := run_job(source, encoder, arguments, label="copying", finish=_finish):
         return failed
-    if not (out / MANIFEST_NAME).exists():  # other slices are not done
+    if not (out / MANIFEST_NAME).exists():  # other slices are not finished
         return 0
     problems = find_problems(out)
     for problem in problems:
@@ -87,9 +87,9 @@ class Folder:
 
 
 def check_same_form(first: Folder, other: Folder) -> None:
-    """Raise UserError where the samples of two folders could not lie in one.
+    """Raise UserError if two folders cannot be merged.
 
-    Versions of decoders may differ, and labels may be missing; filter and crop may not.
+    Decoder versions may differ, and labels may be missing; resize and crop must be equal.
     """
     one, two = first.manifest, other.manifest
     different = [name for name in _FIELDS if getattr(one, name) != getattr(two, name)]
@@ -106,7 +106,7 @@ def check_same_form(first: Folder, other: Folder) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Samples `[start, stop)` of one shard; `number` of its folder is part of their keys."""
+    """Samples `[start, stop)` of a shard; the folder's `number` becomes part of their keys."""
 
     path: Path
     shard: ShardEntry
@@ -117,7 +117,7 @@ class Range:
 
 @dataclass(frozen=True)
 class MergedPart:
-    """Samples that lie together in the new folder."""
+    """Samples of one shard in the new folder."""
 
     ranges: tuple[Range, ...]
 
@@ -127,7 +127,7 @@ class MergedPart:
         return sum(part.stop - part.start for part in self.ranges)
 
     def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
-        """Yield the samples. Raises UserError where a shard is not what its manifest says."""
+        """Yield the samples. Raises UserError if a shard does not match its manifest."""
         for part in self.ranges:
             reader = _whole_shard(part.path, part.shard)
             index, content = reader.index, reader.open_map()
@@ -142,7 +142,7 @@ class MergedPart:
 
 @functools.lru_cache(maxsize=1)
 def _whole_shard(path: Path, shard: ShardEntry) -> ShardReader:
-    # Several units may read it one after another; it is hashed for the first.
+    # Several units may read it in turn; it is hashed only once.
     if not path.is_file() or sha256_of_file(path) != shard.sha256:
         raise UserError(f"{path} is missing or does not have the SHA-256 of its manifest")
     return ShardReader(path)
@@ -150,20 +150,20 @@ def _whole_shard(path: Path, shard: ShardEntry) -> ShardReader:
 
 @dataclass(frozen=True)
 class MergedSource:
-    """Shard folders one after another."""
+    """The concatenation of shard folders."""
 
     folders: tuple[Folder, ...]
 
     @property
     def description(self) -> str:
-        """What the folders were made of."""
+        """Descriptions of the folders' sources."""
         return " + ".join(
             dict.fromkeys(folder.manifest.source.description for folder in self.folders)
         )
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes of those that have any."""
+        """Classes of the folders that have any."""
         return max((folder.manifest.class_names for folder in self.folders), key=len)
 
     @property
@@ -182,7 +182,7 @@ class MergedSource:
         return self.folders[0].path
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
-        """Cut the sequence of all samples; nothing is shuffled."""
+        """Divide the sequence of all samples without shuffling."""
         parts: list[SourcePart] = []
         open_ranges: list[Range] = []
         room = files_per_part
@@ -206,7 +206,7 @@ class MergedSource:
 
 @dataclass(frozen=True)
 class CopyEncoder:
-    """Payloads as they are."""
+    """Copies payloads unchanged."""
 
     sources: tuple[Folder, ...]
     batch_size: int = 256
@@ -214,15 +214,15 @@ class CopyEncoder:
 
     @property
     def suffix(self) -> str:
-        """That of the kind of shards."""
+        """Suffix of the kind of shards."""
         return suffix_of(self.sources[0].manifest)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """The source says all."""
+        """No settings: the source determines the bytes."""
         return {"copy": self.suffix}
 
     def prepare(self, directory: Path) -> None:
-        """Copy the palette of palette shards next to them."""
+        """Copy the palette of palette shards."""
         palette = self.sources[0].path / PALETTE_NAME
         if palette.exists() and not (directory / PALETTE_NAME).exists():
             write_atomically(directory / PALETTE_NAME, palette.read_bytes())
@@ -232,7 +232,7 @@ class CopyEncoder:
         return [[[picture.content]] for picture in pictures]
 
     def describe(self, folder: str) -> dict[str, Any]:
-        """Return the fields that the manifests share, and all versions of the decoders."""
+        """Return the manifests' common fields, with the versions of all decoders."""
         first = self.sources[0].manifest
         fields = {name: getattr(first, name) for name in _FIELDS}
         preparations = [source.manifest.preparation for source in self.sources]
@@ -253,7 +253,7 @@ def _finish(
     results: Sequence[UnitResult],
     arguments: argparse.Namespace,
 ) -> None:
-    """Write the manifest, with the counts of what the folders were made of."""
+    """Write the manifest, with the combined counts of the sources."""
     assert isinstance(source, MergedSource)
     manifests = [folder.manifest for folder in source.folders]
     skipped: Counter[str] = Counter()

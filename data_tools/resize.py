@@ -20,7 +20,7 @@ CROP = "shorter side to image_size, then centre crop"
 # The paper's preparation of ImageNet: Generative Pretraining from Pixels, section 3.1.
 _PAPER_SIDE = 224
 _PAPER_SHORTER_SIDES = (256, 384)
-# GIVT, appendix C.2, keeps 80 % to 100 % of ImageNet's pictures; the shapes are MAE's.
+# GIVT, appendix C.2, keeps 80 % to 100 % of the area; the aspect ratios are MAE's.
 _AREAS, _SHAPES = (0.8, 1.0), (3 / 4, 4 / 3)
 _MAX_ASPECT = 64
 
@@ -29,15 +29,16 @@ CropKind = Literal["center", "evaluation", "random", "area"]
 
 @dataclass(frozen=True)
 class Crop:
-    """Which square of a picture is kept.
+    """Square crops to keep of each image.
 
     Attributes:
-        kind: `center`: shorter side to the size that is stored, centre. `evaluation`: shorter side
-            to 224, centre crop of 224, then to the size that is stored. `random`: shorter side to
-            a random length in [256, 384], a random crop of 224, then to that size. `area`: a
-            random part of 80 % to 100 % of the area, 3/4 to 4/3 as wide as high, to that size.
-        count: how many random crops of each picture are stored.
-        seed: of the random crops; they depend on it and on the picture's name alone.
+        kind: `center`: resize the shorter side to the stored size, crop the center. `evaluation`:
+            resize the shorter side to 224, crop the center of 224, resize. `random`: resize the
+            shorter side to a random length in [256, 384], crop a random square of 224, resize.
+            `area`: a random window of 80 % to 100 % of the area and a width / height of 3/4 to 4/3,
+            resized.
+        count: random crops stored per image.
+        seed: of the random crops, which depend only on it and the image's name.
     """
 
     kind: CropKind = "center"
@@ -59,7 +60,7 @@ class Crop:
         return f"{self.count} times: {what}, then to image_size; seed {self.seed}"
 
     def side_before(self, size: int) -> int:
-        """Return the shorter side after the first resize, at least: what decoding must give."""
+        """Return the least shorter side after the first resize, which decoding must provide."""
         paper = {"evaluation": _PAPER_SIDE, "random": _PAPER_SHORTER_SIDES[1]}
         return paper.get(self.kind, size)
 
@@ -68,7 +69,7 @@ class Crop:
     ) -> list[list[np.ndarray]]:
         """Return, for each size, the squares uint8 `[size, size, 3]` of `image` `[h, w, 3]`.
 
-        `name` decides the random crops, which are the same at every size.
+        Random crops are seeded by `name` and are the same for every size.
 
         Raises:
             RefusedImageError: one side is more than 64 times the other.
@@ -95,7 +96,7 @@ class Crop:
 
     def _random_part(self, image: np.ndarray, name: str, number: int) -> np.ndarray:
         height, width = image.shape[:2]
-        scaled_size(image, 1)  # refuses thin pictures
+        scaled_size(image, 1)  # rejects extreme aspect ratios
         draws = self._random(name, number).random(NUM_WINDOW_DRAWS)
         return cut(image, random_window(height, width, draws, scale=_AREAS, ratio=_SHAPES))
 
@@ -105,9 +106,9 @@ class Crop:
 
 
 def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
-    """Resize the shorter side to `size` and cut the centre: uint8 `[h, w, 3]` to `[size, size, 3]`.
+    """Resize the shorter side to `size`, crop the center: uint8 `[h, w, 3]` to `[size, size, 3]`.
 
-    The longer side becomes round(longer * size / shorter); the cut begins at
+    The longer side becomes round(longer * size / shorter); the crop starts at
     floor((longer - size) / 2). Smaller images are enlarged.
 
     Raises:
@@ -118,14 +119,14 @@ def resize_and_crop(image: np.ndarray, *, size: int) -> np.ndarray:
 
 
 def nearest_square(image: np.ndarray, *, size: int) -> np.ndarray:
-    """Do what `resize_and_crop` does, but let every pixel be one of the image's: none is mixed."""
+    """Like `resize_and_crop`, but with nearest-neighbour resampling."""
     height, width = scaled_size(image, size)
     window = _centre_window(height, width, size)
     return _resize(image, Image.Resampling.NEAREST, height=height, width=width, window=window)
 
 
 def scaled_size(image: np.ndarray, shorter_side: int) -> tuple[int, int]:
-    """Return height and width of `image` once its shorter side is `shorter_side`.
+    """Return height and width of `image` when resized to `shorter_side`.
 
     Raises:
         RefusedImageError: one side is more than 64 times the other.
@@ -145,7 +146,7 @@ def _resize(
     width: int,
     window: Window,
 ) -> np.ndarray:
-    """Resize uint8 `[h, w, 3]` to `height` x `width` and cut out `window`."""
+    """Resize uint8 `[h, w, 3]` to `height` x `width` and crop `window`."""
     resized = Image.fromarray(image).resize((width, height), filter_)
     right, bottom = window.left + window.width, window.top + window.height
     return np.asarray(resized.crop((window.left, window.top, right, bottom)))
@@ -156,12 +157,12 @@ def _centre_window(height: int, width: int, size: int) -> Window:
 
 
 def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind]) -> None:
-    """Add the options that `crop_from` reads."""
+    """Add the options for `crop_from`."""
     told = {
-        "center": "shorter side to --size, centre",
-        "evaluation": "centre 224 of shorter side 224, as the iGPT paper evaluates on ImageNet",
-        "random": "224 of a shorter side in [256, 384], as it trains",
-        "area": "a random 80 to 100 %% of the area, as GIVT trains",
+        "center": "shorter side to --size, center crop",
+        "evaluation": "center 224 of shorter side 224, as iGPT's evaluation on ImageNet",
+        "random": "224 of a shorter side in [256, 384], as iGPT's training",
+        "area": "a random 80 to 100 %% of the area, as GIVT's training",
     }
     parser.add_argument(
         "--crop",
@@ -169,14 +170,14 @@ def add_crop_arguments(parser: argparse.ArgumentParser, kinds: Sequence[CropKind
         default="center",
         help="; ".join(f"{kind}: {told[kind]}" for kind in kinds),
     )
-    parser.add_argument("--crops", type=int, default=1, help="random crops stored a picture")
+    parser.add_argument("--crops", type=int, default=1, help="random crops stored per image")
 
 
 def crop_from(arguments: argparse.Namespace) -> Crop:
-    """Return the crop that the options name. Raises UserError."""
+    """Return the crop from the options. Raises UserError."""
     may_repeat = arguments.crop in ("random", "area")
     if arguments.crops < 1 or (arguments.crops > 1 and not may_repeat):
-        raise UserError("--crops must be at least 1, and more than 1 only of random crops")
+        raise UserError("--crops must be at least 1, and more than 1 only for random crops")
     return Crop(arguments.crop, arguments.crops, arguments.seed)
 
 

@@ -1,6 +1,6 @@
 """Features of a trained network, for the classifier of `filter --like`.
 
-The one place where data tools open a run of any paper; everything else needs tokenizers alone.
+This is the only data tool that opens a run of any paper; all others need only tokenizers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megavis.data.format.manifest import (
     SourceIdentity,
 )
 
-if TYPE_CHECKING:  # torch and Megatron take seconds, and only the processes that measure need them
+if TYPE_CHECKING:  # slow to import, and only needed for measuring
     from megavis.notebook import Run
 
 _BICUBIC = Image.Resampling.BICUBIC
@@ -36,15 +36,15 @@ _BICUBIC = Image.Resampling.BICUBIC
 
 @dataclass(frozen=True)
 class RunFeatures:
-    """The norm in the middle of a run's network, averaged over tokens.
+    """Output of the norm in the middle of a run's network, averaged over tokens.
 
-    The middle, since generative training leaves its best features there (Generative Pretraining
+    The middle layers of generative models have the best features (Generative Pretraining
     from Pixels, section 4.1).
 
     Attributes:
-        run_folder: of the run; a process opens it once.
+        run_folder: of the run, opened once per process.
         sha256: of the manifest of its newest checkpoint, which has the hashes of all weights.
-        width: D, numbers a picture.
+        width: D, features per image.
     """
 
     run_folder: Path
@@ -56,19 +56,19 @@ class RunFeatures:
         """Open the newest checkpoint of a run.
 
         Raises:
-            UserError: there is none, or the network takes no pictures or has no layers.
+            UserError: there is none, or the network takes no images or has no layers.
         """
         sha256 = _identity(run_folder)
         run = _opened(run_folder.resolve(), sha256)
         if not run.config.model.num_layers or not _takes_pictures(run):
-            raise UserError(f"{run_folder} is no run of layers that see pictures: choose another")
+            raise UserError(f"{run_folder} has no layers or no image inputs: choose another run")
         return cls(run_folder.resolve(), sha256, run.config.model.hidden_size)
 
     def __call__(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
-        """Return float32 `[n, D]` of pictures uint8 `[h, w, 3]` of any size.
+        """Return features float32 `[n, D]` of images uint8 `[h, w, 3]` of any size.
 
-        A picture is squeezed into the square that the network takes: nothing is cut off, as in
-        the measurement of colour and texture.
+        Images are resized to the network's input without regard to their aspect ratio, as in the
+        measurement of colour and texture.
         """
         if not pictures:
             return np.empty((0, self.width), np.float32)
@@ -83,7 +83,7 @@ class RunFeatures:
 def _identity(run_folder: Path) -> str:
     checkpoint = latest_checkpoint(run_folder)
     if checkpoint is None:
-        raise UserError(f"{run_folder} has no checkpoint: name the folder of a trained run")
+        raise UserError(f"{run_folder} has no checkpoint: give the folder of a trained run")
     return sha256_of_file(checkpoint / MANIFEST)
 
 
@@ -111,7 +111,7 @@ def _opened(run_folder: Path, sha256: str) -> Run:
 
     from megavis.notebook import Run
 
-    torch.set_num_threads(1)  # sums of one order, on any machine
+    torch.set_num_threads(1)  # the same summation order on any machine
     if _identity(run_folder) != sha256:
-        raise UserError(f"{run_folder} was trained on since this job began: choose another --out")
+        raise UserError(f"{run_folder} was trained further since this job began: use another --out")
     return Run.open(run_folder, device="cpu")

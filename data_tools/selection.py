@@ -1,4 +1,4 @@
-"""Select images of a source: a split by hash, without those that `filter` dropped."""
+"""Select images of a source: a split by hash, minus those that `filter` dropped."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HASH_RANGE = 1 << 64
 
 @dataclass(frozen=True)
 class ImageSelection:
-    """What is left out of a source.
+    """A selection of a source's images.
 
     Attributes:
-        split: `validation` is the share of pictures whose names have the lowest hashes (iGPT,
-            section 3.1: 4 % of ImageNet's training set), `train` the others. Names do not depend
-            on the layout, so the split does not either.
-        share: of pictures in `validation`.
-        filtered: the folder that `filter` wrote, if any.
+        split: `validation` is the share of images whose names have the lowest hashes (iGPT,
+            section 3.1: 4 % of ImageNet's training set), `train` the others. Names, and so the
+            split, do not depend on the layout.
+        share: fraction of images in `validation`.
+        filtered: folder of `filter`, if any.
         filtered_sha256: identity of its decision.
     """
 
@@ -38,11 +38,11 @@ class ImageSelection:
 
     @property
     def identity(self) -> str:
-        """What decides about the selection, as text."""
+        """Everything that determines the selection, as text."""
         return f"{self.split} {self.share if self.split != 'all' else 0} {self.filtered_sha256}"
 
     def has(self, name: str) -> bool:
-        """Return whether the picture belongs to the split."""
+        """Return whether the image belongs to the split."""
         if self.split == "all":
             return True
         digest = hashlib.sha256(name.encode()).digest()
@@ -50,10 +50,10 @@ class ImageSelection:
         return in_validation == (self.split == "validation")
 
     def dropped(self, number: int | None = None) -> dict[str, str]:
-        """Return the reason of each picture that `filter` dropped, by name.
+        """Return the reasons of the images that `filter` dropped, by name.
 
         Args:
-            number: of the tar, for webdataset tars; None: of the whole source.
+            number: of the tar, for webdataset tars; None for the full source.
         """
         if self.filtered is None:
             return {}
@@ -67,10 +67,10 @@ class ImageSelection:
         }
 
     def of_files(self, source: FileSource) -> FileSource:
-        """Return the selected part of a list of files; dropped ones stay in it, to be named.
+        """Return the selected files, including dropped ones, which are reported later.
 
         Raises:
-            UserError: nothing is left.
+            UserError: the split is empty.
         """
         if self.split == "all" and self.filtered is None:
             return source
@@ -89,18 +89,18 @@ class ImageSelection:
             read=source.read,
         )
         if not selected.files:
-            raise UserError(f"{source.root} has no picture in the split {self.split!r}")
+            raise UserError(f"{source.root} has no image in the split {self.split!r}")
         return selected
 
     def describe(self, description: str) -> str:
-        """Return the description of a source with what is left of it."""
+        """Return the description of a source and its selection."""
         if self.split != "all":
             description += f", {self.split} split of {self.share:g}"
         return description + (", filtered" if self.filtered else "")
 
 
 def dropped_name(number: int) -> str:
-    """Return the name of the list of what was dropped from one unit of `filter`."""
+    """Return the name of the list of images dropped from a unit of `filter`."""
     return f"dropped-{number:06d}.jsonl"
 
 
@@ -110,7 +110,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 
 
 def open_selection(split: Split, share: float, filtered: Path | None) -> ImageSelection:
-    """Make a selection of what the command line says.
+    """Return the selection of the command line.
 
     Raises:
         UserError: the share is out of range, or `filtered` is not a finished folder of `filter`.
@@ -123,17 +123,17 @@ def open_selection(split: Split, share: float, filtered: Path | None) -> ImageSe
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
-        raise UserError(f"{path} is missing: let `python -m data_tools filter` finish") from None
+        raise UserError(f"{path} is missing: finish `python -m data_tools filter` first") from None
     return ImageSelection(split, share, filtered.resolve(), digest)
 
 
 def check_made_for(selection: ImageSelection, source_sha256: str) -> None:
-    """Raise UserError where `filter` looked at other pictures than those of this source."""
+    """Raise UserError if `filter` was run on another source."""
     if selection.filtered is None:
         return
     decision = json.loads((selection.filtered / DECISION_NAME).read_bytes())
     if decision["source"] != source_sha256:
         raise UserError(
-            f"--selection {selection.filtered} was made of other pictures than these: "
+            f"--selection {selection.filtered} was made from other images than these: "
             "run `python -m data_tools filter` on this source"
         )

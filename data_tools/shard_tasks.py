@@ -1,8 +1,8 @@
-"""Units of work: plan them, find those that are done, and run them.
+"""Units of work: plan them, find the finished ones, and run the others.
 
-A unit turns one part of a source into one shard (in each folder that its encoder writes). Units do
-not depend on each other, so any number of workers gives the same bytes, and a rerun after a crash
-redoes only what is missing. A unit is finished once its index exists next to its tar.
+A unit converts one part of a source to one shard (in each folder that its encoder writes). Units
+are independent, so any number of workers gives the same bytes, and a rerun after a crash repeats
+only what is missing. A unit is finished once its index exists next to its tar.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megavis.data.format.files import sha256_of_file
 from megavis.data.format.manifest import FORMAT_VERSION, ShardEntry
 from megavis.data.format.shards import ShardIndex, ShardWriter, index_path, open_shard, write_index
 
-# What an encoder returns for one image: for each of its folders the payloads of the samples that
-# this picture gives there (one, or several crops), or the reason why it gives none.
+# Result of an encoder for one image: for each of its folders the payloads of the image's samples
+# (one, or several crops), or the reason why the image is rejected.
 Encoded = Sequence[Sequence[bytes]] | RefusedImageError
 
 
 class ShardEncoder(Protocol):
-    """Encodes images as samples of a verb's shards.
+    """Encodes images as samples.
 
-    It can be pickled and is small: what is large (tables, weights) is loaded where `encode` first
-    needs it, and kept for the next unit of the process.
+    It is picklable and small: large data (tables, weights) is loaded on the first call of `encode`
+    and kept for the next unit of the process.
 
     Attributes:
-        folders: the shard folders, below `--out`; "" is `--out` itself.
-        suffix: of the members of the tars.
-        batch_size: how many pictures `encode` gets at once (the last batch of a unit has fewer).
+        folders: the shard folders below `--out`; "" is `--out` itself.
+        suffix: of the tar members.
+        batch_size: images per call of `encode` (the last batch of a unit may be smaller).
     """
 
     @property
@@ -49,28 +49,28 @@ class ShardEncoder(Protocol):
     def batch_size(self) -> int: ...  # noqa: D102 - see above
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return all that decides about the bytes of `folder`, as JSON values."""
+        """Return everything that affects the bytes of `folder`, as JSON values."""
 
     def prepare(self, directory: Path) -> None:
-        """Write what a shard folder holds besides shards. Raises UserError where it cannot be."""
+        """Write further files of a shard folder. Raises UserError if that is impossible."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
-        """Return what each picture gives; a function of the batch alone."""
+        """Encode each image; the result depends only on the batch."""
 
     def describe(self, folder: str) -> dict[str, Any]:
-        """Return the fields of the manifest of `folder` that belong to its kind."""
+        """Return the manifest's fields of `folder` that depend on its kind."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The work of one shard; small enough to send to another process.
+    """The task of writing one shard; small enough to send to another process.
 
     Attributes:
         directories: the shard folders.
         shard: file name of the tar, the same in each of them.
-        part: what it reads.
-        encoder: encodes it.
-        jobs: identity of the whole job, one a folder.
+        part: the part of the source to read.
+        encoder: encodes the images.
+        jobs: identity of the job for each folder.
     """
 
     directories: tuple[Path, ...]
@@ -87,14 +87,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of a unit.
+    """Result of a unit.
 
     Attributes:
-        num_files: files of the source that it read.
-        shards: one entry a folder, None where every file was refused.
-        skipped: `(name, reason)` of each file that gave no sample.
-        was_there: it was finished before.
-        peak_memory: bytes, the most that the process which did it has held so far.
+        num_files: number of source files that it read.
+        shards: one entry per folder; None if every file was rejected.
+        skipped: `(name, reason)` of each rejected file.
+        was_there: whether it was finished before.
+        peak_memory: peak memory so far of the process that ran it, in bytes.
     """
 
     num_files: int
@@ -107,7 +107,7 @@ class UnitResult:
 def plan_units(
     source: ImageSource, encoder: ShardEncoder, *, out: Path, files_per_shard: int, seed: int
 ) -> list[Unit]:
-    """Return the units that turn `source` into the shard folders of `encoder` below `out`."""
+    """Return the units that write `source` to the shard folders of `encoder` below `out`."""
     settings = {
         "format": FORMAT_VERSION,
         "files_per_shard": files_per_shard,
@@ -129,11 +129,11 @@ def plan_units(
 
 
 def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitResult:
-    """Write what is missing of a unit; call `advance` with each number of files done.
+    """Write what is missing of a unit; call `advance` with numbers of processed files.
 
     Raises:
-        UserError: a folder holds shards of another job.
-        OSError: the disk fails.
+        UserError: a folder has shards of another job.
+        OSError: writing fails.
     """
     indexes = [
         finished_index(path, job=job) for path, job in zip(unit.paths, unit.jobs, strict=True)
@@ -158,10 +158,10 @@ def do_unit(unit: Unit, advance: Callable[[int], None] | None = None) -> UnitRes
 
 
 def finished_index(path: Path, *, job: str) -> ShardIndex | None:
-    """Return the index of a tar whose bytes are whole, None where it must be made (again).
+    """Return the index of an intact tar, or None if it must be written (again).
 
     Raises:
-        UserError: it is the work of another job, which must not be overwritten.
+        UserError: it was written by another job and must not be overwritten.
     """
     beside = index_path(path)
     try:
@@ -173,7 +173,7 @@ def finished_index(path: Path, *, job: str) -> ShardIndex | None:
             f"{path.parent} holds shards made from other images or settings: "
             "choose another --out, or delete it"
         )
-    if not len(index):  # every file was refused: there is no tar
+    if not len(index):  # every file was rejected, so there is no tar
         return index
     whole = path.is_file() and sha256_of_file(path) == index.sha256
     return index if whole else None
@@ -224,13 +224,12 @@ def _result(unit: Unit, indexes: list[ShardIndex], *, was_there: bool) -> UnitRe
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory that this process has held, 0 where Linux does not say."""
+    """Return the peak memory of this process in bytes; 0 if Linux does not report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
-    # Not getrusage: its maximum outlives the exec that starts a process, so that a child of a
-    # large parent seems large.
+    # Not getrusage: its maximum survives exec, so a child of a large parent would seem large.
     kibibytes = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
     return int(kibibytes[1]) << 10 if kibibytes else 0
 

@@ -1,4 +1,4 @@
-"""Open a source from the command line: detect which known layout a path has."""
+"""Open a source from the command line, detecting its layout."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _URL_LISTS = (".parquet", ".csv", ".tsv", ".txt", ".json", ".jsonl", ".gz")
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = True) -> None:
-    """Add the options that say where pictures come from, and which of them take part."""
+    """Add the options that choose the source and its images."""
     parser.add_argument(
         "source",
         type=Path,
-        help="an image folder (the first folder on the way to a file is its class), "
+        help="an image folder (the first folder on the path to a file is its class), "
         "ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar or its folder, the root of Kaggle's "
         "ILSVRC (its training set), webdataset tars (a folder of them, one, or a pattern such as "
-        "'web/{00000..00123}.tar'), a folder of jpeg shards, or a labelled data set as its authors "
-        f"publish it: {', '.join(DATA_SETS)}",
+        "'web/{00000..00123}.tar'), a folder of jpeg shards, or a labelled data set as published: "
+        f"{', '.join(DATA_SETS)}",
     )
     parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="of the source")
     parser.add_argument(
         "--ground-truth",
         type=Path,
-        help="labels of ImageNet's flat validation set, where they are not next to it: "
+        help="labels of ImageNet's flat validation set, if they are not next to it: "
         f"ILSVRC2012_devkit_t12 (folder or .tar.gz), Kaggle's {KAGGLE_TRUTH}, or a text file of "
         "class names",
     )
@@ -64,11 +64,11 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, selects: bool = Tru
 
 
 def add_classes_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that `read_class_names` takes."""
+    """Add the option for `read_class_names`."""
     parser.add_argument(
         "--classes-from",
         type=Path,
-        help="a shard folder whose class numbers to share, or a text file of one class name a line",
+        help="a shard folder whose class numbers to use, or a text file, one class name per line",
     )
 
 
@@ -77,23 +77,23 @@ def _add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "--split",
         choices=(*SPLITS, *OFFICIAL_SPLITS),
         default="all",
-        help="train, validation: the division of a labelled data set, or else what a hash of the "
-        "name holds out for validation, and the rest; all: both; test, extra, unlabeled: of a "
-        "labelled data set",
+        help="train, validation: the official split of a labelled data set, or else a split by a "
+        "hash of the names; all: both; test, extra, unlabeled: official splits of a labelled "
+        "data set",
     )
     parser.add_argument(
-        "--validation-share", type=float, default=0.04, help="of --split: iGPT holds out so much"
+        "--validation-share", type=float, default=0.04, help="of --split; default: as in iGPT"
     )
     parser.add_argument(
-        "--selection", type=Path, metavar="FOLDER", help="leave out what `filter` dropped"
+        "--selection", type=Path, metavar="FOLDER", help="skip images that `filter` dropped"
     )
 
 
 def open_source(arguments: argparse.Namespace) -> ImageSource:
-    """Return the source that the options of `add_source_arguments` name.
+    """Open the source chosen by the options of `add_source_arguments`.
 
     Raises:
-        UserError: there is nothing, or nothing known, at the path; or the options do not fit it.
+        UserError: the path does not exist or has no known layout, or the options do not match it.
         OSError: it cannot be read.
     """
     selection = open_selection(arguments.split, arguments.validation_share, arguments.selection)
@@ -119,23 +119,23 @@ def open_source(arguments: argparse.Namespace) -> ImageSource:
 
 
 def _hash_split(layout: str, split: str) -> Split:
-    """Return what of `--split` is left to a hash of the names, the official division being made.
+    """Return the split to make by a hash of the names, given the official splits of a layout.
 
     Raises:
-        UserError: the layout knows no such split.
+        UserError: the layout has no such split.
     """
     if layout in DATA_SETS and (VALIDATION in DATA_SETS[layout].sizes or split in OFFICIAL_SPLITS):
         return "all"
     if split in OFFICIAL_SPLITS:
         raise UserError(
             f"--split {split}: only a labelled data set has one, and the source was read as"
-            f" {layout}; --layout names what it is"
+            f" {layout}; set --layout if that is wrong"
         )
     return cast(Split, split)
 
 
 def open_unlabelled(place: Path) -> ImageSource:
-    """Return the pictures at a path, whose labels do not matter; of a labelled data set its tests.
+    """Open a source without labels; of a labelled data set its test set.
 
     Raises UserError and OSError.
     """
@@ -149,15 +149,15 @@ def open_unlabelled(place: Path) -> ImageSource:
     return _FILE_LAYOUTS[layout](_kaggle_folder(place, layout))
 
 
-# Of the layouts that share a folder, what it is where nobody says another.
+# Defaults for layouts that share a folder.
 _PREFERRED = ("caltech-101",)
 
 
 def find_layout(place: Path) -> str:
-    """Return which layout lies at a path.
+    """Detect the layout of a path.
 
     Raises:
-        UserError: there is nothing, or nothing known.
+        UserError: the path does not exist or has no known layout.
         OSError: it cannot be read.
     """
     if place.is_dir():
@@ -185,7 +185,7 @@ def _folder_layout(place: Path) -> str:
         return "kaggle-train"
     found = [name for name, data_set in DATA_SETS.items() if data_set.lies_at(place)]
     if len(found) > 1 and found[0] not in _PREFERRED:
-        raise UserError(f"{place} has labels for {' and '.join(found)}: say which by --layout")
+        raise UserError(f"{place} has labels for {' and '.join(found)}: choose one with --layout")
     if found:
         return found[0]
     entries = sorted(place.iterdir())
@@ -208,7 +208,7 @@ def _refuse_url_list(path: Path) -> None:
     if path.name.endswith(_URL_LISTS) and not path.name.endswith(".tar.gz"):
         kind = path.name.split(".", 1)[1]
         raise UserError(
-            f"{path} is no picture; if it lists URLs, download them with `img2dataset --url_list "
+            f"{path} is not an image; if it lists URLs, download them with `img2dataset --url_list "
             f"{path} --input_format {kind} --url_col url --output_format webdataset "
             "--resize_mode no --output_folder web`, then give the folder web"
         )
@@ -226,23 +226,23 @@ def _validation(place: Path, truth: Path | None, classes: Sequence[str] | None) 
     truth = truth or find_truth(place)
     if truth is None:
         raise UserError(
-            f"{place} holds ImageNet's validation pictures, whose labels lie elsewhere: "
-            "give --ground-truth, or --layout folder to go without labels"
+            f"{place} has ImageNet's validation images, whose labels are elsewhere: "
+            "give --ground-truth, or --layout folder for no labels"
         )
     return validation(place, truth=read_truth(truth), class_names=classes)
 
 
 def list_jpeg_shards(folder: Path, *, class_names: Sequence[str] | None = None) -> FileSource:
-    """List the pictures of a folder that `jpeg` wrote; their names are those of its own source.
+    """List the images of a folder written by `jpeg`, with the names of their source.
 
     Raises:
-        UserError: it is unfinished or holds no pictures, or `class_names` are others.
+        UserError: it is unfinished or has no images, or `class_names` differ.
     """
     manifest = Manifest.read(folder)
     if manifest.kind != "jpeg":
-        raise UserError(f"{folder} holds {manifest.kind} shards, which are no pictures any more")
+        raise UserError(f"{folder} holds {manifest.kind} shards, which are not images")
     if class_names is not None and tuple(class_names) != manifest.class_names:
-        raise UserError(f"{folder} has other classes than --classes-from: leave that out")
+        raise UserError(f"{folder} has other classes than --classes-from: remove the option")
     return FileSource.of(
         _shard_files(folder, manifest),
         description=f"jpeg shards {folder.name}",
@@ -262,10 +262,10 @@ def _shard_files(folder: Path, manifest: Manifest) -> Iterator[SourceFile]:
 
 
 def read_class_names(place: Path | None) -> tuple[str, ...] | None:
-    """Return the class names that `--classes-from` names; None where it is absent.
+    """Return the class names of `--classes-from`, or None without it.
 
     Raises:
-        UserError: they cannot be read, or one is there twice.
+        UserError: they cannot be read, or one occurs twice.
     """
     if place is None or place.is_dir():
         return Manifest.read(place).class_names if place else None
@@ -274,7 +274,7 @@ def read_class_names(place: Path | None) -> tuple[str, ...] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--classes-from {place} cannot be read: {error}") from None
     if not names or len(set(names)) < len(names):
-        raise UserError(f"--classes-from {place} must hold one class name a line, each once")
+        raise UserError(f"--classes-from {place} must have one class name per line, each once")
     return names
 
 

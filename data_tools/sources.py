@@ -1,9 +1,9 @@
-"""Sources of images: a source is cut into parts, and a part yields file contents.
+"""Sources of images: a source is divided into parts, and a part yields file contents.
 
-A part is what one unit of work reads. It is small, travels to other processes, and opens files
-only there. `FileSource` is a list of files that is shuffled and cut into slices; its files may lie
-in a folder or, by offset, inside a tar. Names, and with them order, keys and bytes of what is made,
-do not depend on which.
+A part is what one unit of work reads. It is small, is sent to other processes, and opens files only
+there. `FileSource` is a list of files that is shuffled and divided into slices; its files may be in
+a folder or, by offset, inside a tar. Names, and with them order, keys and bytes of shards, are the
+same for both.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 
 from data_tools.decode import RefusedImageError
 
-# Called with a name and a reason for each file that gives no picture.
+# Called with name and reason of each rejected file.
 Refuse = Callable[[str, str], None]
 
-# No photograph is larger; what claims to be is not read into memory.
+# No photograph is larger; larger files are not read into memory.
 MAX_FILE_BYTES = 1 << 30
 CUT_OFF = "cut off by the end of its tar"
 TOO_LARGE = "too large"
@@ -35,10 +35,10 @@ class SourceImage:
     """One file of a source.
 
     Attributes:
-        key: unique in the source, without a dot or a slash: the key of its sample.
-        name: path below the source, with `/`; can be printed.
+        key: key of its sample: unique in the source, without dots and slashes.
+        name: printable path below the source, with `/`.
         label: index of its class, or -1.
-        content: the bytes of the file, not decoded.
+        content: undecoded bytes of the file.
     """
 
     key: str
@@ -48,24 +48,24 @@ class SourceImage:
 
 
 class SourcePart(Protocol):
-    """What one unit of work reads; can be pickled."""
+    """Input of one unit of work; picklable."""
 
     @property
     def num_files(self) -> int:
-        """Number of files, 0 where it is not known before reading."""
+        """Number of files; 0 if it is not known before reading."""
 
     def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
         """Yield the files in a fixed order; call `refuse` for those that cannot be read."""
 
 
 class ImageSource(Protocol):
-    """A collection of pictures with an identity.
+    """A collection of images with an identity.
 
     Attributes:
         description: one line for the manifest.
-        class_names: names of the classes; a label indexes them.
+        class_names: names of the classes, indexed by label.
         sha256: identity of the list of names and sizes.
-        root: the folder or file that it was read from.
+        root: its folder or file.
     """
 
     @property
@@ -78,7 +78,7 @@ class ImageSource(Protocol):
     def root(self) -> Path: ...  # noqa: D102 - see above
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
-        """Cut the source into parts; the same arguments give the same parts."""
+        """Divide the source into parts; the same arguments give the same parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ class SourceFile:
     """One file of a list.
 
     Attributes:
-        name: its identity: path below the source, with `/`; can be printed.
+        name: its identity: printable path below the source, with `/`.
         label: index of its class, or -1.
-        num_bytes: size; -1 where it cannot be asked.
-        path: where it is read, below the root; empty: as its name; ".": the root is a file.
-        offset: where it begins in `path`, for a member of a tar; -1: it is the whole file.
-        refused: why it gives no picture, where that is known without reading it.
+        num_bytes: size; -1 if unknown.
+        path: path below the root; empty if equal to the name; "." if the root is a file.
+        offset: start in `path`, for a member of a tar; -1 for a separate file.
+        refused: reason for rejecting it, if known without reading it.
     """
 
     name: str
@@ -102,27 +102,27 @@ class SourceFile:
     refused: str = ""
 
     def but_refused(self, reason: str) -> SourceFile:
-        """Return it as refused for a reason; itself where the reason is empty."""
+        """Return the file with a reason for rejecting it; unchanged if the reason is empty."""
         return replace(self, refused=self.refused or reason) if reason else self
 
     def read(self, root: Path) -> bytes:
-        """Return its bytes; fewer than `num_bytes` where a tar was cut. Raises OSError."""
+        """Read the file; fewer than `num_bytes` in a truncated tar. Raises OSError."""
         place = root / (self.path or self.name)
         if self.offset < 0:
             return place.read_bytes()
         with place.open("rb", buffering=0) as tar:
-            # Of a sparse or lying header never more than the tar has.
+            # Never more than the tar has, even if a header says so.
             length = min(self.num_bytes, max(os.fstat(tar.fileno()).st_size - self.offset, 0))
             return os.pread(tar.fileno(), length, self.offset)
 
 
-# How the bytes of a picture are read, below a root; a function of a module, which can be pickled.
+# Reads the bytes of an image below a root; a picklable function.
 Reading = Callable[[SourceFile, Path], bytes]
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """A part of a `FileSource`: files with their places in the sorted list, which are the keys."""
+    """A part of a `FileSource`: files with their indices in the sorted list, which are the keys."""
 
     root: Path
     files: tuple[tuple[int, SourceFile], ...]
@@ -134,7 +134,7 @@ class FileSlice:
         return len(self.files)
 
     def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
-        """Yield the files of the slice, in its order."""
+        """Yield the files of the slice in order."""
         for place, file in self.files:
             if file.refused or file.num_bytes > MAX_FILE_BYTES:
                 refuse(file.name, file.refused or TOO_LARGE)
@@ -157,10 +157,10 @@ class FileSource:
     Attributes:
         description: one line for the manifest.
         root: the folder or tar.
-        files: one entry a file, images or not: what is none is refused, and counted, later.
-        class_names: names of the classes; a label indexes them.
+        files: all files, including other files than images, which are rejected and counted later.
+        class_names: names of the classes, indexed by label.
         sha256: identity of the list of names and sizes.
-        read: how the bytes of one of them are read.
+        read: reads the bytes of a file.
     """
 
     description: str
@@ -181,9 +181,9 @@ class FileSource:
         extra: str = "",
         read: Reading = SourceFile.read,
     ) -> FileSource:
-        """Make a source of files in any order; `extra` is part of its identity.
+        """Return a source of files in any order; `extra` is part of its identity.
 
-        Of files with one name the last counts, as when a tar is unpacked.
+        Of files with the same name the last one counts, as when a tar is unpacked.
         """
         ordered = sorted(files, key=lambda file: file.name)
         for place, (file, following) in enumerate(itertools.pairwise(ordered)):
@@ -195,7 +195,7 @@ class FileSource:
         return cls(description, root, tuple(ordered), tuple(classes), digest.hexdigest(), read)
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
-        """Shuffle the files by `seed` and cut them into slices of `files_per_part`."""
+        """Shuffle the files by `seed` and divide them into slices of `files_per_part`."""
         order = np.random.default_rng(seed).permutation(len(self.files)).tolist()
         return [
             FileSlice(self.root, tuple((place, self.files[place]) for place in places), self.read)
@@ -205,5 +205,5 @@ class FileSource:
 
 
 def printable(name: str) -> str:
-    """Return a file name of any bytes as text that JSON and terminals take."""
+    """Convert a file name of any bytes to text that JSON and terminals accept."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,17 +1,14 @@
-"""`speech`: a Speech Commands folder becomes three folders of frames: train, validation and test.
+"""`speech`: write a Speech Commands folder as three folders of frames: train, validation and test.
 
-`validation_list.txt` and `testing_list.txt` in the folder name the files of the latter two ("Speech
-Commands", Warden, 2018). With `--words` only these are classes of their own: the others are
-`_unknown_`, and seconds of zeros are `_silence_`, a tenth as many as wanted words each, as in the
-twelve classes of TC-ResNet. Its augmentation of training recordings
-(`anchored_slice_or_pad_with_shift`) is stored: `--variants N` moves each by up to 100 ms and mixes
-`_background_noise_` into it, N times.
+`validation_list.txt` and `testing_list.txt` in the folder list the files of the latter two ("Speech
+Commands", Warden, 2018). With `--words`, only these words are classes: all others are `_unknown_`,
+and seconds of zeros are `_silence_`, each a tenth as many as the recordings of `--words`, as in the
+twelve classes of TC-ResNet.
 
-A recording moved in time and mixed with background noise, as TC-ResNet's released code does.
-
-"Temporal Convolution for Real-time Keyword Spotting on Mobile Devices" (Choi et al., 2019), method
-`anchored_slice_or_pad_with_shift`: a second is moved by up to 100 ms either way, zeros move in;
-into four of five a random second of a random noise is mixed, at a volume of up to 0.1.
+`--variants N` stores N augmented copies of each training recording, as TC-ResNet's released code
+("Temporal Convolution for Real-time Keyword Spotting on Mobile Devices", Choi et al., 2019; method
+`anchored_slice_or_pad_with_shift`): it is shifted by up to 100 ms with zero padding, and in four of
+five a random second of `_background_noise_` is mixed in at a volume of up to 0.1.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from megavis.data.codecs.arrays import FramesCodec
 LISTS = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 NOISE, UNKNOWN, SILENCE = "_background_noise_", "_unknown_", "_silence_"
 _OTHERS = 10
-"""Wanted words for one unknown word and one silence."""
+"""Recordings of `--words` per unknown word and per silence."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,20 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--words",
         default="",
-        help="commas between words that are classes of their own; absent: every word is one",
+        help="comma-separated words to use as classes; default: all words",
     )
     parser.add_argument(
         "--variants",
         type=int,
         default=0,
-        help="store each training recording N times, moved by up to 100 ms and mixed with"
-        " _background_noise_, as TC-ResNet augments; 0: once, as it is",
+        help="store each training recording N times, shifted by up to 100 ms and mixed with"
+        " _background_noise_, as in TC-ResNet; 0 for once, unchanged",
     )
     add_job_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the three folders and say what is in them. Raises UserError and OSError."""
+    """Write the three folders. Raises UserError and OSError."""
     need_librosa()
     if arguments.variants < 0:
         raise UserError("--variants must be at least 0")
@@ -91,11 +88,11 @@ def sources(root: Path, words: Sequence[str] = (), *, variants: int = 0) -> dict
 
     Args:
         root: a Speech Commands folder.
-        words: those that are classes of their own; all when empty.
-        variants: how often a training recording comes, with a number in its name; 0: once, without.
+        words: words to use as classes; all if empty.
+        variants: copies of a training recording, numbered in their names; 0 for one without number.
 
     Raises:
-        UserError: the folder is none, or has not these words.
+        UserError: this is not a folder, or it does not have these words.
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of recordings")
@@ -117,7 +114,7 @@ def sources(root: Path, words: Sequence[str] = (), *, variants: int = 0) -> dict
             files += _silences(files[0], part, wanted // _OTHERS, label=len(words) + 1)
         if part == "train" and variants:
             if not any(name.startswith(NOISE) for name in names):
-                raise UserError(f"{root / NOISE} holds no recordings, which --variants mixes in")
+                raise UserError(f"{root / NOISE} has no recordings for --variants")
             files = [
                 replace(file, name=f"{file.name}#{number}", path=file.path or file.name)
                 for file in files
@@ -134,7 +131,7 @@ def _listed(path: Path) -> list[str]:
     try:
         return path.read_text().split()
     except OSError:
-        raise UserError(f"{path} is missing: it names the files that are not trained on") from None
+        raise UserError(f"{path} is missing: it lists the files that are held out") from None
 
 
 def _labelled(
@@ -154,7 +151,7 @@ def _share(files: Sequence[SourceFile], unknown: int, count: int) -> list[Source
 
 
 def _silences(like: SourceFile, part: str, count: int, *, label: int) -> Iterator[SourceFile]:
-    """Yield silences; a file is read for each, and not listened to."""
+    """Yield silences; each refers to a file whose samples are ignored."""
     for number in range(count):
         name, path = f"{SILENCE}/{part}-{number:05d}", like.path or like.name
         yield SourceFile(name, label, like.num_bytes, path)
@@ -166,10 +163,10 @@ def _hash(name: str) -> int:
 
 @dataclass(frozen=True)
 class SpeechEncoder:
-    """One second of each recording as cepstral coefficients.
+    """Encode one second of each recording as cepstral coefficients.
 
     Attributes:
-        noise: folder of what is mixed in; None: recordings stay as they are.
+        noise: folder of noise to mix in; None for unchanged recordings.
     """
 
     noise: Path | None = None
@@ -178,12 +175,12 @@ class SpeechEncoder:
     folders: tuple[str, ...] = ("",)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Return what decides about the bytes."""
+        """Return everything that affects the bytes."""
         varied = {} if self.noise is None else {"variants": VARIANTS}
         return {"cepstra": DESCRIPTION, "versions": versions(), **varied}
 
     def prepare(self, directory: Path) -> None:
-        """A folder holds nothing besides shards."""
+        """No further files are needed."""
 
     def encode(self, pictures: list[SourceImage]) -> list[Encoded]:
         """Return the frames of each recording."""
@@ -226,7 +223,7 @@ _SHARE, _LARGEST_VOLUME = 0.8, 0.1
 
 @functools.lru_cache(maxsize=1)
 def read_noises(folder: Path) -> Sequence[np.ndarray]:
-    """Return the recordings of a folder that last a second or more, float32 `[n]` in [-1, 1].
+    """Read the recordings of a folder that last a second or more, float32 `[n]` in [-1, 1].
 
     Raises:
         UserError: there is none.
@@ -239,19 +236,19 @@ def read_noises(folder: Path) -> Sequence[np.ndarray]:
             raise UserError(f"{path}: {refusal}") from None
     long = [noise for noise in noises if len(noise) >= SAMPLE_RATE]
     if not long:
-        raise UserError(f"{folder} holds no recording of a second or more, which are mixed in")
+        raise UserError(f"{folder} has no recording of a second or more to mix in")
     return long
 
 
 def vary(
     second: np.ndarray, noises: Sequence[np.ndarray], random: np.random.Generator
 ) -> np.ndarray:
-    """Return one second `[16000]`, moved and mixed.
+    """Augment one second `[16000]` by a shift and noise.
 
     Args:
         second: float32 `[16000]` in [-1, 1].
         noises: each of a second or more.
-        random: draws shift, noise, its place and its volume.
+        random: draws the shift, and choice, position and volume of the noise.
     """
     moved = move(second, int(random.integers(-_LARGEST_SHIFT, _LARGEST_SHIFT)))
     noise = noises[int(random.integers(len(noises)))]
@@ -262,7 +259,7 @@ def vary(
 
 
 def move(second: np.ndarray, shift: int) -> np.ndarray:
-    """Return samples `[n]` so many places later, or earlier; zeros move in."""
+    """Shift samples `[n]` with zero padding, to the right if `shift` is positive."""
     moved = np.zeros_like(second)
     if shift >= 0:
         moved[shift:] = second[: len(second) - shift]

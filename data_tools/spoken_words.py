@@ -1,9 +1,8 @@
-"""`words`: spoken words from a speech synthesiser, in a folder like Speech Commands.
+"""`words`: synthesized spoken words, in a folder like Speech Commands.
 
-espeak-ng has about a hundred voices. Some of them are held out: `validation_list.txt` and
-`testing_list.txt` name their recordings, so that a model is judged by voices that it never heard.
-Every recording has an accent, a speed, a pitch, a place in its second and a level of noise of its
-own.
+espeak-ng has about a hundred voices. Some are held out: `validation_list.txt` and
+`testing_list.txt` list their recordings, so that a model is evaluated on unseen voices. Accent,
+speed, pitch, position in the second and noise level differ between recordings.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megavis.data.format.files import write_atomically
 RECORD_NAME = "words.json"
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-029", "en-gb-x-rp", "en-gb-x-gbcwmd")
-_RATE, _PITCH = 1, 3  # numbers of espeak's parameters
+_RATE, _PITCH = 1, 3  # espeak's parameter numbers
 _SYNCHRONOUS, _UTF8 = 2, 1
 _SPEEDS, _PITCHES, _DECIBELS = (120, 220), (30, 71), (5.0, 30.0)
 
@@ -34,20 +33,20 @@ _SPEEDS, _PITCHES, _DECIBELS = (120, 220), (30, 71), (5.0, 30.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `words` to its parser."""
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--words", default=",".join(WORDS), help="commas between them")
-    parser.add_argument("--voices", type=int, default=60, help="voices to train on")
+    parser.add_argument("--words", default=",".join(WORDS), help="comma-separated")
+    parser.add_argument("--voices", type=int, default=60, help="training voices")
     parser.add_argument(
-        "--held-out-voices", type=int, default=15, help="others, for validation and for testing"
+        "--held-out-voices", type=int, default=15, help="other voices, for validation and test"
     )
-    parser.add_argument("--takes", type=int, default=4, help="recordings of a word by a voice")
+    parser.add_argument("--takes", type=int, default=4, help="recordings per word and voice")
     parser.add_argument("--seed", type=int, default=0, help="of voices, accents, speeds and noise")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the recordings; a folder that already holds these very ones is kept.
+    """Write the recordings, unless the folder has the same ones already.
 
     Raises:
-        UserError: a wrong option, or the synthesiser is not installed.
+        UserError: an option is invalid, or the synthesizer is not installed.
     """
     counts = {"train": arguments.voices, **dict.fromkeys(LISTS, arguments.held_out_voices)}
     if min(*counts.values(), arguments.takes) < 1 or arguments.seed < 0:
@@ -60,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     if out.exists() and any(out.iterdir()):
         if _read(out / RECORD_NAME) != content:
-            raise UserError(f"{out} is not empty and holds other files: choose another folder")
-        say(f"{out}: the words are there already")
+            raise UserError(f"{out} is not empty and has other files: choose another folder")
+        say(f"{out}: the words exist already")
         return 0
     synthesizer = Synthesizer()
     voices = drawn_voices(synthesizer.voices(), counts, seed=arguments.seed)
@@ -83,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def drawn_voices(
     voices: Sequence[str], counts: dict[str, int], *, seed: int
 ) -> dict[str, list[str]]:
-    """Share voices out at random, each to one part. Raises UserError where there are too few."""
+    """Assign voices to parts at random. Raises UserError if there are too few."""
     if sum(counts.values()) > len(voices):
         raise UserError(
             f"espeak-ng has {len(voices)} voices; --voices and twice --held-out-voices are"
@@ -102,9 +101,9 @@ def speak(
     out: Path,
     seed: int,
 ) -> list[str]:
-    """Write recordings of one voice and return their names below `out`, in Speech Commands' form.
+    """Write recordings of one voice; return their names below `out`, in Speech Commands' format.
 
-    What differs between takes is drawn from the seed and the recording's name alone.
+    Differences between takes depend only on the seed and the recording's name.
     """
     from scipy.io import wavfile
 
@@ -124,7 +123,7 @@ def speak(
 
 
 def recorded(spoken: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Put speech float `[t]` somewhere into a second of white noise: int16 `[16000]`.
+    """Place speech float `[t]` at a random position in a second of white noise: int16 `[16000]`.
 
     The speech is 5 to 30 decibels louder than the noise.
     """
@@ -134,13 +133,13 @@ def recorded(spoken: np.ndarray, random: np.random.Generator) -> np.ndarray:
     noise = loudness * 10.0 ** (-random.uniform(*_DECIBELS) / 20.0)
     second = noise * random.standard_normal(SAMPLE_RATE)
     second[start : start + len(spoken)] += spoken
-    # Half the range: what lies beyond is cut off, and noise has no largest value.
+    # Half the range, since noise is unbounded and clipped.
     level = 0.5 * 32767.0 / np.abs(spoken).max()
     return (level * second).round().clip(-32768, 32767).astype(np.int16)
 
 
 class Synthesizer:
-    """espeak-ng, from the library and voices that `espeakng-loader` ships.
+    """espeak-ng, from the library and voices in `espeakng-loader`.
 
     Raises:
         UserError: the package is not installed.
@@ -150,33 +149,31 @@ class Synthesizer:
         try:
             import espeakng_loader
         except ImportError:
-            raise UserError(
-                "words are spoken by espeak-ng: pip install 'megavis[speech]'"
-            ) from None
+            raise UserError("words needs espeak-ng: pip install 'megavis[speech]'") from None
         self._data = Path(espeakng_loader.get_data_path())
         self._library: Any = ctypes.CDLL(espeakng_loader.get_library_path())
         self._rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, bytes(self._data), 0)
         self._pieces: list[np.ndarray] = []
         types = (ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        # Kept: the library calls it after this function has returned.
+        # Keep a reference: the library calls it after this function has returned.
         self._callback = ctypes.CFUNCTYPE(*types)(self._keep)
         self._library.espeak_SetSynthCallback(self._callback)
 
     def voices(self) -> list[str]:
-        """Return the names of the voices, each of which speaks with any accent."""
+        """Return the names of the voices; each can speak with any accent."""
         return sorted(path.name for path in (self._data / "voices" / "!v").iterdir())
 
     def say(self, text: str, voice: str, *, speed: int, pitch: int) -> np.ndarray:
-        """Return speech as float64 `[t]` at 16 kHz, without the silence around it.
+        """Synthesize speech, float64 `[t]` at 16 kHz, without surrounding silence.
 
         Args:
-            text: a word.
+            text: text to speak.
             voice: accent and voice, for example `en-us+f3`.
-            speed: words a minute.
+            speed: in words per minute.
             pitch: 0 to 99.
 
         Raises:
-            UserError: the synthesiser gives no sound.
+            UserError: the synthesizer produces no sound.
         """
         from scipy.signal import resample_poly
 
@@ -190,7 +187,7 @@ class Synthesizer:
         spoken = np.concatenate([*self._pieces, np.zeros(0)])
         loud = np.flatnonzero(np.abs(spoken) > 0.01 * np.abs(spoken).max(initial=1.0))
         if not len(loud):
-            raise UserError(f"espeak-ng gives no sound for {text!r} with the voice {voice}")
+            raise UserError(f"espeak-ng produces no sound for {text!r} with the voice {voice}")
         return resample_poly(spoken[loud[0] : loud[-1] + 1], SAMPLE_RATE, self._rate)
 
     def _keep(self, samples: Any, count: int, _: object) -> int:

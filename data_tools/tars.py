@@ -17,27 +17,26 @@ _LINK = "link in a tar"
 
 
 class BrokenTarError(Exception):
-    """A tar that ends where it should not; its text is the reason under which it is counted."""
+    """A damaged or truncated tar; the message is the reason under which it is counted."""
 
 
 def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the files and links of an uncompressed tar, in order; only headers are read.
+    """Yield the files and links of an uncompressed tar in order, reading only headers.
 
-    Hidden files, and with them the entries that some systems add for their own attributes, are
-    left out; `why_not` says which of the others have no content. The caller may move the file
-    between two members.
+    Hidden files, including the entries that some systems add for attributes, are skipped;
+    `why_not` tells which of the others cannot be read. The caller may seek between two members.
 
     Raises:
-        BrokenTarError: at the first damage, after what precedes it. `tarfile` alone would
-            end silently at a damaged header, and where a hole of zeros looks like the end.
-        OSError: the disk fails.
+        BrokenTarError: at the first damage, after what precedes it. `tarfile` alone would end
+            silently at a damaged header, and at zeros that look like the end.
+        OSError: reading fails.
     """
     try:
         with tarfile.open(
             fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape"
         ) as tar:
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                tar.members = []  # type: ignore[attr-defined]  # do not keep them all
                 is_file = member.isreg() or member.issym() or member.islnk()
                 if is_file and not member.name.split("/")[-1].startswith("."):
                     yield member
@@ -48,7 +47,7 @@ def tar_members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def why_not(member: tarfile.TarInfo) -> str:
-    """Return why a member of a tar cannot be read where it lies; empty where it can."""
+    """Return why a member of a tar cannot be read in place; empty if it can."""
     if member.issparse():
         return _SPARSE
     return "" if member.isreg() else _LINK
@@ -61,7 +60,7 @@ def _reason(text: str) -> str:
 
 
 def _check_end(file: BinaryIO, end: int) -> None:
-    """Raise BrokenTarError where the blocks from `end` on are not those of a finished tar."""
+    """Raise BrokenTarError if the blocks from `end` are not those of a finished tar."""
     file.seek(end)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:
@@ -73,7 +72,7 @@ def _check_end(file: BinaryIO, end: int) -> None:
 
 
 class Stretch:
-    """A read-only file that is a stretch of another one: a tar inside a tar."""
+    """A read-only view of a range of another file: a tar inside a tar."""
 
     def __init__(self, file: BinaryIO, *, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -88,23 +87,23 @@ class Stretch:
         return content
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move, as `io.IOBase.seek`."""
+        """Change the position; see `io.IOBase.seek`."""
         origin = {0: 0, 1: self._place, 2: self._length}[whence]
         self._place = origin + offset
         return self._place
 
     def tell(self) -> int:
-        """Return the place, counted from the start of the stretch."""
+        """Return the position in the range."""
         return self._place
 
 
 def is_tar(path: Path) -> bool:
-    """Return whether a file begins as an uncompressed tar does, or is empty. Raises OSError."""
+    """Return whether a file starts like an uncompressed tar, or is empty. Raises OSError."""
     with path.open("rb") as file:
         block = file.read(_BLOCK)
     try:
         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    # tarfile's own types do not cover these two.
+    # Missing in tarfile's type stubs.
     except (tarfile.EmptyHeaderError, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
         return True
     except tarfile.HeaderError:
@@ -113,7 +112,7 @@ def is_tar(path: Path) -> bool:
 
 
 def first_member(path: Path) -> str:
-    """Return the name of the first file in a tar; empty where there is none. Raises OSError."""
+    """Return the name of the first file in a tar; empty if there is none. Raises OSError."""
     with path.open("rb") as file:
         try:
             return next((member.name for member in tar_members(file)), "")

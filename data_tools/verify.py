@@ -1,4 +1,4 @@
-"""`verify`: read every byte of a shard folder and report what is wrong."""
+"""`verify`: read every byte of a shard folder and report errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Say what is wrong and return 1, or 0 where nothing is. Raises UserError without manifest."""
+    """Report errors and return 1, or return 0. Raises UserError without a manifest."""
     directory: Path = arguments.directory
     problems = find_problems(directory)
     for problem in problems:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_problems(directory: Path) -> list[str]:
-    """Return one sentence for each thing that is wrong with a shard folder.
+    """Return a message for each error in a shard folder.
 
     Raises:
         UserError: there is no manifest to compare with.
@@ -58,7 +58,7 @@ def find_problems(directory: Path) -> list[str]:
 
 
 def _strays(directory: Path, manifest: Manifest) -> list[str]:
-    """Return the tars that other readers, who know of no manifest, would read as well."""
+    """Return tars that are not in the manifest, which other readers would read too."""
     known = {shard.name for shard in manifest.shards}
     return sorted(path.name for path in directory.glob("*.tar") if path.name not in known)
 
@@ -69,7 +69,7 @@ def shard_problems(directory: Path, shard: ShardEntry, manifest: Manifest) -> li
     path = directory / shard.name
     num_bytes = path.stat().st_size
     if num_bytes != shard.num_bytes:
-        return [f"{shard.name} has {num_bytes} bytes where the manifest says {shard.num_bytes}"]
+        return [f"{shard.name} has {num_bytes} bytes, the manifest says {shard.num_bytes}"]
     if sha256_of_file(path) != shard.sha256:
         return [f"{shard.name} does not have the SHA-256 of the manifest"]
     if sha256_of_file(index_path(path)) != shard.index_sha256:
@@ -81,16 +81,16 @@ def shard_problems(directory: Path, shard: ShardEntry, manifest: Manifest) -> li
     if members != list(zip(names, index.offsets, index.lengths, strict=True)):
         return [f"{index_path(path).name} does not list the members of {shard.name}"]
     if len(set(index.keys)) < len(index.keys):
-        return [f"{shard.name} has two samples with one key"]
+        return [f"{shard.name} has two samples with the same key"]
     return [
-        f"{shard.name}:{key} has the label {label}, and there are {num_classes} classes"
+        f"{shard.name}:{key} has the label {label}, but there are {num_classes} classes"
         for key, label in zip(index.keys, index.labels, strict=True)
         if not -1 <= label < num_classes
     ]
 
 
 def sample_problems(directory: Path) -> list[str]:
-    """Decode every sample of a folder whose shards are whole."""
+    """Decode every sample of a folder with intact shards; return messages."""
     try:
         dataset = ShardDataset(directory, whole_images(directory))
         palette = None

@@ -1,6 +1,6 @@
-"""Webdataset tars, as img2dataset writes them: jpg, json and txt members that share a key.
+"""Webdataset tars as written by img2dataset: jpg, json and txt members with a common key.
 
-Each tar is one part, and becomes one shard: a hundred million pictures are never listed.
+Each tar is one part and becomes one shard, so huge collections are never listed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WRONG_LABEL = "label outside the list of classes"
 
 @dataclass(frozen=True)
 class _Sample:
-    """What one key has: its first image, and the text of its label."""
+    """The members of one key: its first image, and the text of its label."""
 
     image: tarfile.TarInfo
     label: str | None
@@ -48,11 +48,11 @@ class TarPart:
     """One tar.
 
     Attributes:
-        path: of the file.
-        number: its place among the tars of the source.
-        num_files: pictures in it as img2dataset's `_stats.json` says; 0 where there is none.
-        num_classes: labels (`.cls` members) must be below it; 0: labels are not read.
-        selection: which pictures are left out.
+        path: path of the tar.
+        number: its index among the tars of the source.
+        num_files: number of images according to img2dataset's `_stats.json`; 0 without it.
+        num_classes: upper bound of labels (`.cls` members); 0 to ignore labels.
+        selection: images to select.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class TarPart:
     selection: ImageSelection
 
     def pictures(self, refuse: Refuse) -> Iterator[SourceImage]:
-        """Yield the pictures of the tar in its order."""
+        """Yield the images of the tar in order."""
         dropped = self.selection.dropped(self.number)
         try:
             with self.path.open("rb") as file:
@@ -104,11 +104,11 @@ class TarPart:
     def _members(self, file: BinaryIO, refuse: Refuse) -> Iterator[tarfile.TarInfo]:
         try:
             yield from tar_members(file)
-        except BrokenTarError as error:  # what was read before it still counts
+        except BrokenTarError as error:  # members before the damage are kept
             refuse(self.path.name, str(error))
 
     def _refusal(self, file: BinaryIO, sample: _Sample) -> str:
-        """Return why a sample gives no picture; empty where it does."""
+        """Return why a sample is rejected; empty if it is not."""
         image, label = sample.image, sample.label
         if image.size > MAX_FILE_BYTES:
             return TOO_LARGE
@@ -122,14 +122,14 @@ class TarPart:
 
 @dataclass(frozen=True)
 class TarSource:
-    """Some webdataset tars, in the order of their names.
+    """Webdataset tars in order of their names.
 
     Attributes:
         description: one line for the manifest.
-        root: the folder, or the tar, that was named.
-        tars: their paths and sizes.
-        class_names: names of the classes; a label indexes them.
-        selection: which pictures are left out.
+        root: the given folder or tar.
+        tars: paths and sizes of the tars.
+        class_names: names of the classes, indexed by label.
+        selection: images to select.
     """
 
     description: str
@@ -140,14 +140,14 @@ class TarSource:
 
     @property
     def sha256(self) -> str:
-        """Identity of the list of names and sizes, and of what is left out."""
+        """Identity of the names and sizes, and of the selection."""
         digest = hashlib.sha256(self.selection.identity.encode())
         for path, num_bytes in self.tars:
             digest.update(f"{path.name}\0{num_bytes}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
     def parts(self, *, files_per_part: int, seed: int) -> list[SourcePart]:
-        """Return one part a tar, whatever the arguments."""
+        """Return one part per tar, regardless of the arguments."""
         return [
             TarPart(path, number, _stated_count(path), len(self.class_names), self.selection)
             for number, (path, _) in enumerate(self.tars)
@@ -161,11 +161,11 @@ def list_tars(
 
     Args:
         place: a folder, a tar, or a pattern such as `web/{00000..00123}.tar`.
-        selection: which pictures are left out.
-        class_names: names of the classes; without them labels are not read.
+        selection: images to select.
+        class_names: names of the classes; without them labels are ignored.
 
     Raises:
-        UserError: there is no such tar, or two have one name.
+        UserError: there is no such tar, or two have the same name.
     """
     if place.is_dir():
         paths = sorted(place.glob("*.tar"))
@@ -178,7 +178,7 @@ def list_tars(
     if missing := [path for path in paths if not path.is_file()]:
         raise UserError(f"{missing[0]} does not exist")
     if not paths or len({path.name for path in paths}) < len(paths):
-        raise UserError(f"{place} must name one tar or more, each with a name of its own")
+        raise UserError(f"{place} must match one or more tars with different names")
     tars = tuple((path, path.stat().st_size) for path in paths)
     return TarSource(
         f"{len(tars)} webdataset tars of {printable(place.name)}",
@@ -196,7 +196,7 @@ def _key(member: tarfile.TarInfo) -> str:
 
 
 def _content(file: BinaryIO, member: tarfile.TarInfo, limit: int) -> bytes:
-    # Between two steps of the iterator, which then seeks by itself.
+    # The iterator over members seeks by itself afterwards.
     file.seek(member.offset_data)
     return file.read(min(member.size, limit))
 

@@ -106,7 +106,7 @@ def test_adm_s_files_hold_statistics_and_some_images(network, tmp_path, capsys):
     assert "precision" not in capsys.readouterr().out
     np.savez(tmp_path / "theirs.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     assert main(["evaluate", *words, str(tmp_path / "theirs.npz")]) == 2
-    assert "has 2048 features, small abababab gives 9" in capsys.readouterr().err
+    assert "has 2048 features, small abababab has 9" in capsys.readouterr().err
 
 
 def test_the_network_of_the_extra_knows_imagenet_classes():

@@ -224,4 +224,4 @@ def test_the_report_draws_them(copied):
     assert "<h4>Accuracy by step</h4>" in page
     assert "<h4>Fréchet distance by step</h4>" in page
     assert page.count("N 5 of watched") == 1
-    assert "All validation images, classifiers fitted on 100 at most, seed 3." in page
+    assert "All validation images, classifiers fitted on at most 100, seed 3." in page

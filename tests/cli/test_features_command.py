@@ -57,7 +57,10 @@ checkpoint: {{every: 1}}
     assert main(["likelihood", *words]) == 2
     assert "igpt, as configured in this run, is not a likelihood" in capsys.readouterr().err
     assert main(["probe", *words, "--train", f"{shard_folders}/validation"]) == 2
-    assert "its shard-000000.tar is the shard-000000.tar there" in capsys.readouterr().err
+    assert (
+        "its shard-000000.tar has the SHA-256 of the other's shard-000000.tar"
+        in capsys.readouterr().err
+    )
 
 
 def test_nats_and_bits_are_those_of_each_token(shard_folders, small_config, tmp_path, capsys):

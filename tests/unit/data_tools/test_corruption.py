@@ -360,9 +360,9 @@ def test_verify_finds_what_hashes_do_not(case, tmp_path, capsys):
     capsys.readouterr()
     assert main(["verify", str(out)]) == 1
     assert {
-        "label": "has the label 7, and there are 3 classes",
+        "label": "has the label 7, but there are 3 classes",
         "stray": "old.tar is not in the manifest",
-        "key": "has two samples with one key",
+        "key": "has two samples with the same key",
     }[case] in capsys.readouterr().out
 
 

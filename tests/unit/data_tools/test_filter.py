@@ -113,7 +113,7 @@ def test_every_reason_and_what_other_verbs_read(web, tmp_path, capsys):
     other = write_folder(tmp_path / "other", {"a.jpg": jpeg(photograph(0))})
     words = ["jpeg", str(other), "--out", str(tmp_path / "no"), "--selection", str(out)]
     assert main(words) == 2
-    assert "was made of other pictures" in capsys.readouterr().err
+    assert "was made from other images" in capsys.readouterr().err
 
 
 def test_a_rerun_measures_nothing_again(web, tmp_path, monkeypatch):

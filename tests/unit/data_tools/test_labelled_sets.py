@@ -189,7 +189,7 @@ ERRORS = {
         lambda r: (r / "data_batch_4").write_bytes(python2_pickle({"labels": [1]})),
         "has no 'data'",
     ),
-    "fewer labels": ("stl10", lambda r: cut(r / "train_y.bin"), "3 pictures and train_y.bin 2"),
+    "fewer labels": ("stl10", lambda r: cut(r / "train_y.bin"), "3 images, train_y.bin 2"),
     "a damaged mat": ("svhn", lambda r: cut(r / "train_32x32.mat"), "cannot be read"),
     "another mat": ("svhn", lambda r: savemat(r / "train_32x32.mat", {"z": 1}), "has no 'y'"),
     "label 11": (

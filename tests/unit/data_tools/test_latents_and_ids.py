@@ -181,7 +181,7 @@ def test_shards_of_two_networks_do_not_mix(vae_run, images, tmp_path, capsys):
         (["--size", "18"], "multiple of 4, not 18"),
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--device", "tpu"], "--device must be cpu or cuda"),
-        (["--crops", "2"], "more than 1 only of random crops"),
+        (["--crops", "2"], "more than 1 only for random crops"),
         (["--tokenizer", "nowhere"], "nowhere is not a run folder"),
     ],
 )

@@ -236,9 +236,9 @@ def test_mistakes_in_ground_truth(layouts, tmp_path):
         ("nowhere", "does not exist"),
         ("text", "is not an uncompressed tar"),
         ("no class tars", "has no class tars"),
-        ("palette shards", "no pictures any more"),
+        ("palette shards", "which are not images"),
         ("share", "--validation-share must lie between 0 and 1"),
-        ("selection", "let `python -m data_tools filter` finish"),
+        ("selection", "finish `python -m data_tools filter` first"),
     ],
 )
 def test_mistakes_are_one_sentence(case, message, tmp_path, capsys, request):

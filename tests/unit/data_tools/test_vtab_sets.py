@@ -70,7 +70,7 @@ def test_each_split_has_its_pictures_and_labels(layout, tmp_path):
     if is_found:
         assert find_layout(tmp_path) == layout
     else:
-        with pytest.raises(UserError, match=f"{layout.split('-')[0]}-.* say which by --layout"):
+        with pytest.raises(UserError, match=f"{layout.split('-')[0]}-.* choose one with --layout"):
             find_layout(tmp_path)
     cut_by_hash = "validation" not in expected
     for split, pictures in expected.items():

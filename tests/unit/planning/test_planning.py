@@ -220,7 +220,7 @@ def test_devices_from_names_and_files(tmp_path):
     path.write_text("name: mine\nmemory_gb: 24\nbf16_tflop: 100\n")
     with pytest.raises(UserError, match=r"mine.yaml:3: bf16_tflop: "):
         open_device(str(path))
-    with pytest.raises(UserError, match="h300 is no known GPU; give a100, h100, h200"):
+    with pytest.raises(UserError, match="h300 is not a known GPU; use a100, h100, h200"):
         open_device("h300")
-    with pytest.raises(UserError, match="'much' is no amount"):
+    with pytest.raises(UserError, match="'much' is not a valid amount"):
         open_device("h100", memory="much")

@@ -60,7 +60,7 @@ def test_what_holds_no_images_is_refused(tmp_path):
     np.savez(tmp_path / "names.npz", images=IMAGES)
     (tmp_path / "text.npz").write_text("no archive")
     reasons = {
-        "floats.npz": r"float64 \[11, 20, 20, 3\]; uint8",
+        "floats.npz": r"float64 \[11, 20, 20, 3\], not uint8",
         "names.npz": "no array arr_0 of images",
         "text.npz": "no array arr_0 of images",
         "absent.npz": "does not exist",

@@ -29,5 +29,5 @@ def test_psnr_and_ssim_are_those_of_scikit_image():
 
 
 def test_images_smaller_than_a_window_are_refused():
-    with pytest.raises(UserError, match="windows of 11² pixels; the images have 8×8"):
+    with pytest.raises(UserError, match="at least 11² pixels; these have 8×8"):
         PairScores().add(*torch.zeros(2, 1, 8, 8, 3, dtype=torch.uint8))
