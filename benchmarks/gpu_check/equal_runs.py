@@ -79,7 +79,7 @@ def _host_time(name: str, launch: Launch, settings: Settings) -> list[Row]:
                 synchronize(context.device)
                 rounds = 2 if settings.small else 20
                 measured.append(seconds_of(trainer.enqueue, context.device, rounds=rounds))
-                planned.append(planned_time(trainer.objective, context.device).total)
+                planned.append(planned_time(trainer.objective, context.device).host)
         rows.append(host_row(name, stage, depths, measured, planned))
     return rows
 

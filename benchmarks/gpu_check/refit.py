@@ -90,7 +90,8 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row.what.endswith(": step"):
             planned, split = row.detail["planned_s"], row.detail["split_ms"]
-            total = sum(seconds for key, seconds in planned.items() if key != "mfu")
+            on_device = sum(planned[key] for key in planned.keys() - {"host", "mfu"})
+            total = max(on_device, planned["host"])
             pairs = {
                 "": (_number(row), total),
                 ", products": (split["products"] + split["attention"], planned["products"]),

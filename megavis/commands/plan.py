@@ -178,7 +178,7 @@ def _details(plan: Plan) -> list[str]:
         f"  buffers      {memory.buffers / 1e9:.2f} GB",
         f"  step         {time.total:.3f} s: products {time.products:.3f}, element-wise"
         f" {time.elementwise:.3f}, bubble {time.bubble:.3f}, communication"
-        f" {time.communication:.3f}, optimizer {time.optimizer:.3f}",
+        f" {time.communication:.3f}, optimizer {time.optimizer:.3f}; host {time.host:.3f}",
         f"  run          MFU {time.mfu:.1%}; {plan.steps:,} steps in {plan.days:.1f} days",
     ]
     for transfer in plan.traffic:

@@ -153,7 +153,7 @@ def test_a_refit_is_suggested_of_what_was_measured():
         Row("speed: products of 8192², bfloat16", 494.5, "TFLOP/s"),
         Row("speed: copy in memory", 3015.0, "GB/s"),
     ]
-    planned = {"products": 0.04, "elementwise": 0.02, "optimizer": 0.0, "mfu": 0.5}
+    planned = {"products": 0.04, "elementwise": 0.02, "optimizer": 0.0, "host": 0.01, "mfu": 0.5}
     split = {"products": 50.0, "attention": 10.0, "rest": 30.0}
     steps = [Row("XL, ZeRO-1: step", 90.0, "ms", detail={"planned_s": planned, "split_ms": split})]
     found = suggestions({1: speeds, 5: steps, 8: host}, DEVICES["h100"])

@@ -213,6 +213,21 @@ def test_a_perfect_device_would_reach_its_peak(shape):
     assert other.products == time.products
 
 
+def test_the_host_bounds_short_steps(shape):
+    """Gathering weights for a single image takes longer than computing with them."""
+    cluster = Cluster(open_device("h100"), 8, 8)
+
+    def time_of(**keys):
+        return plan_layout(shape, layout_of(data=8, **keys), cluster, steps=1).time
+
+    whole, gathered = time_of(micro=1), time_of(micro=1, zero_stage=3)
+    assert gathered.total == gathered.host > gathered.device
+    assert whole.total == whole.device > whole.host
+    blocks = shape.stacks[0].num_layers
+    assert gathered.host / blocks > 2 * whole.host / blocks
+    assert time_of(micro=1, accumulation=4).host == pytest.approx(4 * whole.host)
+
+
 def test_devices_from_names_and_files(tmp_path):
     assert open_device("A100", memory="40GB").memory_gb == 40
     assert open_device("h200", interconnect="hdr").network_gb_per_s == 25
