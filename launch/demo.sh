@@ -30,7 +30,34 @@ step() {
   number=$((number + 1))
   [ -z "$counting" ] || return 0
   printf '[%d/%d] %s\n' "$number" "$total" "$1"
-  run_logged "${@:2}"
+  if [ -z "$other" ]; then
+    run_logged "${@:2}"
+  else
+    OMP_NUM_THREADS=1 run_logged "${@:2}"
+    wait_for_other
+  fi
+}
+
+# beside WHAT COMMAND ...: announce and start a step that runs while the next one does, each on one
+# thread: two small trainings use two cores better than one after the other on both.
+other=
+trap 'test -z "$other" || kill "$other" 2>/dev/null || true' EXIT
+beside() {
+  number=$((number + 1))
+  [ -z "$counting" ] || return 0
+  printf '[%d/%d] %s, and meanwhile\n' "$number" "$total" "$1"
+  printf '\n$ %s\n' "${*:2}" >"$log.other"
+  OMP_NUM_THREADS=1 "${@:2}" >>"$log.other" 2>&1 &
+  other=$!
+}
+
+wait_for_other() {
+  local code=0
+  wait "$other" || code=$?
+  other=
+  cat "$log.other" >>"$log"
+  [ "$code" -eq 0 ] || fail "$code" "$(sed -n 's/^\$ //p' "$log.other" | head -n 1)"
+  rm "$log.other"
 }
 
 # Progress bars are on standard error, and only where that is a terminal.
@@ -42,11 +69,14 @@ run_logged() {
   else
     "$@" >>"$log" 2>&1 || code=$?
   fi
-  if [ "$code" -ne 0 ]; then
-    printf '\nThis command ended with exit code %d; the end of %s:\n$ %s\n' "$code" "$log" "$*" >&2
-    tail -n 20 "$log" >&2
-    exit "$code"
-  fi
+  [ "$code" -eq 0 ] || fail "$code" "$*"
+}
+
+# fail CODE COMMAND: show the end of the log and exit.
+fail() {
+  printf '\nThis command ended with exit code %d; the end of %s:\n$ %s\n' "$1" "$log" "$2" >&2
+  tail -n 20 "$log" >&2
+  exit "$1"
 }
 
 # finish RUN ...: print what the runs have come to, and write their page.
@@ -125,7 +155,7 @@ mp3() {
     megavis figure positions "$run" --images demo/validation_32
   step "put shuffled letters together" \
     megavis figure jigsaw "$run" --images demo/validation_32 --num-images 4
-  step "fine-tune on which letter it is" \
+  beside "fine-tune on which letter it is" \
     megavis finetune "$tune" $(seeded mp3_finetune_demo mp3_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null "name=mp3_scratch_demo$tag" "seed=$seed"
@@ -135,15 +165,15 @@ mp3() {
 darl() {
   local run=runs/darl_demo$tag mse=runs/darl_mse_demo$tag tune=yaml_configs/darl/finetune_demo.yaml
   letters_32
-  step "train DARL to denoise patch after patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
+  beside "train DARL to denoise patch after patch, 4 layers 128 wide, for 1,000 steps of 32 images" \
     megavis train yaml_configs/darl/demo.yaml $(seeded darl_demo)
   step "train it to predict patches by squared error" \
     megavis train yaml_configs/darl/demo.yaml objective.loss=mse objective.decoder=null \
     "name=darl_mse_demo$tag" "seed=$seed"
-  step "complete lower halves, patch after patch denoised" megavis figure completions "$run"
+  beside "complete lower halves, patch after patch denoised" megavis figure completions "$run"
   step "complete them by squared error" megavis figure completions "$mse" \
     --completions 1 --draws 1
-  step "fine-tune the first on which letter it is" \
+  beside "fine-tune the first on which letter it is" \
     megavis finetune "$tune" $(seeded darl_finetune_demo darl_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \
@@ -213,7 +243,7 @@ mae() {
   probe "$run" 32
   step "predict three quarters of the patches from the others" \
     megavis figure reconstructions "$run" --images demo/validation_32
-  step "fine-tune the encoder on which letter it is" \
+  beside "fine-tune the encoder on which letter it is" \
     megavis finetune "$tune" $(seeded mae_finetune_demo mae_demo)
   step "the same from scratch" \
     megavis finetune "$tune" finetune.from_run=null finetune.layer_decay=1.0 \

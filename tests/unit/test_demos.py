@@ -100,6 +100,15 @@ def test_a_step_that_fails_ends_the_demo_with_the_end_of_its_log(demo):
     assert "took" not in process.stdout
 
 
+def test_a_step_that_fails_beside_another_ends_the_demo_too(demo):
+    process = demo("darl", fails_on="runs/darl_demo")
+    assert process.returncode == 3
+    command = "megavis figure completions runs/darl_demo"
+    assert f"ended with exit code 3; the end of demo/darl.log:\n$ {command}\n" in process.stderr
+    assert process.stderr.splitlines()[-1] == "error: no disk"
+    assert "took" not in process.stdout
+
+
 def test_another_paper_is_refused_in_one_line(demo):
     process = demo("vit")
     assert process.returncode == 2
