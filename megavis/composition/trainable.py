@@ -237,6 +237,14 @@ class Trainable(ABC):
         name = self.config.objective.name
         raise UserError(f"runs of {name} do not reconstruct images; those of vae and vqgan do")
 
+    def reconstructed_maps(self, predictions: Any) -> Tensor:
+        """Return the label maps that came out, uint8 `[b, H, W, 3]` as in shards.
+
+        Raises:
+            UserError: the model does not reconstruct label maps.
+        """
+        raise UserError(f"runs of {self.config.objective.name} do not reconstruct label maps")
+
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Return other numbers of a batch, means over its images, that validation records."""
         return {}

@@ -136,6 +136,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     add_samples(verbs)
     add_classes(verbs)
     add_reconstruction(verbs)
+    add_label_maps(verbs)
     add_watch(verbs)
 
 
@@ -243,6 +244,31 @@ def add_reconstruction(verbs: Any) -> None:
     add_perceptual_arguments(parser)
     add_network_arguments(parser)
     parser.set_defaults(run="evaluate_reconstruction:evaluate_reconstruction")
+
+
+def add_label_maps(verbs: Any) -> None:
+    """Add `panoptic` and `depth` to `megavis evaluate`."""
+    measures = {
+        "panoptic": "panoptic, segmentation and recognition quality, for all classes, things and"
+        " stuff",
+        "depth": "RMSE in metres, absRel, log10 and delta 1 to 3",
+    }
+    for kind, measured in measures.items():
+        parser = verbs.add_parser(
+            kind,
+            help=f"{measured.partition(',')[0]} of predicted {kind} maps",
+            description=f"Compare {kind} maps in the size of the originals: {measured}. A run of"
+            " vae_label_maps reconstructs them, one of givt_encoder_decoder predicts them from"
+            f" images. Writes RUN/evaluation/{kind}.json.",
+            epilog=f"example: megavis evaluate {kind} runs/givt --temperature 0.85 --beams 4",
+        )
+        add_image_arguments(parser, num_images=None)
+        parser.add_argument("--seed", type=non_negative, default=0, help="of draws; default: 0")
+        parser.add_argument(
+            "--batch-size", type=positive, default=32, help="images per batch; default: 32"
+        )
+        add_options(parser)
+        parser.set_defaults(run=f"evaluate_label_maps:evaluate_{kind}")
 
 
 DISTANCE = "frechet"

@@ -165,8 +165,21 @@ class ShardDataset:
                 problems.append(f"{shard.name} does not have the SHA-256 of the manifest")
         return problems
 
+    def payload(self, index: int) -> bytes:
+        """Return the bytes of one sample as they are stored; of its replacement where it has one.
+
+        Raises:
+            IndexError: the index lies outside [0, N).
+        """
+        [payload] = self._payloads(self._replacement[checked_indices(np.array([index]), len(self))])
+        return payload.tobytes()
+
     def _decode(self, indices: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, Refusals]:
         """Decode samples whose payloads have valid lengths."""
+        return self.codec.decode(self._payloads(indices), positions)
+
+    def _payloads(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Return views of the bytes of samples, uint8 `[length]` each."""
         shards = np.searchsorted(self._first, indices, side="right") - 1
         maps = {shard: self._map(shard) for shard in np.unique(shards).tolist()}
         starts = self._offsets[indices]
@@ -176,8 +189,7 @@ class ShardDataset:
             (starts + self._lengths[indices]).tolist(),
             strict=True,
         )
-        payloads = [maps[shard][start:stop] for shard, start, stop in places]
-        return self.codec.decode(payloads, positions)
+        return [maps[shard][start:stop] for shard, start, stop in places]
 
     def _map(self, shard: int) -> np.ndarray:
         # Fetch without the lock, so that other threads can read cached shards meanwhile.

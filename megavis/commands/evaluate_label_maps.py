@@ -1,0 +1,112 @@
+"""`megavis evaluate panoptic` and `depth`: predicted label maps against the originals.
+
+A VAE of label maps reconstructs them, an encoder-decoder predicts them from images. Predictions
+are resized to the originals by taking the nearest pixel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megavis.commands.opening import job_closed, open_held_out, open_run
+from megavis.commands.options.shared import chosen_options, refuse_options, spelled
+from megavis.config.errors import UserError
+from megavis.data.codecs.jpeg import decode_png, split
+from megavis.data.codecs.label_maps import TargetKind, nearest
+from megavis.data.format.files import write_atomically
+from megavis.data.loading.dataset import ShardDataset
+from megavis.data.loading.loader import evaluation_batches
+from megavis.evaluation.images.depth_errors import DepthErrors
+from megavis.evaluation.images.panoptic_quality import PanopticQuality
+from megavis.notebook import Run
+
+
+def evaluate_panoptic(args: argparse.Namespace) -> int:
+    """Print and write the panoptic quality; raises UserError where the run does not support it."""
+
+    def score(pairs: Iterator[tuple[np.ndarray, np.ndarray]], dataset: ShardDataset) -> Any:
+        target = dataset.manifest.target
+        assert target is not None
+        quality = PanopticQuality(len(target.class_names))
+        for truth, predicted in pairs:
+            quality.add(truth, predicted)
+        things = [number for number, is_thing in enumerate(target.things, start=1) if is_thing]
+        stuff = [number for number, is_thing in enumerate(target.things, start=1) if not is_thing]
+        parts = {"all": None, "things": things, "stuff": stuff}
+        return {name: quality.quality(part).record() for name, part in parts.items()}
+
+    return _evaluate(args, "panoptic", score)
+
+
+def evaluate_depth(args: argparse.Namespace) -> int:
+    """Print and write errors of depths; raises UserError where the run does not support it."""
+
+    def score(pairs: Iterator[tuple[np.ndarray, np.ndarray]], dataset: ShardDataset) -> Any:
+        errors = DepthErrors()
+        for truth, predicted in pairs:
+            errors.add(truth, predicted)
+        return {"all": errors.record()}
+
+    return _evaluate(args, "depth", score)
+
+
+def _evaluate(args: argparse.Namespace, kind: TargetKind, score: Any) -> int:
+    with job_closed():
+        opened = open_run(args.run_folder, step=args.step, device=args.device)
+        dataset = open_held_out(opened, args.images, option="--images")
+        target = dataset.manifest.target
+        if target is None or target.kind != kind:
+            raise UserError(f"{dataset.directory} holds no {kind} maps")
+        count = min(args.num_images or len(dataset), len(dataset))
+        scores = score(_pairs(opened, dataset, count, args), dataset)
+        options = {"seed": args.seed, **chosen_options(args)}
+    result = {"step": opened.step, "images": count, "of": str(dataset.directory), **options}
+    for name, values in scores.items():
+        words = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
+        sys.stdout.write(f"{name}: {words}\n")
+    sys.stdout.write(f"N {count} of {dataset.directory}, step {opened.step}\n")
+    path: Path = args.run_folder / "evaluation" / f"{kind}.json"
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, (json.dumps({**result, **scores}, indent=2) + "\n").encode())
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _pairs(
+    opened: Run, dataset: ShardDataset, count: int, args: argparse.Namespace
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield original maps, and those predicted in their size, uint8 `[h, w, 3]` each."""
+    predict = _reconstruct if opened.objective.reconstructs else _predict
+    for batch in evaluation_batches(dataset, batch_size=args.batch_size, limit=count):
+        maps = predict(opened, batch.inputs.to(opened.context.device), batch.sample_index, args)
+        for index, predicted in zip(batch.sample_index.tolist(), maps.cpu().numpy(), strict=True):
+            truth = decode_png(split(dataset.payload(index))[1])
+            height, width = truth.shape[:2]
+            yield truth, nearest(predicted, height=height, width=width)
+
+
+def _reconstruct(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Namespace) -> Tensor:
+    others = [spelled(option) for option in chosen_options(args)]
+    refuse_options(args, others, "to this run, which reconstructs label maps")
+    predictions = opened.runner.predictions(opened.objective.inputs_from(inputs))
+    return opened.objective.reconstructed_maps(predictions)
+
+
+def _predict(opened: Run, inputs: Tensor, index: Tensor, args: argparse.Namespace) -> Tensor:
+    """Return what is predicted from the images; a draw follows from seed and image."""
+    sampler = opened.sampler(seed=args.seed, spell=spelled, **chosen_options(args))
+    conditions = sampler.paper.condition.found_in(inputs)
+    if "image" not in conditions:
+        raise UserError("this run predicts no label maps from images")
+    with torch.no_grad():
+        tokens = sampler.tokens(index.to(sampler.device), conditions=conditions)
+    return sampler.to_images(sampler.from_order(tokens, sampler.order_of(index.to(sampler.device))))

@@ -1,0 +1,121 @@
+"""Panoptic quality of label maps.
+
+"Panoptic Segmentation" (Kirillov et al., 2019), section 4.1; what the paper leaves open, void and
+crowds, is as in its authors' code (panopticapi). Maps are those of shards: see `codecs/label_maps`.
+
+Legend: h and w, height and width of a map, c classes and void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Panoptic, segmentation and recognition quality: means over classes that occur."""
+
+    pq: float
+    sq: float
+    rq: float
+    num_classes: int
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers in per cent."""
+        parts = {"PQ": self.pq, "SQ": self.sq, "RQ": self.rq}
+        return {**{name: 100.0 * part for name, part in parts.items()}, "classes": self.num_classes}
+
+
+class PanopticQuality:
+    """Counts matches over maps.
+
+    Attributes:
+        overlaps: float64 `[c]`, sums of the intersection over union of matched segments.
+        matched: int64 `[c]`, true positives.
+        spurious: int64 `[c]`, false positives.
+        missed: int64 `[c]`, false negatives.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        """Set up for classes 1 to `num_classes`."""
+        self.overlaps = np.zeros(num_classes + 1)
+        self.matched, self.spurious, self.missed = np.zeros((3, num_classes + 1), np.int64)
+
+    def add(self, truth: np.ndarray, predicted: np.ndarray) -> None:
+        """Compare a map with a prediction, uint8 `[h, w, 3]` each.
+
+        A segment is matched where more than half of its union with a predicted one of its class is
+        shared; void does not count in the union. Crowds are not matched. A predicted segment that
+        is not matched counts unless more than half of it lies in void or in a crowd of its class.
+        """
+        segments = np.stack([_segments(truth), _segments(predicted)], axis=-1).reshape(-1, 2)
+        pairs, counts = np.unique(segments, axis=0, return_counts=True)
+        shared = {(int(a), int(b)): int(n) for (a, b), n in zip(pairs, counts, strict=True)}
+        sizes: list[dict[int, int]] = [{}, {}]
+        for pair, count in shared.items():
+            for side, segment in zip(sizes, pair, strict=True):
+                side[segment] = side.get(segment, 0) + count
+        found = self._match(shared, *sizes)
+        crowds = {}
+        for segment in sorted(sizes[0].keys() - {0} - {a for a, _ in found}):
+            if _is_crowd(segment):
+                crowds[_class(segment)] = segment
+            else:
+                self.missed[_class(segment)] += 1
+        for segment in sizes[1].keys() - {0} - {b for _, b in found}:
+            crowd = crowds.get(_class(segment), -1)
+            ignored = shared.get((0, segment), 0) + shared.get((crowd, segment), 0)
+            if 2 * ignored <= sizes[1][segment]:
+                self.spurious[_class(segment)] += 1
+
+    def _match(
+        self,
+        shared: dict[tuple[int, int], int],
+        true_sizes: dict[int, int],
+        predicted_sizes: dict[int, int],
+    ) -> list[tuple[int, int]]:
+        found = []
+        for (true, predicted), count in shared.items():
+            if not true or not predicted or _is_crowd(true) or _class(true) != _class(predicted):
+                continue
+            void = shared.get((0, predicted), 0)
+            union = true_sizes[true] + predicted_sizes[predicted] - count - void
+            if 2 * count > union:
+                self.overlaps[_class(true)] += count / union
+                self.matched[_class(true)] += 1
+                found.append((true, predicted))
+        return found
+
+    def quality(self, classes: Sequence[int] | None = None) -> Quality:
+        """Return the means over classes, by default all; zeros where none of them occurs."""
+        chosen = range(1, len(self.matched)) if classes is None else classes
+        rows = []
+        for number in chosen:
+            hits = self.matched[number]
+            weight = hits + 0.5 * self.spurious[number] + 0.5 * self.missed[number]
+            if weight:
+                overlap = self.overlaps[number]
+                rows.append((overlap / weight, overlap / hits if hits else 0.0, hits / weight))
+        if not rows:
+            return Quality(0.0, 0.0, 0.0, 0)
+        pq, sq, rq = np.mean(rows, axis=0).tolist()
+        return Quality(pq, sq, rq, len(rows))
+
+
+def _segments(pixels: np.ndarray) -> np.ndarray:
+    """Return one number for each segment, int64 `[h, w]`; 0 where the class is void."""
+    wide = pixels.astype(np.int64)
+    numbers = wide[..., 0] + 256 * wide[..., 1] + 65536 * (wide[..., 2] > 0)
+    return np.where(wide[..., 0] > 0, numbers, 0)
+
+
+def _class(segment: int) -> int:
+    return segment & 255
+
+
+def _is_crowd(segment: int) -> bool:
+    return segment >= 65536

@@ -1,0 +1,95 @@
+"""`megavis evaluate panoptic` and `depth` on reconstructions and on predictions from images."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from label_map_config import write_label_map_config
+from scene_shards import write_scene_shards
+
+from megavis.cli import main
+from megavis.data.codecs.jpeg import decode_png, split
+from megavis.data.codecs.label_maps import nearest
+from megavis.data.codecs.transforms import Transform
+from megavis.data.loading.dataset import ShardDataset
+from megavis.evaluation.images.depth_errors import DepthErrors
+from megavis.evaluation.images.panoptic_quality import PanopticQuality
+from megavis.tokenizers.network_tokenizer import open_tokenizer
+
+pytestmark = pytest.mark.once
+SECOND = """\
+name: {kind}_from_images
+output: {folder}/runs
+objective: {{name: givt_encoder_decoder, encoder_layers: 1, encoder_patch_size: 8,
+  latent_channels: 4, downsampling: 8, tokenizer: {folder}/runs/{kind},
+  encoder_learning_rate_scale: 0.1}}
+model: {{num_layers: 1, hidden_size: 32, num_attention_heads: 4, normalization: layer_norm}}
+data: {{train: {folder}/{kind}/train, validation: {folder}/{kind}/validation, image_size: 32,
+  crop: random_resized}}
+optimizer: {{algorithm: adafactor, learning_rate: 1e-3}}
+training: {{steps: 3, batch_size: 4, sample_every: 3, sample_images: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Originals of 48 pixels, of which runs read 32; a VAE and a second stage of each kind."""
+    folder = write_scene_shards(tmp_path_factory.mktemp("maps"), size=48)
+    for kind in ("panoptic", "depth"):
+        assert main(["train", str(write_label_map_config(folder, kind)), "--device", "cpu"]) == 0
+        path = folder / f"{kind}_from_images.yaml"
+        path.write_text(SECOND.format(kind=kind, folder=folder))
+        assert main(["train", str(path), "--device", "cpu"]) == 0
+        assert list((folder / "runs" / f"{kind}_from_images" / "samples").glob("*.png"))
+    return folder
+
+
+def evaluate(kind, run, *words):
+    assert main(["evaluate", kind, str(run), *words, "--device", "cpu"]) == 0
+    return json.loads((run / "evaluation" / f"{kind}.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["panoptic", "depth"])
+def test_reconstructions_are_compared_with_originals(folder, kind):
+    result = evaluate(kind, folder / "runs" / kind)
+    tokenizer = open_tokenizer(folder / "runs" / kind)
+    dataset = ShardDataset(folder / kind / "validation", Transform(32, crop="center"))
+    metric = PanopticQuality(5) if kind == "panoptic" else DepthErrors()
+    for number in range(len(dataset)):
+        pairs = torch.from_numpy(dataset.read(np.array([number]))[0])
+        made = tokenizer.decode(tokenizer.encode(pairs[:, 1])[:, 0])[0].numpy()
+        truth = decode_png(split(dataset.payload(number))[1])
+        assert truth.shape == (48, 48, 3)
+        metric.add(truth, nearest(made, height=48, width=48))
+    expected = metric.quality().record() if kind == "panoptic" else metric.record()
+    assert result["all"] == pytest.approx(expected)
+    assert result["images"] == 6
+
+
+@pytest.mark.parametrize("kind", ["panoptic", "depth"])
+def test_predictions_follow_from_seed_and_image(folder, kind):
+    run = folder / "runs" / f"{kind}_from_images"
+    first = evaluate(kind, run, "--beams", "2", "--fans", "2", "--temperature", "0.9")
+    again = evaluate(
+        kind, run, "--beams", "2", "--fans", "2", "--temperature", "0.9", "--batch-size", "4"
+    )
+    assert first == again
+    assert (first["beams"], first["temperature"]) == (2, 0.9)
+    other = evaluate(kind, run, "--seed", "1", "--temperature", "0.9")
+    assert other["all"] != first["all"]
+
+
+def test_maps_of_another_kind_are_refused(folder, capsys):
+    words = ["evaluate", "depth", str(folder / "runs" / "panoptic"), "--device", "cpu"]
+    assert main(words) == 2
+    assert "holds no depth maps" in capsys.readouterr().err
+    path = folder / "panoptic_from_images.yaml"
+    words = [f"objective.tokenizer={folder}/runs/depth", "name=other", "--device", "cpu"]
+    assert main(["train", str(path), *words]) == 2
+    assert "holds panoptic maps; the VAE of objective.tokenizer encodes depth maps" in (
+        capsys.readouterr().err
+    )
+    words = ["evaluate", "panoptic", str(folder / "runs" / "panoptic"), "--beams", "2"]
+    assert main([*words, "--device", "cpu"]) == 2
+    assert "--beams" in capsys.readouterr().err
