@@ -3,6 +3,7 @@
 - the documents of the checkout's root: README.md is the first page;
 - `config/`: every key of a config, by section (launch/config_reference.py);
 - `presets/`: the files of `yaml_configs/`, a page per paper;
+- `notebooks/`: the notebooks of `docs/notebooks`, as text;
 - `api/`: public modules, a page per package, from their docstrings;
 - on top of `docs/papers/PAPER.md`, what the paper's module says it does.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -117,7 +119,7 @@ def _place(target: str, anchor: str) -> tuple[str, str]:
     if target == "docs":
         return "index.md", anchor
     if folder == "docs":
-        return name, anchor
+        return re.sub(r"\.ipynb$", ".md", name), anchor
     if folder == "yaml_configs" and name.endswith(".yaml"):
         paper, _, preset = name.removesuffix(".yaml").partition("/")
         return f"presets/{paper}.md", f"#{preset}"
@@ -136,12 +138,24 @@ def _pages() -> Iterator[tuple[str, str]]:
     for checkout, site in DOCUMENTS.items():
         yield site, (ROOT / checkout).read_text(encoding="utf-8")
     yield from config_pages()
+    for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+        yield f"notebooks/{path.stem}.md", _notebook_page(path)
     yield "presets/index.md", _preset_index()
     for paper in PAPERS:
         yield f"presets/{paper}.md", _preset_page(paper)
     yield "api/index.md", _api_index()
     for package in API:
         yield f"api/{package}.md", _api_page(package)
+
+
+def _notebook_page(path: Path) -> str:
+    """Return the cells of a notebook: text as it is, code in blocks."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        is_code = cell["cell_type"] == "code"
+        parts.append(f"````python\n{text}\n````\n" if is_code else f"{text}\n")
+    return "\n".join(parts)
 
 
 def _preset_index() -> str:
