@@ -161,6 +161,13 @@ class Trainable(ABC):
         """Turn a batch into the sequence that is trained on; that of evaluation by default."""
         return self.sequence(batch)
 
+    def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
+        """Return such a batch's training sequence: `megavis plan` counts what it takes.
+
+        On the meta device, too, where tensors have shapes and no numbers.
+        """
+        return self.training_sequence(self.backbone.blank_batch(num_images, device))
+
     @abstractmethod
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Score the last layer's output; a float32 scalar, the mean over the images."""
