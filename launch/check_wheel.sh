@@ -11,7 +11,8 @@ trap 'rm -rf "$folder"' EXIT
 wheel=$(echo dist/megavis-*.whl) sdist=$(echo dist/megavis-*.tar.gz)
 "$python" -m zipfile --list "$wheel" >"$folder/wheel"
 for file in megavis/reports/page.css megavis/reports/page.html.jinja \
-  megavis/evaluation/published/igpt.yaml data_tools/__main__.py; do
+  megavis/evaluation/published/igpt.yaml megavis/yaml_configs/compose/random_patches.yaml \
+  megavis/yaml_configs/schema.json data_tools/__main__.py; do
   grep --quiet "$file" "$folder/wheel" || { echo "$wheel lacks $file" >&2; exit 1; }
 done
 tar --list --file "$sdist" >"$folder/sdist"
@@ -33,15 +34,16 @@ cd "$folder"
 "$bin/megavis" --version
 "$bin/megavis" schema --out schema.json
 cmp schema.json "$checkout/yaml_configs/schema.json"
+"$bin/megavis" config show yaml_configs/compose/random_patches.yaml >/dev/null
 "$bin/megavis" train --help >/dev/null
 "$bin/megavis-data" --help >/dev/null
 if [ -n "${WHOLE:-}" ]; then
-  # A picture, by what README.md says of one's own images.
-  "$bin/megavis-data" photographs images --size 32 --crops 400 --validation-crops 40
-  "$bin/megavis-data" palette fit images/train --out palette.npy --num-colors 64 --size 8
-  "$bin/megavis-data" palette shards images/train --palette palette.npy --out train --size 8
-  "$bin/megavis" train "$checkout/yaml_configs/igpt/demo.yaml" name=wheel output=. data.train=train \
-    data.validation= data.image_size=8 objective.vocabulary_size=64 training.steps=20
-  "$bin/megavis" sample wheel
+  # The three lines of docs/getting-started.md, in small.
+  "$bin/megavis-data" letters letters --size 32 --images 640
+  "$bin/megavis-data" jpeg letters/train --out letters/shards --size 32
+  "$bin/megavis" train yaml_configs/compose/random_patches.yaml data.train=letters/shards \
+    data.validation= training.steps=20 training.sample_every=20 model.num_layers=1 \
+    training.sample_images=2 schedule.warmup_steps=0
+  ls runs/compose_random_patches/samples/*.png
 fi
 echo "the wheel works"
