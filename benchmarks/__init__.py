@@ -1,1 +1,1 @@
-"""Ratios measured in one run: megavis against a reference, or one way against another."""
+"""Benchmarks that compare implementations within one run."""

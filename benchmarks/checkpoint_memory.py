@@ -1,10 +1,10 @@
-"""A process holds its share of a checkpoint and a tensor or two more, while it saves and loads.
+"""Memory of saving and loading: a process holds its share of a checkpoint and one or two tensors.
 
     python benchmarks/checkpoint_memory.py [WIDTH]
 
 Trains a stand-in for iGPT-XL (60 blocks of a smaller width, default 192) for one step on four
 processes under ZeRO-3, saves it as training does, and loads it into the same engine. Prints the
-anonymous memory that each phase added to a process, besides its share of weights and moments; then
+anonymous memory that each phase adds to a process, beyond its share of weights and moments; then
 computes the largest share of iGPT-XL itself on 64 processes.
 """
 
@@ -25,7 +25,7 @@ KINDS = 3
 
 
 def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
-    """Return bytes by phase on this process; a job for `WorkerPool`."""
+    """Return the memory of each phase on this process in bytes; a job for `WorkerPool`."""
     import torch
 
     from megavis.checkpoint.state.parameter_states import logical_shape
@@ -65,7 +65,7 @@ def phases(launch: Any, words: list[str], folder: str) -> dict[str, int]:
 
 
 def shares(sizes: Sequence[int], processes: int) -> list[int]:
-    """Share out tensors as saving does: each to the process with the least so far."""
+    """Assign tensors as saving does, each to the process with the least so far; return sums."""
     load = [0] * processes
     for size in sizes:
         load[load.index(min(load))] += size
@@ -73,9 +73,9 @@ def shares(sizes: Sequence[int], processes: int) -> list[int]:
 
 
 def growth(action: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what `action` gives, and the most anonymous memory that it added at any time.
+    """Return the result of `action` and its peak of additional anonymous memory.
 
-    Pages of mapped files are not counted: the system takes them back when it needs them.
+    Pages of mapped files are not counted, since the system can reclaim them.
     """
     before = resident("RssAnon")
     most, over = [before], threading.Event()
@@ -123,12 +123,12 @@ def main() -> None:
     words = [f"model.hidden_size={width}", "model.num_attention_heads=4", "parallel.zero_stage=3"]
     with WorkerPool(4, quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
         for rank, found in enumerate(pool.run(phases, 4, words, folder)):
-            told = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in found.items())
-            print(f"rank {rank}, MB: {told}")
+            text = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in found.items())
+            print(f"rank {rank}, MB: {text}")
     sizes = sizes_of_xl()
     largest, mean = max(shares(sizes, 64)), sum(sizes) / 64
     print(
-        f"iGPT-XL on 64 processes, GB: {mean / 1e9:.3f} a process on average, at most"
+        f"iGPT-XL on 64 processes, GB: {mean / 1e9:.3f} per process on average, at most"
         f" {largest / 1e9:.3f}; largest tensor {max(sizes) / 1e9:.3f}"
     )
 

@@ -1,4 +1,4 @@
-"""GIVT: sampling with and without a cache or guidance, and what share of a step the loss has.
+"""GIVT: sampling with and without KV cache or guidance, and the loss's share of a step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.givt --what cache
 
@@ -50,7 +50,7 @@ def build(preset: str, layers: int, device: str) -> tuple[GIVT, Inference]:
 def sampler(
     objective: GIVT, runner: Inference, count: int, **options: object
 ) -> Callable[[], Tensor]:
-    """Return a function that draws images."""
+    """Return a function that samples images."""
     guidance = float(str(options.get("guidance", 0.0)))
     chosen = {"temperature": 0.95, "guidance": guidance}
     drawing = Sampler(runner, objective, Path(), chosen)
@@ -59,7 +59,7 @@ def sampler(
 
 
 def training(objective: GIVT, runner: Inference, count: int) -> Contestants:
-    """Return a whole step's forward and backward pass, and that of the loss alone."""
+    """Return functions for forward and backward pass of a full step, and of the loss only."""
     layers, device = runner.layers.modules, runner.context.device
     moments = torch.rand(count, 2, *objective.reads.shape)
     batch = Batch(moments, torch.zeros(count, dtype=torch.int64), torch.arange(count)).to(device)

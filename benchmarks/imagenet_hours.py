@@ -1,13 +1,13 @@
-"""How long ImageNet-1k takes, and how large it is, at each setting of `data_tools`.
+"""Time and size of ImageNet-1k's shards at each setting of `data_tools`.
 
     OMP_NUM_THREADS=1 python -m benchmarks.imagenet_hours
 
 Every verb writes shards of a few hundred photographs of ImageNet's mean size, 500x375 pixels in
-108 KB (138 GB of training images), on one core. Time and bytes an image, times the 1,331,167 images
-of training and validation set, are printed as the Markdown table of `docs/data.md`. Time is that of
-the processor, so that other jobs on the machine change little. Networks have random weights and the
-sizes of `yaml_configs/givt/vae.yaml` and `yaml_configs/gvp/vqgan.yaml`: they cost what trained ones
-do.
+108 KB (138 GB of training images), on one core. Time and bytes per image, times 1,331,167 images
+of training and validation set, are printed as the Markdown table of `docs/data.md`. Time is CPU
+time, on which other jobs have little effect. Networks have random weights and the
+sizes of `yaml_configs/givt/vae.yaml` and `yaml_configs/gvp/vqgan.yaml`: they cost as much as
+trained ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megavis.tokenizers.vqgan import VQGAN
 
 TRAINING, VALIDATION = 1_281_167, 50_000
 CORES = 32
-QUALITY = 97  # gives the photographs about 108 KB, as ImageNet's have
+QUALITY = 97  # gives files of about 108 KB, like ImageNet's
 FEW = 3
 
 
@@ -43,9 +43,9 @@ class Choice:
     """One line of the table.
 
     Attributes:
-        text: what is stored.
-        verb: of `data_tools`, and its options; `@` before a file that `prepare` writes.
-        few: measured on three photographs, since a network takes seconds for each.
+        text: description.
+        verb: verb of `data_tools` with options; `@` marks a file that `prepare` writes.
+        few: measure on three photographs, since a network takes seconds for each.
     """
 
     text: str
@@ -75,7 +75,7 @@ CHOICES = (
 
 
 def write_tokenizer(folder: Path, kind: type[NetworkTokenizer], preset: str) -> None:
-    """Write a run folder of a network with random weights, of a preset's sizes."""
+    """Write a run folder of a network with random weights in a preset's sizes."""
     folder.mkdir()
     path = Path(__file__).parents[1] / "yaml_configs" / preset
     text = dump_config(load_config(path).config)
@@ -86,7 +86,7 @@ def write_tokenizer(folder: Path, kind: type[NetworkTokenizer], preset: str) -> 
 
 
 def prepare(work: Path, *, count: int) -> float:
-    """Write the photographs, and what the verbs need besides; return the mean bytes of a file."""
+    """Write the photographs and other inputs of the verbs; return the mean file size in bytes."""
     (work / "images").mkdir()
     paths = write_crops(work / "images", count=count, quality=QUALITY)
     for folder, few in (("one", 1), ("few", FEW)):
@@ -100,7 +100,7 @@ def prepare(work: Path, *, count: int) -> float:
 
 
 def run(work: Path, choice: Choice, images: str) -> np.ndarray:
-    """Write the shards of a choice; return images, seconds of CPU and bytes, float64 `[3]`."""
+    """Write the shards of a choice; return images, CPU seconds and bytes, float64 `[3]`."""
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     verb, *options = [work / word[1:] if word[0] == "@" else word for word in choice.verb.split()]
@@ -113,7 +113,7 @@ def run(work: Path, choice: Choice, images: str) -> np.ndarray:
 
 
 def cost(work: Path, choice: Choice, *, rounds: int) -> tuple[float, float]:
-    """Return seconds of CPU and bytes an image, beyond those of the first one."""
+    """Return CPU seconds and bytes per image, without those of the first one."""
     run(work, choice, "one")  # compiles, opens the network
     images = "few" if choice.few else "images"
     taken = [run(work, choice, images) - run(work, choice, "one") for _ in range(rounds)]
@@ -122,7 +122,7 @@ def cost(work: Path, choice: Choice, *, rounds: int) -> tuple[float, float]:
 
 
 def line(choice: Choice, seconds: float, num_bytes: float) -> str:
-    """Return a line of the table for what an image costs."""
+    """Return a line of the table from the cost per image."""
     hours = seconds * (TRAINING + VALIDATION) / 3600
     cells = [
         choice.text,

@@ -1,10 +1,10 @@
-"""Share of a training step that waits for data: the real loop over real shards.
+"""Fraction of a training step spent waiting for data, in the real loop with real shards.
 
     OMP_NUM_THREADS=2 python -m benchmarks.loader
 
-Palette shards of 32² pixels are made of the photographs of scikit-image, unless `--shards` names a
-folder. Waiting is the time inside `next(loader)`; what the reading thread takes from the cores of
-the computation shows in the second line: the same step on one batch that is read once.
+Palette shards of 32² pixels are made from scikit-image's photographs, unless `--shards` gives a
+folder. Waiting is the time inside `next(loader)`. The second line shows how much CPU time the
+reading threads take from training: it is the same step on a single batch in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """Passes batches on and adds up how long they were waited for."""
+    """Forwards batches and accumulates the waiting time."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self.batches, self.seconds = batches, 0.0
@@ -44,14 +44,14 @@ class Stopwatch:
 
 
 class Laps:
-    """A callback of the loop: seconds of each step, and of them those that were waited."""
+    """A callback that records the time of each step, and the waiting part."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch, self.laps = watch, list[tuple[float, float]]()
         self._last: tuple[float, float] | None = None
 
     def __call__(self, state: StepState) -> None:
-        """Note a lap; the first step, which warms everything up, is none."""
+        """Record a step, except for the first one, which includes warm-up."""
         now = (time.perf_counter(), self.watch.seconds)
         if self._last is not None and state.step > 1:
             self.laps.append((now[0] - self._last[0], now[1] - self._last[1]))
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure(config: RunConfig, shards: Path, num_steps: int) -> list[dict[str, object]]:
-    """Train on the shards, then on one batch of them; returns a row for each."""
+    """Train on the shards, then on one batch of them; return a row for each."""
     from megavis.data.loading.dataset import ShardDataset
     from megavis.data.loading.loader import BatchLoader
     from megavis.papers import OBJECTIVES

@@ -1,11 +1,11 @@
-"""What a mask ratio saves MP3, compared with MAE of the same size and a full ViT (MP3, table 2).
+"""Cost of MP3 by mask ratio, compared with MAE of the same size and a full ViT (MP3, table 2).
 
     OMP_NUM_THREADS=2 python -m benchmarks.mp3_context
 
 One step each, forward, backward and AdamW, on random patches at ViT-B's size: MP3 computes keys and
 values for 1 - η of the patches; MAE runs its encoder on 1 - η of them and a decoder of 8 blocks of
-width 512 on all; the full ViT is MP3's network with full attention. All are of the same blocks.
-Memory is what autograd keeps for the backward pass, each storage once; weights are not counted.
+width 512 on all; the full ViT is MP3's network with full attention. All use the same blocks.
+Memory is that of storages saved by autograd, without weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATIOS = (0.3, 0.5, 0.75, 0.9)
 
 
 def open_objective(options: Any, mask_ratio: float) -> Any:
-    """Return MP3 of the size that the options ask for."""
+    """Return MP3 in the size of the options."""
     from megavis.config.load import load_config
     from megavis.papers import OBJECTIVES
     from megavis.parallel.context import current_context, open_context
@@ -92,7 +92,7 @@ class MAE(nn.Module):
 
 
 def mp3_loss(options: Any, mask_ratio: float, *, full: bool = False) -> tuple[nn.Module, Any]:
-    """Return MP3's network and a function that gives its loss."""
+    """Return MP3's network and a function that returns its loss."""
     from megavis.model.stack import LayerStack
 
     objective = open_objective(options, mask_ratio)
@@ -107,7 +107,7 @@ def mp3_loss(options: Any, mask_ratio: float, *, full: bool = False) -> tuple[nn
 
 
 def mae_loss(options: Any, mask_ratio: float) -> tuple[nn.Module, Any]:
-    """Return MAE and a function that gives its loss."""
+    """Return MAE and a function that returns its loss."""
     objective = open_objective(options, mask_ratio)
     network = MAE(objective, mask_ratio)
     numbers = 3 * objective.paper.patch_size**2
@@ -128,14 +128,14 @@ def step_of(network: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None
 
 
 def kept_bytes(network: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Return the bytes that autograd keeps of a forward pass, weights left out."""
+    """Return the bytes that autograd saves in a forward pass, without weights."""
     sizes = {parameter.untyped_storage().data_ptr(): 0 for parameter in network.parameters()}
     alive = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes.setdefault(storage.data_ptr(), storage.nbytes())
-        alive.append(storage)  # so that its address is not used again
+        alive.append(storage)  # so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -149,7 +149,7 @@ def main() -> None:
     arguments.add_argument("--width", type=int, default=768, help="a multiple of 64")
     arguments.add_argument("--layers", type=int, default=12)
     arguments.add_argument("--batch-size", type=int, default=2)
-    arguments.add_argument("--only-mp3", action="store_true", help="η = 0 and 0.75 alone")
+    arguments.add_argument("--only-mp3", action="store_true", help="only MP3 with η = 0 and 0.75")
     options = arguments.parse_args()
     torch.manual_seed(0)
     if options.only_mp3:

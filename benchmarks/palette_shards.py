@@ -1,9 +1,9 @@
-"""`palette shards` compared with a loop that only decodes, and with a plain one.
+"""`palette shards` compared with only decoding, and with a straightforward loop.
 
     OMP_NUM_THREADS=1 python -m benchmarks.palette_shards
 
-All of it on one core of one process: 500x375 crops of photographs that scikit-image, scikit-learn
-and foolbox ship, as JPEG of quality 90, read from the disk's cache. Tokens of a sample are compared
+All run on one core in one process: 500x375 crops of photographs from scikit-image, scikit-learn
+and foolbox, as JPEG of quality 90, read from the disk cache. Tokens of a sample are compared
 with Pillow's resize and the nearest of all colours in float64.
 """
 
@@ -35,7 +35,7 @@ PACKAGES = tuple(_SHIPPED)
 
 
 def photographs(packages: Sequence[str] = PACKAGES) -> Iterator[Image.Image]:
-    """Yield what the packages ship and is at least 500x375."""
+    """Yield the packages' photographs of at least 500x375 pixels."""
     for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
@@ -62,7 +62,7 @@ def write_crops(
 
 
 def resized(path: Path, size: int) -> np.ndarray:
-    """Return what Pillow makes of a file: shorter side to `size`, centre, uint8 `[s, s, 3]`."""
+    """Resize a file's shorter side to `size` with Pillow, crop the center: uint8 `[s, s, 3]`."""
     image = Image.open(path).convert("RGB")
     scale = size / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), BICUBIC)
@@ -71,7 +71,7 @@ def resized(path: Path, size: int) -> np.ndarray:
 
 
 def plain_loop(paths: list[Path], palette: Palette, size: int) -> list[np.ndarray]:
-    """Do what one would write first: Pillow, numpy, the nearest colour by a matrix product."""
+    """Encode straightforwardly: Pillow, numpy, nearest colours by a matrix product."""
     centers = palette.centers
     squares = (centers**2).sum(axis=1)
     tokens = []
@@ -82,14 +82,14 @@ def plain_loop(paths: list[Path], palette: Palette, size: int) -> list[np.ndarra
 
 
 def run_verb(*words: object) -> None:
-    """Run a verb of `data_tools`; it says nothing."""
+    """Run a verb of `data_tools` without output."""
     with contextlib.redirect_stdout(io.StringIO()):
         if code := data_tools([str(word) for word in words]):
             sys.exit(f"{words}: exit code {code}")
 
 
 def share_that_differs(paths: list[Path], out: Path, palette: Palette, size: int) -> float:
-    """Return the share of tokens that are not those of Pillow and brute force, of every tenth."""
+    """Return the fraction of tokens unlike Pillow and brute force, in every tenth image."""
     dataset = ShardDataset(out)
     centers = palette.centers.astype(np.float64)
     chosen = np.arange(0, len(dataset), 10)
@@ -102,11 +102,11 @@ def share_that_differs(paths: list[Path], out: Path, palette: Palette, size: int
 
 
 class Contest:
-    """The files, their palette, and what is timed on them.
+    """The files, their palette, and the contestants.
 
     Args:
         work: an empty folder.
-        count: how many files.
+        count: number of files.
         size: side of the images in the shards.
     """
 
@@ -128,7 +128,7 @@ class Contest:
         return out
 
     def ways(self) -> dict[str, Callable[[], object]]:
-        """Return what is timed, by name."""
+        """Return the contestants by name."""
         return {
             "decode only": lambda: [simplejpeg.decode_jpeg(p.read_bytes()) for p in self.paths],
             "palette shards": self.shards,

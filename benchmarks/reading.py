@@ -4,7 +4,7 @@
 
 Palette tokens at 32², shuffled, in one thread and through the loader; JPEGs of 500x375 with the
 random resized crop of Masked Autoencoders Are Scalable Vision Learners (appendix A.1) at 224²,
-compared with a loop that only decodes the same files and resizes the same parts of them.
+compared with a loop that only decodes the same files and resizes the same crops.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def shards(folder: Path, count: int) -> tuple[ShardDataset, ShardDataset]:
 
 
 def in_this_thread(dataset: ShardDataset, batch_size: int, count: int) -> Callable[[], None]:
-    """Return what reads `count` shuffled samples in batches, from another epoch each time."""
+    """Return a function that reads `count` shuffled samples, from another epoch each time."""
     order, begin = dataset.order(0), 0
 
     def read() -> None:
@@ -61,7 +61,7 @@ def in_this_thread(dataset: ShardDataset, batch_size: int, count: int) -> Callab
 def through_the_loader(
     dataset: ShardDataset, batch_size: int, count: int, threads: int
 ) -> Callable[[], None]:
-    """Return what takes `count` samples from a loader with so many threads."""
+    """Return a function that takes `count` samples from a loader with `threads` threads."""
     loader = BatchLoader(
         dataset,
         seed=0,
@@ -73,7 +73,7 @@ def through_the_loader(
     )
 
     def read() -> None:
-        # The loader stays open: what it has read ahead makes up for what it is reading at the end.
+        # The loader stays open, so prefetched batches carry over to the next round.
         for _ in range(count // batch_size):
             next(loader)
 
@@ -81,7 +81,7 @@ def through_the_loader(
 
 
 def decode_and_resize(dataset: ShardDataset, files: list[bytes], count: int) -> Callable[[], None]:
-    """Return the least that the same crops cost: files in memory, draws made beforehand."""
+    """Return the lower bound for the same crops: files in memory, random numbers precomputed."""
     positions = np.arange(count)
     places = dataset.order(0).dataset_index(positions).tolist()
     draws = CROP.draws(positions)
@@ -103,7 +103,7 @@ def stored_files(folder: Path, dataset: ShardDataset) -> list[bytes]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    """Time every way of reading; return a row for each."""
+    """Time every contestant; return a row for each."""
     palette, jpeg = shards(folder, options.images)
     many, few = options.samples, options.images
     files = stored_files(folder / "jpeg", jpeg)
@@ -136,7 +136,7 @@ def main() -> None:
     """Run the benchmark."""
     made = parser("Reading shards, shuffled.")
     made.add_argument("--images", type=int, default=400, help="photographs; default: 400")
-    made.add_argument("--samples", type=int, default=51_200, help="palette samples a round")
+    made.add_argument("--samples", type=int, default=51_200, help="palette samples per round")
     options = made.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.replica_check
 
-One process, so that nothing is waited for: the whole look, its checksums of all weights and
-moments, its two losses of one micro-batch, and a training step. The step has as many micro-batches
-as it is told, a look has one.
+A single process, without communication: the full check, its checksums of all weights and moments,
+its two losses of one micro-batch, and a training step. `--micro-batch-size` divides a step into
+micro-batches; the check uses one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megavis.parallel.launch import read_launch
 def measure(
     config: RunConfig, shards: Path, context: ParallelContext, *, rounds: int
 ) -> dict[str, list[Taken]]:
-    """Return the times of a step, of a look and of the look's two halves, in turns."""
+    """Return the times of a step, of a check and of its two halves, in turns."""
     from megavis.data.loading.dataset import ShardDataset
     from megavis.data.loading.loader import BatchLoader
     from megavis.papers import OBJECTIVES

@@ -1,12 +1,12 @@
-"""Images of 1024 tokens, greedily: megavis with its cache against `generate` of `transformers`.
+"""Greedy generation of 1024 tokens: megavis with a KV cache against `generate` of `transformers`.
 
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
-The ImageGPT has random weights; megavis has the same ones, as `megavis import` makes them. Both are
-given the same first token each and must choose the same ids. A further line is megavis without a
-cache: the whole sequence again for each id, of which `--uncached-tokens` are timed and the rest is
-extrapolated. The bound is what no way of writing it in torch can go below: for each id the
-products, and the two of attention with all keys and values so far.
+The ImageGPT has random weights, which megavis gets as from `megavis import`. Both start from the
+same first tokens and must choose the same ids. Another line is megavis without a cache, which runs
+the whole sequence for each id; `--uncached-tokens` of them are timed, and the rest is extrapolated.
+The bound is a lower limit for any implementation in torch: for each id only its matrix products,
+and the two of attention with all keys and values so far.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def bare_products(config: RunConfig) -> Callable[[], None]:
 
 
 def agreement(ours: Tensor, theirs: Tensor) -> float:
-    """Return the share of images `[b, n]` whose ids are all the same."""
+    """Return the fraction of images `[b, n]` whose ids are all equal."""
     return float((ours == theirs).all(dim=1).float().mean())
 
 
 def main() -> None:
     """Measure and report."""
     arguments = sized_parser(__doc__.splitlines()[0], batch_size=16)
-    arguments.add_argument("--uncached-tokens", type=int, default=2, help="0: leave that out")
+    arguments.add_argument("--uncached-tokens", type=int, default=2, help="0 to skip this")
     options = arguments.parse_args()
     need_transformers()
     config = run_config(options)

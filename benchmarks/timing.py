@@ -1,4 +1,4 @@
-"""Times several ways of doing the same thing in turns, so that a busy machine slows all alike."""
+"""Time contestants in turns, so that other load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
 class Taken(NamedTuple):
-    """Time of one round: seconds on the clock, and seconds of all threads on the cores.
+    """Time of one round: wall-clock seconds, and CPU seconds of all threads.
 
-    The second hardly depends on what else the machine does; compare it with one thread, since
-    threads that wait for each other count too.
+    CPU time hardly depends on the machine's load; compare it with a single thread, since spinning
+    threads count too.
     """
 
     wall: float
@@ -32,12 +32,12 @@ class Taken(NamedTuple):
 def take_turns(
     contestants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1
 ) -> dict[str, list[Taken]]:
-    """Run each once a round, in turns.
+    """Run each contestant once per round.
 
     Args:
-        contestants: what to time, by name.
-        rounds: how often each is timed.
-        warmup: rounds before that are not.
+        contestants: functions to time, by name.
+        rounds: number of timed rounds.
+        warmup: number of untimed rounds before.
 
     Returns:
         Each round's time, by name.
@@ -54,12 +54,12 @@ def take_turns(
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return the median over rounds of how many times longer `slow` took than `fast`."""
+    """Return the median over rounds of the ratio `slow` / `fast`."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
 def summary(taken: Mapping[str, Sequence[Taken]], *, against: str) -> list[dict[str, Any]]:
-    """Return a row a contestant: medians, and how many times longer it took than `against`."""
+    """Return one row per contestant: medians, and the ratio to `against`."""
     base_wall, base_cpu = zip(*taken[against], strict=True)
     rows = []
     for name, rounds in taken.items():
@@ -77,20 +77,20 @@ def summary(taken: Mapping[str, Sequence[Taken]], *, against: str) -> list[dict[
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with what every benchmark takes."""
+    """Return a parser with the options of all benchmarks."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--rounds", type=int, default=5, help="timed turns of each; default: 5")
-    made.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return made
 
 
 def report(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: Any) -> None:
-    """Print a table, and write rows and machine as JSON where a path is given.
+    """Print a table, and optionally write rows and machine as JSON.
 
     Args:
-        rows: of equal keys.
+        rows: rows with equal keys.
         path: JSON file, or None.
-        **about: what was measured: sizes, settings.
+        **about: sizes and settings.
     """
     facts = {**about, **machine()}
     print("  ".join(f"{key} {value}" for key, value in facts.items()))
@@ -122,7 +122,7 @@ def machine() -> dict[str, str]:
 
 
 def need_transformers() -> None:
-    """Leave with a word on how to get it where `transformers` is missing."""
+    """Exit with instructions if `transformers` is missing."""
     try:
         importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

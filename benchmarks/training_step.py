@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python -m benchmarks.training_step
 
 Both have the same weights and see the same images: forward, backward, fused AdamW, no dropout, no
-gradient clipping. megavis takes the way of `megavis train`: objective, layers, DeepSpeed's engine.
-The bound is what no way of writing it in torch can go below: its matrix products, by the library
-that megavis takes too, and attentions forward and backward, and nothing else.
+gradient clipping. megavis runs as in `megavis train`: objective, layers, DeepSpeed's engine. The
+bound is a lower limit for any implementation in torch: only matrix products, by the library that
+megavis uses, and attention, forward and backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megavis.data.loading.batch import Batch
 
 
 def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:
-    """Return a function that takes one step of megavis's engine and gives the loss."""
+    """Return a function that takes one step of megavis's engine and returns the loss."""
     from megavis.papers import OBJECTIVES
     from megavis.parallel.context import open_context
     from megavis.parallel.launch import read_launch
@@ -40,14 +40,14 @@ def our_step(config: RunConfig, theirs: torch.nn.Module, ids: torch.Tensor) -> C
     context = open_context(read_launch({}), device="cpu")
     engine = Engine(config, OBJECTIVES["igpt"](config, context), context)
     copy_weights(theirs, engine.layers, config)
-    # Shards give one byte a pixel or two; the objective widens them.
+    # Shards have one or two bytes per pixel; the objective widens them.
     batch = Batch(ids.to(torch.int32), torch.full((len(ids),), -1), torch.arange(len(ids)))
     steps = iter(range(config.training.steps))
     return lambda: float(engine.train_step(iter([batch]), next(steps)))
 
 
 def their_step(config: RunConfig, model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:
-    """Return a function that takes one step on the ImageGPT and gives the loss."""
+    """Return a function that takes one step on the ImageGPT and returns the loss."""
     rate, betas = config.optimizer.learning_rate, config.optimizer.betas
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=betas, weight_decay=0.0, fused=True
@@ -69,7 +69,7 @@ def their_step(config: RunConfig, model: torch.nn.Module, ids: torch.Tensor) -> 
 def bare_step(config: RunConfig) -> Callable[[], None]:
     """Return a function that runs the products and attentions of a step on random numbers.
 
-    All blocks share one set of tensors, which stay in the processor's cache as far as they can.
+    All blocks share one set of tensors, which stay in the processor's cache if they fit.
     """
     model, batch, tokens = config.model, config.training.batch_size, config.data.image_size**2
     head_size = model.hidden_size // model.num_attention_heads
@@ -91,7 +91,7 @@ def bare_step(config: RunConfig) -> Callable[[], None]:
 
 
 def _product(rows: int, num_inputs: int, num_outputs: int) -> Callable[[], None]:
-    """Return a function that does what a linear layer does forward and backward."""
+    """Return a function with the matrix products of a linear layer, forward and backward."""
     inputs, gradient = torch.randn(rows, num_inputs), torch.randn(rows, num_outputs)
     weight = torch.randn(num_outputs, num_inputs)
 

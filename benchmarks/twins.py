@@ -1,4 +1,4 @@
-"""One iGPT twice: as `transformers` has it and as megavis does, with the same weights."""
+"""The same iGPT in `transformers` and in megavis, with equal weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ NUM_COLORS = 512
 
 
 def sized_parser(description: str, *, batch_size: int) -> argparse.ArgumentParser:
-    """Return a parser of a benchmark whose model has any size; `batch_size` is the default."""
+    """Return a parser with options for the model's size; `batch_size` is the default."""
     made = parser(description)
     made.add_argument("--width", type=int, default=256)
     made.add_argument("--layers", type=int, default=6)
-    made.add_argument("--heads", type=int, default=8, help="default: 8, as transformers has")
+    made.add_argument("--heads", type=int, default=8, help="default: 8, as in transformers")
     made.add_argument("--image-size", type=int, default=32, help="tokens are its square")
     made.add_argument("--batch-size", type=int, default=batch_size)
     return made
 
 
 def sizes(config: RunConfig) -> dict[str, int]:
-    """Return what a report says of a model and its batch."""
+    """Return the sizes of a model and its batch, for reports."""
     return {
         "width": config.model.hidden_size,
         "layers": config.model.num_layers,
@@ -46,7 +46,7 @@ def sizes(config: RunConfig) -> dict[str, int]:
 
 
 def run_config(options: argparse.Namespace) -> RunConfig:
-    """Return the config of a run of the sizes of `sized_parser` on one process, in float32."""
+    """Return a config with the sizes of `sized_parser`, for one process in float32."""
     return RunConfig(
         name="benchmark",
         objective=IGPTConfig(vocabulary_size=NUM_COLORS),
@@ -63,20 +63,20 @@ def run_config(options: argparse.Namespace) -> RunConfig:
 
 
 def matrix_shapes(config: RunConfig) -> list[tuple[int, int]]:
-    """Return inputs and outputs of the matrices of a block: attention's, joined, and the MLP's."""
+    """Return inputs and outputs of a block's matrices: fused attention projections and MLP."""
     width, inner = config.model.hidden_size, config.model.mlp_size
     return [(width, 3 * width), (width, width), (width, inner), (inner, width)]
 
 
 def image_gpt(config: RunConfig, *, dropout: float = 0.0) -> Any:
-    """Return the ImageGPT of `transformers` of the same sizes, with random weights.
+    """Return the ImageGPT of `transformers` in the same sizes, with random weights.
 
-    Its projections have biases, zero as in the released weights. There is one implementation of
-    its attention (no `attn_implementation` to choose): matrices of scores, mask, softmax.
+    Its projections have biases, zero as in the released weights. It has a single implementation of
+    attention (without `attn_implementation`): matrices of scores, mask, softmax.
 
     Args:
         config: of the run.
-        dropout: of residuals, embeddings and attention; `transformers` has 0.1 by default, the
+        dropout: of residuals, embeddings and attention; `transformers` uses 0.1 by default, the
             paper and megavis none.
     """
     import transformers
@@ -96,7 +96,7 @@ def image_gpt(config: RunConfig, *, dropout: float = 0.0) -> Any:
     made = transformers.ImageGPTForCausalImageModeling(settings)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            # Wide enough for the likeliest id to lead by more than rounding.
+            # Large enough for the most likely id to lead by more than rounding errors.
             parameter.normal_(std=0.0 if name.endswith("bias") else 0.05)
             if "ln_" in name:
                 parameter.fill_(1.0)
@@ -104,7 +104,7 @@ def image_gpt(config: RunConfig, *, dropout: float = 0.0) -> Any:
 
 
 def copy_weights(theirs: Any, layers: Any, config: RunConfig) -> None:
-    """Give megavis's layers the weights of an ImageGPT."""
+    """Copy the weights of an ImageGPT to megavis's layers."""
     released = {name: tensor.detach() for name, tensor in theirs.state_dict().items()}
     weights = from_imagegpt(released, num_heads=config.model.num_attention_heads)
     with torch.no_grad():
@@ -114,6 +114,6 @@ def copy_weights(theirs: Any, layers: Any, config: RunConfig) -> None:
 
 
 def after_start(ids: Tensor) -> Tensor:
-    """Return what ImageGPT sees for ids `[b, n]`: the start token, then all but the last."""
+    """Return ImageGPT's inputs for ids `[b, n]`: the start token, then all but the last."""
     start = torch.full((len(ids), 1), NUM_COLORS)
     return torch.cat([start, ids[:, :-1]], dim=1)

@@ -1,9 +1,9 @@
-"""Two-stream attention: keys and values of content alone, against those of all under one mask.
+"""Two-stream attention: keys and values of content only, against all tokens with a mask.
 
     OMP_NUM_THREADS=2 python -m benchmarks.two_streams
 
-The model is GVP's ViT-B at 196 patches and one condition token. The plain way computes queries,
-keys and values of all 393 tokens in every layer and forbids what is not seen by one dense mask.
+The model is GVP's ViT-B at 196 patches and one condition token. The plain variant computes queries,
+keys and values of all 393 tokens in every layer and applies a dense mask.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = Path(__file__).parents[1] / "yaml_configs/gvp/vit_b_p2p.yaml"
 
 
 def plainly(block: Block) -> None:
-    """Make a block attend the plain way, with the weights that it has."""
+    """Switch a block to the plain variant, with its own weights."""
     block.is_last = False
     attention = block.self_attention
     assert isinstance(attention, Attention)
@@ -42,7 +42,7 @@ def plainly(block: Block) -> None:
         query = attention._heads(attention.linear_q(hidden_states)[0], 1)[0]
         key, value = attention._heads(attention.linear_kv(hidden_states)[0], 2)
         mask = attention_mask.visibility.dense_mask(len(hidden_states))
-        # A softmax over nothing is no number: what sees nothing sees itself, and forgets it.
+        # Softmax over no keys is NaN: let such rows attend to themselves, and zero the result.
         blind = ~mask.any(-1, keepdim=True)
         seen = mask | blind & torch.eye(len(hidden_states), dtype=torch.bool)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None])
@@ -53,7 +53,7 @@ def plainly(block: Block) -> None:
 
 
 def step_of(objective: GVP, layers: list[nn.Module], batch: Batch) -> Callable[[], list[Tensor]]:
-    """Return a function that gives the loss and the gradients of one forward and backward pass."""
+    """Return a function that returns loss and gradients of one forward and backward pass."""
     parameters = [p for layer in layers for p in layer.parameters()]
 
     def step() -> list[Tensor]:

@@ -1,10 +1,10 @@
-"""No process ever holds the whole model under ZeRO-3: memory while iGPT-XL's stand-in is built.
+"""Memory while a stand-in for iGPT-XL is built: under ZeRO-3 no process holds the full model.
 
     python benchmarks/zero3_memory.py [WIDTH]
 
-Builds 60 blocks, as XL has them, of a smaller width (default 192) on four processes, once under
+Builds XL's 60 blocks with a smaller width (default 192) on four processes, once under
 ZeRO-1 and once under ZeRO-3, then takes one step on random images. Prints the resident memory that
-each phase added to a process, as a multiple of the model's float32 weights.
+each phase adds to a process, as a multiple of the model's float32 weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ WORDS = ["data.image_size=16", "training.precision=float32", "training.batch_siz
 
 @dataclass(frozen=True)
 class Growth:
-    """Resident bytes that were added on one process.
+    """Additional resident bytes on one process.
 
     Attributes:
-        model: bytes of the whole model's float32 weights.
+        model: bytes of the model's float32 weights.
         largest_layer: likewise of its largest layer.
-        peak: most at any time while the layers were built.
-        built: when they were built.
-        engine: when the engine had its master weights and gradients.
-        trained: after the first step, which makes Adam's moments; with its activations.
+        peak: peak while the layers were built.
+        built: after they were built.
+        engine: after the engine allocated master weights and gradients.
+        trained: after the first step, which allocates Adam's moments and activations.
     """
 
     model: int
@@ -48,7 +48,7 @@ def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
     Args:
         launch: this process's place in the job.
         words: keys of XL's config to change.
-        trains: also what comes after the layers; 0 is returned for it otherwise.
+        trains: whether to build the engine and train; otherwise 0 is returned for these.
     """
     from megavis.config.load import load_config
     from megavis.papers import OBJECTIVES
@@ -59,7 +59,7 @@ def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
     context = open_context(launch, device="cpu")
     objective = OBJECTIVES[config.objective.name](config, context)
     first, block, last = (bytes_of(plan) for plan in layers_of(objective))
-    # The first use of each collective and library allocates for good; that is not the model.
+    # Warm up: the first use of collectives and libraries allocates memory permanently.
     small = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 1})})
     build_stack(type(objective)(small, context), context)
     layers, peak, built = measured(lambda: build_stack(objective, context))
@@ -71,7 +71,7 @@ def growth(launch: Any, words: list[str], trains: bool = True) -> Growth:
 
 
 def train(objective: Any, context: Any) -> tuple[int, int]:
-    """Return the resident bytes that an engine adds, and those of it after a step."""
+    """Return the additional resident bytes of an engine, before and after a step."""
     import torch
 
     from megavis.data.loading.batch import Batch
@@ -96,14 +96,14 @@ def layers_of(objective: Any) -> list[Any]:
 
 
 def measured(action: Any) -> tuple[Any, int, int]:
-    """Return what `action` gives, and the resident bytes that it added: at most, and in the end."""
+    """Return the result of `action`, and its additional resident bytes: peak and final."""
     libc = ctypes.CDLL(None)
-    # Freed memory goes back to the system at once, so that resident memory is what is held.
+    # Return freed memory to the system at once, so that resident memory is memory in use.
     libc.mallopt(M_MMAP_THRESHOLD, 65536)
     gc.collect()
     libc.malloc_trim(0)
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     result = action()
     gc.collect()
     libc.malloc_trim(0)

@@ -1,5 +1,5 @@
-"""Compare two checkouts side by side: does a redesign compute what the old tree computed?
+"""Compare two checkouts: does a redesign compute the same as the old tree?
 
-`__main__.py` runs both, `cases.py` says on what, `record.py` measures inside one checkout,
-`adapter.py` holds all that reaches into it, and `report.py` compares.
+`__main__.py` runs both, `cases.py` lists the cases, `record.py` measures inside one checkout,
+`adapter.py` has all code that depends on a checkout's internals, and `report.py` compares.
 """

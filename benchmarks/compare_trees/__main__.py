@@ -1,11 +1,11 @@
-"""Run two checkouts side by side on this machine, and say where they do not do the same.
+"""Run two checkouts on this machine and report differences.
 
     python -m benchmarks.compare_trees OLD_TREE NEW_TREE --only 'igpt*' presets refusals
 
 Losses, gradient norms, sequences, parameters and their options, features, outputs, samples with
 every option, evaluation, plans, schema, resolved presets, refusals, and resuming from the old
-tree's checkpoints are compared bit for bit, seconds as ratios. Exit code 1 where anything differs
-that `--allow` does not justify.
+tree's checkpoints are compared bit for bit, times as ratios. Exit code 1 if anything differs
+that `--allow` does not list.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from megavis.parallel.launch import free_port
 _OURS = Path(__file__).parents[1]
 _WITHOUT_RUN = ("schema", "refusals", "presets")
 _MAX_JOBS = 24
-"""Trainings after which a process is replaced: each engine leaves threads behind."""
+"""Trainings after which a process is replaced, since each engine leaks threads."""
 
 
 class Recorder:
     """A process that measures in one checkout."""
 
     def __init__(self, tree: Path, folder: Path, rank: int = 0) -> None:
-        """Put the checkout where the process finds it.
+        """Start a process that imports the checkout.
 
         Args:
             tree: the checkout.
-            folder: of its recordings.
+            folder: for its recordings.
             rank: of the process among those of a layout.
         """
         self._folder, self._jobs, self._rank = folder, 0, rank
         staged = folder / "tree"
         staged.mkdir(parents=True, exist_ok=True)
-        # The benchmarks are ours in both: an old tree may not have them.
+        # Use this tree's benchmarks for both: an old tree may not have them.
         targets = {name: tree / name for name in ("megavis", "data_tools", "yaml_configs")}
         for name, target in {**targets, "benchmarks": _OURS}.items():
             if not (staged / name).is_symlink():
@@ -88,7 +88,7 @@ class Recorder:
         self._process.stdin.flush()
 
     def wait(self) -> str:
-        """Wait for its end; return what went wrong, if anything."""
+        """Wait for the job; return the error, if any."""
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
@@ -97,7 +97,7 @@ class Recorder:
         return error
 
     def measure(self, case: str, part: str) -> records.Record:
-        """Do a job; return its record, which says so where it failed."""
+        """Run a job; return its record, which may be a failure."""
         self.send(case, part)
         return self.result(case, part, self.wait())
 
@@ -116,7 +116,7 @@ class Recorder:
 
 
 class Comparison:
-    """Counts and prints what differs."""
+    """Counts and prints differences."""
 
     def __init__(self, allowed: Sequence[Allowed]) -> None:
         self._allowed = allowed
@@ -128,7 +128,7 @@ class Comparison:
         found = differences(case, old, new)
         failed = f"{part}/failed"
         if failed in old and failed in new:
-            # Alike or not, no measurement.
+            # A failure is a difference, even if both failed.
             found = [Difference(f"{case}/{failed}", old[failed].strip())]
         lines, wrong = lines_of(found, self._allowed)
         self.wrong += wrong
@@ -140,7 +140,7 @@ class Comparison:
         print(f"{case} {part}: {verdict}", *lines, sep="\n", flush=True)
 
     def finish(self) -> int:
-        """Print the seconds; return the exit code."""
+        """Print the ratios of times; return the exit code."""
         for name, values in self._ratios.items():
             if values:
                 print(
@@ -154,13 +154,13 @@ class Comparison:
 def compare(
     trees: Sequence[Path], out: Path, wanted: Sequence[str], comparison: Comparison
 ) -> None:
-    """Compare whatever takes one process.
+    """Compare all cases that run on one process.
 
     Args:
-        trees: the old one and the new one.
+        trees: old and new checkout.
         out: folder for data, runs and records.
         wanted: names of cases, `schema`, `presets`, `refusals`.
-        comparison: takes the records.
+        comparison: collects the records.
     """
     old, new = (Recorder(tree, out / name) for tree, name in zip(trees, _SIDES, strict=True))
     try:
@@ -190,7 +190,7 @@ def _make_data(old: Recorder, out: Path) -> None:
 def compare_layouts(
     trees: Sequence[Path], out: Path, wanted: Sequence[str], comparison: Comparison
 ) -> None:
-    """Compare the curves of several processes; arguments as `compare` has them."""
+    """Compare curves in layouts of several processes; for arguments see `compare`."""
     runs = [(case.name, part) for case in CASES if case.layouts for part in LAYOUTS]
     runs = [(name, part) for name, part in runs if name in wanted]
     found = []
@@ -214,7 +214,7 @@ def _in_layout(ranks: Sequence[Recorder], name: str, part: str) -> records.Recor
 
 
 def main() -> int:
-    """Compare; return 1 where anything differs."""
+    """Compare the trees; return 1 if anything differs."""
     names = [*_WITHOUT_RUN, *(case.name for case in CASES)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old_tree", type=Path)
@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help=", ".join(names))
     parser.add_argument("--layouts", action="store_true", help="also on two and four processes")
     parser.add_argument("--allow", type=Path, metavar="FILE", help="lines of PATTERN # REASON")
-    parser.add_argument("--out", type=Path, help="keep data and runs here, and take them again")
+    parser.add_argument("--out", type=Path, help="folder to keep data and runs in, for reuse")
     options = parser.parse_args()
     wanted = [name for name in names if any(fnmatch.fnmatch(name, p) for p in options.only)]
     if not wanted:

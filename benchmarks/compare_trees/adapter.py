@@ -1,7 +1,7 @@
-"""All that the recorder takes from inside a checkout, besides its commands and `megavis.load`.
+"""Access to a checkout's internals, beyond its commands and `megavis.load`.
 
-When a redesign moves one of these, mend it here, so that old and new trees are both understood.
-Modules are imported by name, since the checkout that is recorded need not be this one.
+If a redesign moves one of these, update this file so that it supports old and new trees. Modules
+are imported by name, since the recorded checkout may not be this one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Parameters = dict[str, dict[str, Any]]
 
 @dataclass
 class Training:
-    """What was seen of a training.
+    """Recorded values of a training run.
 
     Attributes:
-        parameters: by name: shape, weight decay, scale of the learning rate, other options.
+        parameters: shape, weight decay, learning-rate scale and other options by name.
         sequences: inputs and targets of each micro-batch.
-        batches: what the shards held of each micro-batch, and its labels.
-        step_seconds: processor seconds of each step.
+        batches: inputs and labels of each micro-batch.
+        step_seconds: CPU time of each step.
     """
 
     parameters: Parameters = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Training:
 
 @contextlib.contextmanager
 def watched_training() -> Iterator[Training]:
-    """Look over the engine's shoulder while a command trains."""
+    """Record the engine's work while a command trains."""
     engine: Any = importlib.import_module("megavis.training.engine").Engine
     seen, start, step = Training(), engine.__init__, engine.train_step
 
@@ -106,14 +106,14 @@ def weights(run: Any) -> dict[str, np.ndarray]:
 
 
 def sample_words(words: list[str]) -> list[str]:
-    """Return options of `megavis sample` in the checkout's own words."""
+    """Translate options of `megavis sample` to those of the checkout."""
     if importlib.util.find_spec("megavis.sampling.sampler") is None:
         return words
     return ["--temperature" if word == "--scale" else word for word in words]
 
 
 def sampled_tokens(run: Any, **options: Any) -> torch.Tensor:
-    """Return what a model drew before anything made images of it, where the checkout gives that."""
+    """Return sampled tokens before decoding to images, if the checkout supports that."""
     if "tokens" in inspect.signature(run.sample).parameters:
         options["tokens"] = run.config.objective.name == "igpt"
     drawn: torch.Tensor = run.sample(**options)
@@ -121,7 +121,7 @@ def sampled_tokens(run: Any, **options: Any) -> torch.Tensor:
 
 
 def close_job() -> None:
-    """Leave the job that `megavis.load` has joined."""
+    """Leave the job that `megavis.load` joined."""
     module: Any = importlib.import_module("megavis.parallel.context")
     if module.current_context() is not None:
         module.close_context()

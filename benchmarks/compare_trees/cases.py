@@ -1,6 +1,6 @@
-"""What is compared: tiny runs of every paper, data for them, shipped presets, and mistakes.
+"""Cases: tiny runs of every paper, their data, shipped presets, and invalid commands.
 
-Paths are relative to the folder of a recording (`OUT/old`, `OUT/new`), so that texts are alike.
+Paths are relative to the folder of a recording (`OUT/old`, `OUT/new`), so that outputs match.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 NUM_STEPS = 10
 SAVED_STEP = 5
-"""Each run trains to `NUM_STEPS`; another one continues the old tree's from `SAVED_STEP`."""
+"""Each run trains to `NUM_STEPS`; another resumes the old tree's run from `SAVED_STEP`."""
 
 _COMMON = f"""\
 name: case
@@ -52,7 +52,7 @@ BASES = {
     "frames": _COMMON + _shards("speech", frames="[100, 40]") + _BLOCKS,
     "networks": _COMMON + _IMAGES,
 }
-"""Configs that cases change by `key=value` words."""
+"""Base configs, which cases change by `key=value` words."""
 
 _SIZES = (
     "multipliers: [1, 1, 1], blocks_per_level: 1, perceptual_weight: 0, discriminator_filters: 8"
@@ -97,7 +97,7 @@ DATA: tuple[str, ...] = (
     "megavis train images.yaml output=../data name=mp3"
     " 'objective={name: mp3, patch_size: 4}' training.sample_every=0",
 )
-"""Commands that make it, once, with the old tree: shards, tokenizers, runs to fine-tune."""
+"""Commands that make the data once with the old tree: shards, tokenizers, runs to fine-tune."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Case:
     """A run that both trees train, load, sample and evaluate.
 
     Attributes:
-        name: of the case and of its run folder.
+        name: name of the case and its run folder.
         base: one of `BASES`.
-        words: `key=value` words that change it, as in a shell.
-        samples: options of `megavis sample`, a command each.
-        commands: other commands, with RUN where the run folder belongs.
-        layouts: also trained in several layouts on request.
+        words: `key=value` overrides, in shell syntax.
+        samples: options of `megavis sample`, one command each.
+        commands: other commands, with RUN for the run folder.
+        layouts: whether to train in several layouts with `--layouts`.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Case:
 
     @property
     def overrides(self) -> list[str]:
-        """The words, its name among them."""
+        """The overrides, including the run's name."""
         return [f"name={self.name}", *shlex.split(self.words)]
 
 
@@ -369,7 +369,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     ),
     "zero3": (2, "parallel.zero_stage=3"),
 }
-"""Number of processes and words of each layout, on request."""
+"""Number of processes and overrides of each layout, for `--layouts`."""
 
 REFUSALS: tuple[str, ...] = (
     "train nowhere.yaml",
@@ -429,4 +429,4 @@ REFUSALS: tuple[str, ...] = (
     "likelihood ../data/mp3",
     "megalomania",
 )
-"""Commands that must fail, with one sentence."""
+"""Commands that must fail with a one-sentence message."""

@@ -1,6 +1,6 @@
-"""Measures inside one checkout: a process that takes jobs, a line of JSON each, and answers.
+"""Measure inside one checkout: a process that reads jobs as lines of JSON and answers.
 
-Started by `__main__.py` with a PYTHONPATH on which `megavis` is the checkout's. The current folder
+Started by `__main__.py` with a PYTHONPATH that selects the checkout's `megavis`. The current folder
 is that of the recording; all paths are relative to it.
 """
 
@@ -41,7 +41,7 @@ _BY_NAME = {case.name: case for case in CASES}
 
 
 class Said(NamedTuple):
-    """What a command said."""
+    """Output of a command."""
 
     code: int
     out: str
@@ -50,7 +50,7 @@ class Said(NamedTuple):
 
 
 def call(words: Sequence[str], program: str = "megavis") -> Said:
-    """Run a command in this process; seconds are the processor's."""
+    """Run a command in this process; seconds are CPU time."""
     out, error = io.StringIO(), io.StringIO()
     before = time.process_time()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -70,7 +70,7 @@ def _main(program: str) -> Callable[[list[str]], int]:
 
 
 def must(words: Sequence[str], program: str = "megavis") -> Said:
-    """Run a command that has to succeed; raises RuntimeError with what it said."""
+    """Run a command that must succeed; raises RuntimeError with its output."""
     said = call(words, program)
     if said.code != 0:
         raise RuntimeError(f"{program} {shlex.join(words)}: exit code {said.code}\n{said.error}")
@@ -78,7 +78,7 @@ def must(words: Sequence[str], program: str = "megavis") -> Said:
 
 
 def write_configs() -> None:
-    """Write the configs that cases are based on."""
+    """Write the base configs."""
     for name, text in BASES.items():
         Path(f"{name}.yaml").write_text(text, encoding="utf-8")
 
@@ -92,7 +92,7 @@ def make_data() -> Record:
 
 
 def measure_fresh(name: str) -> Record:
-    """Train a case from fresh weights, and plan it."""
+    """Train a case from scratch, and plan it."""
     case = _BY_NAME[name]
     words = [f"{case.base}.yaml", *case.overrides]
     with adapter.watched_training() as seen:
@@ -119,7 +119,7 @@ def measure_fresh(name: str) -> Record:
 
 
 def measure_loaded(name: str) -> Record:
-    """Load what the old tree has trained: resume, run, sample and evaluate it."""
+    """Load the old tree's run: resume, run, sample and evaluate it."""
     record = _resumed(_BY_NAME[name])
     run = Path("loaded", name)
     shutil.rmtree(run, ignore_errors=True)
@@ -146,7 +146,7 @@ def _resumed(case: Case) -> Record:
 
 
 def _own_form(base: str, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Return what `run.outputs` takes: the inputs in the paper's own form, and its conditions."""
+    """Return the arguments of `run.outputs`: inputs in the paper's form, and conditions."""
     if base == "pairs":
         return {"inputs": inputs[:, 1], "image": inputs[:, 0]}
     return {"inputs": inputs, "labels": labels} if base == "latents" else {"inputs": inputs}
@@ -186,7 +186,7 @@ def _answers(prefix: str, run: Any, inputs: np.ndarray, given: Mapping[str, np.n
 
 
 def _answer(key: str, question: Callable[[], Any]) -> Record:
-    """Return the answer, or the exception by which it is refused."""
+    """Return the result, or the exception."""
     try:
         answer = question()
     except Exception as error:
@@ -228,7 +228,7 @@ def _written(run: Path, key: str) -> Record:
 
 
 def _said(key: str, said: Said) -> Record:
-    # A command that succeeds may show progress, and how fast it was.
+    # On success, standard error has progress and throughput, which differ.
     return {f"{key}/says": [said.code, said.out, said.error if said.code else ""]}
 
 
@@ -258,7 +258,7 @@ def measure_schema(_: str) -> Record:
 
 
 def measure_presets(_: str) -> Record:
-    """Read, count and plan every config that the checkout ships."""
+    """Read, count and plan every shipped config of the checkout."""
     record: Record = {}
     for path in sorted(Path("tree/yaml_configs").glob("*/*.yaml")):
         name = f"{path.parent.name}/{path.stem}"
@@ -269,7 +269,7 @@ def measure_presets(_: str) -> Record:
 
 
 def measure_refusals(_: str) -> Record:
-    """Make the mistakes."""
+    """Run the invalid commands."""
     return {
         key: value
         for line in REFUSALS
@@ -278,7 +278,7 @@ def measure_refusals(_: str) -> Record:
 
 
 def measure_layout(name: str, layout: str, rank: int, port: int) -> Record:
-    """Train a case on this process's part of a layout; the first process answers."""
+    """Train a case on this process's part of a layout; the first process returns the record."""
     case, (processes, words) = _BY_NAME[name], LAYOUTS[layout]
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
     output = Path("layouts", layout)
@@ -293,7 +293,7 @@ def measure_layout(name: str, layout: str, rank: int, port: int) -> Record:
             del os.environ[key]
     if rank:
         return {}
-    # Some papers refuse some layouts; that they do so is a measurement too.
+    # Some papers reject some layouts; the rejection is recorded too.
     return {f"{layout}/curve": _curve(output / name, 0)} if not said.code else _said(layout, said)
 
 
@@ -308,7 +308,7 @@ PARTS: dict[str, Callable[[str], Record]] = {
 
 
 def work(job: dict[str, Any]) -> str:
-    """Do one job and write its record; return what went wrong, if anything: the log has it all."""
+    """Run a job and write its record; return the error, if any; details are in the log."""
     try:
         if job["part"] in LAYOUTS:
             record = measure_layout(job["case"], job["part"], job["rank"], job["port"])
@@ -324,7 +324,7 @@ def work(job: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _answers_apart() -> Iterator[Any]:
-    """Keep what libraries print out of the answers."""
+    """Separate libraries' output from answers."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with answers:
@@ -332,7 +332,7 @@ def _answers_apart() -> Iterator[Any]:
 
 
 def main() -> None:
-    """Take jobs until the input ends."""
+    """Run jobs until the input ends."""
     with _answers_apart() as answers:
         write_configs()
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""What is measured in one checkout, and its file."""
+"""Records of measurements in one checkout, and their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 Record = dict[str, Any]
-"""By measurement: an array, or what JSON holds. Seconds are under `seconds/...`."""
+"""Arrays or JSON values by name of the measurement. Times are under `seconds/...`."""
 
 SECONDS = "seconds/"
 
@@ -22,12 +22,12 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(rest, indent=1), encoding="utf-8")
     with path.with_suffix(".npz").open("wb") as file:
-        # Keys hold slashes and may be called `file`, so not as keyword arguments.
+        # Keys have slashes and may be `file`, so they cannot be keyword arguments.
         np.savez(file, names=np.array(list(arrays)), **_numbered(arrays))
 
 
 def read(path: Path) -> Record:
-    """Read what `write` wrote."""
+    """Read a record."""
     record: Record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     with np.load(path.with_suffix(".npz")) as archive:
         names = archive["names"].tolist()

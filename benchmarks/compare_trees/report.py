@@ -1,4 +1,4 @@
-"""Where two records differ, and by how much."""
+"""Find and describe differences between two records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.compare_trees.records import SECONDS
 
 @dataclass(frozen=True)
 class Difference:
-    """A measurement that is not the same, and how."""
+    """A measurement that differs, with a description."""
 
     name: str
     text: str
@@ -25,13 +25,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Allowed:
-    """Differences that a commit justifies: a pattern of names, and the reason."""
+    """Expected differences: a pattern of names, and the reason."""
 
     pattern: str
     reason: str
 
     def covers(self, difference: Difference) -> bool:
-        """Return whether this is one of them."""
+        """Return whether the pattern matches the difference."""
         return fnmatch.fnmatchcase(difference.name, self.pattern)
 
 
@@ -53,7 +53,7 @@ def read_allowed(path: Path) -> list[Allowed]:
 
 
 def differences(case: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """Return every measurement of a case that is not bit for bit the same; seconds left out."""
+    """Return all measurements of a case that are not bitwise equal, except times."""
     names = [name for name in {**old, **new} if not name.startswith(SECONDS)]
     found = []
     for name in names:
@@ -67,7 +67,7 @@ def differences(case: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> li
 
 
 def ratios(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, float]:
-    """Return how many times as long the new tree takes, by what is timed."""
+    """Return the ratios of times, new / old, by name."""
     return {
         name.removeprefix(SECONDS): new[name] / old[name]
         for name in old
@@ -88,7 +88,7 @@ def _difference(old: Any, new: Any) -> str:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the tree where a text is JSON, so that what differs is named by its keys."""
+    """Parse texts that are JSON, so that differences are reported by key."""
     if isinstance(value, list):
         return [_parsed(each) for each in value]
     if isinstance(value, str) and value.startswith(("{", "[")):
@@ -116,14 +116,14 @@ def _of_arrays(old: np.ndarray, new: np.ndarray) -> str:
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """Return integers of the same bits: NaN equals itself, 0 and -0 differ."""
+    """Reinterpret as integers, so that NaN equals itself, and 0 and -0 differ."""
     contiguous = np.ascontiguousarray(values)
     return contiguous.view(f"u{values.dtype.itemsize}").reshape(values.shape)
 
 
 def _of_trees(place: str, old: Any, new: Any) -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
-        # Order counts: that of parameters decides the optimizer's states.
+        # Order matters: that of parameters determines the optimizer's states.
         if list(old) != list(new) and set(old) == set(new):
             yield f"{place or 'keys'}: another order"
         for key in {**old, **new}:
@@ -165,7 +165,7 @@ def _short(value: Any) -> str:
 
 
 def lines_of(found: Sequence[Difference], allowed: Sequence[Allowed]) -> tuple[list[str], int]:
-    """Return a line for each difference, and how many of them no one allows."""
+    """Return a line for each difference, and the number that are not allowed."""
     lines, wrong = [], 0
     for difference in found:
         reason = next((each.reason for each in allowed if each.covers(difference)), None)

@@ -23,7 +23,7 @@ from megavis.parallel.random import normal, uniform
 from megavis.training.bench import random_batch
 
 FLOAT32, BF16_LOSS, BF16_GRADIENT = 1e-5, 0.02, 0.1
-"""Largest relative differences that pass."""
+"""Tolerances, as relative differences."""
 _DROPOUT = ("model.hidden_dropout=0.2", "model.attention_dropout=0.2", "model.mlp_dropout=0.2")
 
 
@@ -42,7 +42,7 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
 
 
 def random_numbers(launch: Launch, settings: Settings) -> list[Row]:
-    """Compare megavis's draws, which must be the same on every device."""
+    """Compare megavis's random numbers, which must be equal on every device."""
     index = torch.arange(64)
     drawn = [
         [draw(place, 1024, seed=3, purpose="check").cpu() for draw in (uniform, normal)]
@@ -111,13 +111,13 @@ def one_pass(objective: Trainable, stack: LayerStack, batch: Batch) -> Pass:
 def differences(
     name: str, found: Pass, wanted: Pass, limits: Sequence[float], note: str = ""
 ) -> list[Row]:
-    """Return the relative differences of the loss and of all gradients together.
+    """Return the relative differences of the loss and of the concatenated gradients.
 
     Args:
-        name: of what is compared.
+        name: of the comparison.
         found: a pass.
-        wanted: the pass that it is compared with.
-        limits: largest differences of loss and gradients that pass.
+        wanted: the reference pass.
+        limits: tolerances of loss and gradients.
         note: for the reader.
     """
     assert found.gradients.keys() == wanted.gradients.keys()

@@ -1,4 +1,4 @@
-"""Stage 6: how fast ids are generated: batch 1, 16 and 64, float32, bf16, and as a CUDA graph."""
+"""Stage 6: speed of generating ids: batch 1, 16 and 64, float32, bf16, and as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megavis.schedules.schedule import Question
 
 PRESET = "igpt/l_32.yaml"
 Way = Callable[[Inference, IGPT, int, Settings], float]
-"""Returns the seconds of an id of so many images."""
+"""Returns the seconds per id for a batch of images."""
 
 _BATCHES = (1, 16, 64)
 _BANDWIDTH = "speed: copy in memory"
@@ -58,7 +58,7 @@ def _decode(
         rows = []
         for batch in (1, 2) if settings.small else _BATCHES:
             seconds = measure(runner, objective, batch, settings)
-            # In GB/s, as the bandwidth: all weights are read once for every place.
+            # In GB/s like the bandwidth: all weights are read once per position.
             share = 1e-9 * num_bytes / seconds / float(bandwidth.value or 0.0)
             note = _note(settings) if measure is graphed_place else ""
             rows += _rows(f"decoding iGPT-L, {name}, batch {batch}", seconds, batch, share, note)
@@ -85,7 +85,7 @@ def _rows(title: str, seconds: float, batch: int, share: float, note: str) -> li
 
 
 def seconds_a_place(runner: Inference, objective: IGPT, batch: int, settings: Settings) -> float:
-    """Return the seconds of an id of all images, without the pass over those that are given."""
+    """Return the seconds per id for the whole batch, without the prefill pass."""
     places = 4 if settings.small else 64
     device = runner.context.device
     num_given = objective.num_tokens - places - 1
@@ -100,10 +100,10 @@ def seconds_a_place(runner: Inference, objective: IGPT, batch: int, settings: Se
 
 
 class AfterFirstPass(Inference):
-    """A runner that notes when its first pass was done: of the ids that are given.
+    """A runner that records the end of its first pass, the prefill.
 
     Attributes:
-        began: seconds of the clock; 0 before.
+        began: time in seconds; 0 before.
     """
 
     began = 0.0
@@ -119,7 +119,7 @@ class AfterFirstPass(Inference):
 
 @torch.no_grad()
 def graphed_place(runner: Inference, objective: IGPT, batch: int, settings: Settings) -> float:
-    """Return the seconds of one place as a CUDA graph, which leaves out the host's work."""
+    """Return the seconds per position as a CUDA graph, without the host's work."""
     device, given = runner.context.device, objective.num_tokens // 2
     ids = torch.zeros(batch, objective.num_tokens, dtype=torch.int64, device=device)
     cache = runner.cache(objective.num_tokens)
@@ -138,7 +138,7 @@ def graphed_place(runner: Inference, objective: IGPT, batch: int, settings: Sett
     rounds = 2 if settings.small else 20
     if not settings.on_gpu:
         return seconds_of(place, device, rounds=rounds)
-    # A graph is captured on a side stream, after its kernels have been chosen there.
+    # Warm up on the side stream on which the graph is captured.
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

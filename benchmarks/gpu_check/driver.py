@@ -1,4 +1,4 @@
-"""Runs stages part by part in worker processes, and writes down each part as it is done."""
+"""Run stages part by part in worker processes, and save the result of each part."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megavis.parallel.workers import WorkerError, WorkerPool
 Ask = Callable[..., Any]
 """Runs `job(launch, *args)` elsewhere, in at most `timeout` seconds; raises WorkerError."""
 
-# Without an upper limit, jobs share one process: what is measured there is tiny.
+# Practically unlimited: jobs share one process, since they are tiny.
 _MANY_JOBS = 10_000
 
 
 class Worker:
-    """One worker process, started when it is needed and replaced where it failed."""
+    """A worker process, started on demand and replaced after a failure."""
 
     def __init__(self) -> None:
         self._pool: WorkerPool | None = None
@@ -42,7 +42,7 @@ class Worker:
 
 
 class Clock:
-    """Seconds that are left, of a stage and of the whole call."""
+    """Remaining time of a stage and of the call."""
 
     def __init__(self, limit: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self.limit, self.now = limit, now
@@ -63,15 +63,15 @@ def run_stage(
     again: bool = False,
     say: Callable[[str], None],
 ) -> StageResult:
-    """Run the parts of a stage that have not finished yet, as far as the time reaches.
+    """Run the unfinished parts of a stage within the time limit.
 
     Args:
         settings: of the whole check.
         number: of the stage.
         ask: runs a part.
         clock: of the stage.
-        again: forget what an earlier call measured.
-        say: shows a line to the user.
+        again: discard earlier results.
+        say: prints a line.
 
     Raises:
         UserError: an earlier call measured on another device, or at other sizes.
@@ -99,7 +99,7 @@ def run_stage(
 
 
 def _open(result: StageResult, settings: Settings, ask: Worker, clock: Clock) -> tuple[str, ...]:
-    """Note facts of the machine; return the stage's parts, none where no process starts."""
+    """Record facts about the machine; return the stage's parts, none if no process starts."""
     names: tuple[str, ...] = ()
     try:
         limit = max(clock.left, 1.0)
@@ -111,7 +111,7 @@ def _open(result: StageResult, settings: Settings, ask: Worker, clock: Clock) ->
 
 
 def earlier(settings: Settings, number: int, *, again: bool) -> StageResult:
-    """Return what is known of a stage; nothing yet, or with `again`, an empty result."""
+    """Return the earlier result of a stage; an empty one if there is none, or with `again`."""
     fresh = StageResult(number, STAGES[number].title, settings.device, settings.small)
     found = None if again else read_stage(settings.folder, number)
     if found is None:

@@ -1,4 +1,4 @@
-"""Stage 8: two equal runs, the replica check, and what to correct in the planner."""
+"""Stage 8: two equal runs, the replica check, and corrections for the planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megavis.parallel.launch import Launch
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
-    """Return the stage's parts; the last one reads what the others and other stages found."""
+    """Return the stage's parts; the last one uses results of the others and of other stages."""
     presets = list(PRESETS)[:1] if settings.small else list(PRESETS)
     host = {f"host time, {name}": functools.partial(_host_time, name) for name in presets}
     runs = {f"two runs, {p}": functools.partial(_two_runs, p) for p in ("float32", "bf16")}
@@ -43,7 +43,7 @@ def _two_runs(precision: str, launch: Launch, settings: Settings) -> list[Row]:
 
 
 def replica_check(launch: Launch, settings: Settings) -> list[Row]:
-    """Look at a model as `training.check_replicas_every` does; it raises where bits differ."""
+    """Check a model as `training.check_replicas_every` does; raises if bits differ."""
     tiny = (*TINY, "data.image_size=8") if settings.small else ("model.num_layers=6",)
     config = read_config("igpt/s_32.yaml", [*tiny, "training.batch_size=4"])
     shards = write_palette_shards(
@@ -63,7 +63,7 @@ def replica_check(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def _host_time(name: str, launch: Launch, settings: Settings) -> list[Row]:
-    """Time steps of so small a width that the host is what they wait for, at two depths."""
+    """Time steps of a model so narrow that they are bound by the host, at two depths."""
     preset, rows = PRESETS[name], []
     depths = (1, 3) if settings.small else (4, 12)
     for stage in (1, 3):

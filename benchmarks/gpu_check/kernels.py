@@ -1,4 +1,4 @@
-"""What a profile says: which attention kernel ran, and where the time of a step goes."""
+"""Evaluate profiles: attention kernels, and the time of a step by kind of kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Kernel:
-    """A stretch of time on the device, in microseconds."""
+    """A kernel's interval on the device, in microseconds."""
 
     name: str
     start: float
@@ -34,14 +34,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Milliseconds of a run by what the device did.
+    """Milliseconds of a run by kind of work on the device.
 
     Attributes:
         products: matrix products and convolutions.
         attention: SDPA.
         rest: all other kernels and copies.
-        busy: anything, kernels that run at once counted once; None on a CPU: not known there.
-        longest: kernels or operators that took most, in milliseconds.
+        busy: time with any kernel; None on a CPU, where it is unknown.
+        longest: kernels or operators with the most time, in milliseconds.
     """
 
     products: float
@@ -59,7 +59,7 @@ def class_of(name: str) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device still has to do; nothing on a CPU."""
+    """Synchronize with the device; a no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -76,13 +76,13 @@ def profiled(run: Callable[[], object], device: torch.device) -> Any:
 
 
 def sdpa_kernels(run: Callable[[], object], device: torch.device) -> list[str]:
-    """Return which of SDPA's kernels a run chose: `flash_attention`, `cudnn_attention`, ..."""
+    """Return the SDPA kernels of a run: `flash_attention`, `cudnn_attention`, ..."""
     names = (event.key for event in profiled(run, device).key_averages())
     return sorted({match[1] for name in names if (match := _SDPA.fullmatch(name))})
 
 
 def time_split(run: Callable[[], object], device: torch.device, *, times: int) -> TimeSplit:
-    """Return where the time of a run goes; the mean of so many runs."""
+    """Return the time of a run by kind of work, averaged over `times` runs."""
 
     def all_of_them() -> None:
         for _ in range(times):
@@ -90,7 +90,7 @@ def time_split(run: Callable[[], object], device: torch.device, *, times: int) -
 
     found = profiled(all_of_them, device)
     if device.type == "cuda":
-        # Ranges that a library names (the optimizer's step) are shown as if they were kernels.
+        # Exclude named ranges (the optimizer's step), which are listed like kernels.
         return split_of_kernels(
             (
                 Kernel(event.name, event.time_range.start, event.time_range.end)
@@ -132,7 +132,7 @@ def _split(taken: Counter[str], *, busy: float | None, times: int) -> TimeSplit:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, *, rounds: int) -> float:
-    """Return the mean seconds of a run, until the device has done it; the first is not counted."""
+    """Return the mean seconds of a run including synchronization, without the first one."""
     run()
     synchronize(device)
     began = time.perf_counter()

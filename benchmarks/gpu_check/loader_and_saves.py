@@ -1,4 +1,4 @@
-"""Stage 7: images a second of the loader, alone and during a step; how long a save stalls."""
+"""Stage 7: throughput of the loader, alone and during training; stall of a save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megavis.data.loading.loader import BatchLoader
 from megavis.parallel.launch import Launch
 
 _WANTED: Mapping[str, float] = {"DARL ViT-H": 330.0, "GVP-B": 1830.0}
-"""Images/s that a preset takes by its estimate."""
+"""Estimated images/s that a preset consumes."""
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
@@ -62,7 +62,7 @@ def loader_alone(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def loader_beside(launch: Launch, settings: Settings) -> list[Row]:
-    """Train GVP-B from the loader, and on one batch that is read once."""
+    """Train GVP-B from the loader, and on a single batch in memory."""
     rows, config = [], config_of(PRESETS["GVP-B"], VARIANTS["ZeRO-1"], settings)
     with job(launch, settings) as context, _loader(config, settings) as loader:
         engine = Trainer(config, context).engine

@@ -21,7 +21,7 @@ from megavis.commands.doctor import examine
 from megavis.parallel.launch import Launch
 from megavis.training.bench import processor_name, random_batch
 
-# What is shown to whom: config, words, and what torch's source says of an H200 in bf16.
+# Visibility: config, overrides, and the kernel that torch's source selects on an H200 in bf16.
 _VISIBILITIES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "causal": ("igpt/xl_64.yaml", (), "cudnn_attention"),
     "causal, dropout 0.3": ("givt/causal_large.yaml", (), "flash_attention"),
@@ -65,7 +65,7 @@ def _driver() -> str:
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
-    """Return the stage's parts; the last one uses the CPU in spite of a GPU."""
+    """Return the stage's parts; the last one uses the CPU even with a GPU."""
     return {
         "doctor": doctor,
         "all-reduce": all_reduce,
@@ -76,7 +76,7 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
 
 
 def doctor(launch: Launch, settings: Settings) -> list[Row]:
-    """Return what `megavis doctor` finds."""
+    """Return the findings of `megavis doctor`."""
     return [
         Row(
             f"doctor: {finding.name}",
@@ -90,7 +90,7 @@ def doctor(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def all_reduce(launch: Launch, settings: Settings) -> list[Row]:
-    """Run a collective and look at its sum."""
+    """Run an all-reduce and check its sum."""
     with job(launch, settings) as context:
         count = 1 << (10 if settings.small else 26)
         numbers = torch.ones(count, device=context.device)
@@ -113,7 +113,7 @@ def all_reduce(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def speed(launch: Launch, settings: Settings) -> list[Row]:
-    """Return what large products and copies reach: bounds of everything after it."""
+    """Measure large matrix products and copies, the bounds of all later measurements."""
     device = torch.device(settings.device)
     side, count = (64, 1 << 12) if settings.small else (8192, 1 << 30)
     rows = []
@@ -130,7 +130,7 @@ def speed(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def attention_kernels(launch: Launch, settings: Settings) -> list[Row]:
-    """Return which of SDPA's kernels each visibility takes in each precision."""
+    """Return the SDPA kernel of each visibility and precision."""
     rows = []
     with job(launch, settings) as context:
         for name, (path, words, aim) in _VISIBILITIES.items():
@@ -161,7 +161,7 @@ def attention_kernels(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def cpu_run(launch: Launch, settings: Settings) -> list[Row]:
-    """Train a demo's model for three steps on the CPU, also where there is a GPU."""
+    """Train a demo's model for three steps on the CPU, even with a GPU."""
     from benchmarks.gpu_check.training import Trainer
 
     cpu = Settings("cpu", settings.small, settings.folder)

@@ -30,14 +30,14 @@ TINY = (
     "model.num_attention_heads=2",
     "model.ffn_hidden_size=64",
 )
-"""Words that make any model small; images need words of their own."""
+"""Overrides that make any model small; images need further ones."""
 
 
 @contextlib.contextmanager
 def job(
     launch: Launch, settings: Settings, *, deterministic: bool = False
 ) -> Iterator[ParallelContext]:
-    """Open a job of one process on the settings' device, and leave it in the end."""
+    """Open a job of one process on the settings' device, and leave it at the end."""
     context = open_context(launch, device=settings.device, deterministic=deterministic)
     try:
         yield context
@@ -52,7 +52,7 @@ def read_config(path: str, words: Sequence[str] = ()) -> RunConfig:
 
 
 def read_demo(path: str, folder: Path, words: Sequence[str] = ()) -> RunConfig:
-    """Return a demo's config; a tokenizer that it names is made, untrained, in a folder."""
+    """Return a demo's config, with an untrained tokenizer in `folder` if it needs one."""
     config = read_config(path, words)
     name = getattr(config.objective, "tokenizer", None)
     if name is None:

@@ -1,4 +1,4 @@
-"""What `megavis plan` expects of one GPU, to compare with what it does."""
+"""Estimates of `megavis plan` for one GPU, to compare with measurements."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megavis.planning.time import StepTime, step_time
 
 
 def planned_device(name: str) -> Device:
-    """Return the planner's device for a GPU by the name that CUDA gives it; an H100 for others."""
+    """Return the planner's device by CUDA's name of the GPU; an H100 for unknown ones."""
     known = [device for key, device in DEVICES.items() if key.upper() in name]
     return known[0] if known else DEVICES["h100"]
 
 
 def planned_time(objective: Trainable, device: torch.device) -> StepTime:
-    """Return the time that the planner expects of a step of the objective's run on one GPU."""
+    """Return the planner's estimate of a step of the objective's run on one GPU."""
     assert isinstance(objective, Objective), "plans are of models with blocks"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     cluster = Cluster(planned_device(name), num_devices=1, devices_per_node=1)

@@ -1,6 +1,6 @@
-"""Stage 5: how fast the papers' presets train on one GPU, and where the time goes.
+"""Stage 5: training speed of the papers' presets on one GPU, and time by kind of work.
 
-Another preset, or another way to run them all, is one more row of `PRESETS` or `VARIANTS`.
+To measure another preset or variant, add an entry to `PRESETS` or `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Preset:
 
     Attributes:
         path: of the config.
-        images: of a micro-batch, and of a step.
-        words: keys that differ.
-        estimate: of a micro-batch's forward and backward pass in milliseconds, by a roofline.
-        anchor: what others reach with models like it.
+        images: images per micro-batch and per step.
+        words: overrides.
+        estimate: roofline estimate of a micro-batch's forward and backward pass in milliseconds.
+        anchor: published results for similar models.
     """
 
     path: str
@@ -50,8 +50,8 @@ class Variant:
     """A way to run presets.
 
     Attributes:
-        words: keys that differ.
-        change: what is done to the layers before DeepSpeed sees them.
+        words: overrides.
+        change: applied to the layers before DeepSpeed wraps them.
     """
 
     words: tuple[str, ...]
@@ -59,7 +59,7 @@ class Variant:
 
 
 def compile_blocks(stack: LayerStack) -> None:
-    """Let torch compile each block; without a GPU it is traced and runs as it is."""
+    """Compile each block with torch; without a GPU it is only traced."""
     backend = "inductor" if torch.cuda.is_available() else "eager"
     for layer in stack.layers:
         if isinstance(layer, Block):
@@ -78,7 +78,7 @@ PRESETS: Mapping[str, Preset] = {
     "DARL ViT-H": Preset("darl/vit_h14_diff.yaml", 64, (), 194, "ViT-g/14, 8 H100: 29 % (NeMo)"),
     "GVP-B": Preset("gvp/vit_b_p2p.yaml", 128, (), 70, "ViT-S, one H100: 22.9 %"),
 }
-"""What is measured; the words of a variant come after a preset's."""
+"""Presets to measure; a variant's overrides follow those of the preset."""
 
 _PLAIN = "parallel.activation_checkpointing=none"
 VARIANTS: Mapping[str, Variant] = {
@@ -89,13 +89,13 @@ VARIANTS: Mapping[str, Variant] = {
         ("parallel.zero_stage=1", "parallel.activation_checkpointing=full")
     ),
 }
-"""Ways to run them."""
+"""Variants to run them in."""
 
 
 def parts(settings: Settings) -> Mapping[str, Measure]:
-    """Return the stage's parts: all presets in the first way, then in the second, ...
+    """Return the stage's parts: all presets in the first variant, then in the second, ...
 
-    At tiny sizes the first preset alone is run in more ways than one.
+    At tiny sizes only the first preset is run in more than one variant.
     """
     first_preset, first_variant = next(iter(PRESETS)), next(iter(VARIANTS))
     return {
@@ -107,7 +107,7 @@ def parts(settings: Settings) -> Mapping[str, Measure]:
 
 
 def config_of(preset: Preset, variant: Variant, settings: Settings) -> RunConfig:
-    """Return the run of a preset in a way, of one micro-batch a step."""
+    """Return the config of a preset and variant, with one micro-batch per step."""
     images = 2 if settings.small else preset.images
     tiny = (*TINY, *SMALL_IMAGES[preset.path]) if settings.small else ()
     sizes = (f"training.batch_size={images}", f"training.micro_batch_size={images}")
@@ -168,15 +168,15 @@ def _mfu_row(title: str, flops: float, rate: float, preset: Preset, settings: Se
 
 
 def strict_mfu(flops_per_image: float, images_per_s: float, peak: float) -> float:
-    """Return the share of a peak in FLOP/s that the model's own operations use.
+    """Return the fraction of peak FLOP/s used by the model's operations.
 
-    Strict: what is recomputed does not count, and of causal attention the visible half alone.
+    Recomputation does not count, and of causal attention only the visible half does.
     """
     return flops_per_image * images_per_s / peak
 
 
 def _split_rows(title: str, split: TimeSplit, step: float, settings: Settings) -> list[Row]:
-    # The step was timed without the profiler, under which the host is slower.
+    # The step was timed without the profiler, which slows down the host.
     idle = None if split.busy is None else max(step - split.busy, 0.0)
     return [
         Row(f"{title}: products", split.products, "ms"),

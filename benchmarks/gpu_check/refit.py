@@ -1,4 +1,4 @@
-"""What the measurements suggest for the constants of `megavis/planning/time.py`."""
+"""Suggest constants of `megavis/planning/time.py` from the measurements."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def host_row(
     measured: Sequence[float],
     planned: Sequence[float],
 ) -> Row:
-    """Return host milliseconds of a block, as the planner has them and as they are.
+    """Compare the host's time per block with the planner's, in milliseconds.
 
     Args:
-        name: of the preset whose blocks they are.
-        stage: of ZeRO.
-        depths: blocks of two models.
-        measured: seconds of a step of each.
-        planned: likewise, by the planner.
+        name: name of the preset.
+        stage: ZeRO stage.
+        depths: numbers of blocks of two models.
+        measured: seconds per step of each.
+        planned: the planner's estimates.
     """
     blocks = depths[1] - depths[0]
     found, expected = (1e3 * (both[1] - both[0]) / blocks for both in (measured, planned))
@@ -45,13 +45,13 @@ def suggestions(rows: Mapping[int, Sequence[Row]], device: Device | None) -> lis
 
     Args:
         rows: of stages 1, 5 and 8.
-        device: what the planner has for this GPU; None without one.
+        device: the planner's device of this GPU; None without a GPU.
     """
     return [*_host(rows[8]), *_shares(rows[1], device), *_steps(rows[5])]
 
 
 def _host(rows: Sequence[Row]) -> list[Row]:
-    """Suggest host milliseconds of a block for each ZeRO stage: the median over presets."""
+    """Suggest the host's time per block for each ZeRO stage: the median over presets."""
     found: dict[int, list[Row]] = {}
     for row in rows:
         if row.what.startswith("host, "):
@@ -69,7 +69,7 @@ def _host(rows: Sequence[Row]) -> list[Row]:
 
 
 def _shares(rows: Sequence[Row], device: Device | None) -> list[Row]:
-    """Compare the speeds of large products and copies with the peaks that the planner has."""
+    """Compare the speeds of large products and copies with the planner's peaks."""
     if device is None:
         return []
     peaks = {
@@ -85,7 +85,7 @@ def _shares(rows: Sequence[Row], device: Device | None) -> list[Row]:
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
-    """Compare each preset's step, and two parts of it, with its plan."""
+    """Compare each preset's step time, and two parts of it, with the plan."""
     found = []
     for row in rows:
         if row.what.endswith(": step"):

@@ -1,4 +1,4 @@
-"""All stages as one Markdown table, a row a measurement, and as one JSON file."""
+"""Write all stages as Markdown tables, one row per measurement, and as a JSON file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_report(folder: Path, results: Sequence[StageResult]) -> Path:
 
 
 def markdown(results: Sequence[StageResult]) -> str:
-    """Return the report: the machine, then a table a stage."""
+    """Return the report: the machine, then one table per stage."""
     lines = ["# GPU check", ""]
     if any(result.small for result in results):
         lines += ["Tiny sizes: every code path has run, and no time here means anything.", ""]
@@ -62,7 +62,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as the table shows it."""
+    """Format a value for the table."""
     if value is None:
         return "–"
     if isinstance(value, bool):

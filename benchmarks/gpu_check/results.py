@@ -1,4 +1,4 @@
-"""What stages find, as JSON files that are complete or absent."""
+"""Results of stages, as atomically written JSON files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Value = float | int | bool | str | None
 
 @dataclass(frozen=True)
 class Settings:
-    """What every part of every stage knows.
+    """Settings of all parts of all stages.
 
     Attributes:
         device: `cpu` or `cuda`.
-        small: tiny sizes, which run every code path and measure nothing of interest.
+        small: use tiny sizes, which run every code path without meaningful times.
         folder: the output folder.
     """
 
@@ -31,13 +31,13 @@ class Settings:
 
     @property
     def on_gpu(self) -> bool:
-        """True on a GPU."""
+        """Whether the device is a GPU."""
         return self.device == "cuda"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; the package's docstring says what each field is."""
+    """One measurement; see the package's docstring for the fields."""
 
     what: str
     value: Value
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a stage that is measured at once."""
+    """A part of a stage, measured at once."""
 
     finished: bool
     seconds: float
@@ -61,7 +61,7 @@ class Part:
 
 @dataclass
 class StageResult:
-    """A stage so far."""
+    """The results of a stage so far."""
 
     stage: int
     title: str
@@ -83,11 +83,11 @@ class StageResult:
         return [row for part in self.parts.values() for row in part.rows]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tree of the stage's file."""
+        """Return the content of the stage's file."""
         return {**dataclasses.asdict(self), "seconds": self.seconds}
 
     def save(self, folder: Path) -> None:
-        """Write the stage's file; readers see the old one or the whole new one."""
+        """Write the stage's file atomically."""
         text = json.dumps(self.as_json(), indent=2) + "\n"
         write_atomically(stage_path(folder, self.stage), text.encode())
 
@@ -98,10 +98,10 @@ def stage_path(folder: Path, stage: int) -> Path:
 
 
 def read_stage(folder: Path, stage: int) -> StageResult | None:
-    """Return what an earlier call left of a stage; None where there is nothing.
+    """Return the saved results of a stage, or None.
 
     Raises:
-        UserError: the file is not one of a stage.
+        UserError: the file has another format.
     """
     path = stage_path(folder, stage)
     if not path.exists():

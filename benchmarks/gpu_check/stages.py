@@ -1,4 +1,4 @@
-"""The eight stages: which module measures what, and how processes are shared among its parts."""
+"""The eight stages: their modules, and the processes of their parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu_check.results import Row, Settings
 from megavis.parallel.launch import Launch
 
 Measure = Callable[[Launch, Settings], list[Row]]
-"""A part: measures something in a process of its own and returns rows."""
+"""A part: measures in a worker process and returns rows."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,8 +25,8 @@ class Stage:
 
     Attributes:
         title: what it measures.
-        module: of this package; `parts(settings)` returns its parts by name.
-        fresh: on a GPU every part has a process of its own, so that none inherits memory, kernels
+        module: module of this package, whose `parts(settings)` returns its parts by name.
+        fresh: on a GPU, run every part in a new process, so that none inherits memory, kernels
             or settings.
     """
 
@@ -78,7 +78,7 @@ def _parts(settings: Settings, number: int) -> Mapping[str, Measure]:
 
 @functools.cache
 def _prepare_process(settings: Settings) -> None:
-    """Send what libraries print to a file, and end with the process that started this one."""
+    """Redirect libraries' output to a file, and end with the parent process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(settings.folder / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):

@@ -1,4 +1,4 @@
-"""An engine in training on one batch, for stages that time or compare steps."""
+"""A training engine on random batches, for stages that time or compare steps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from megavis.training.engine import Engine
 
 
 class Trainer:
-    """Takes steps on batches of random numbers, a function of the step.
+    """Trains on random batches, which are a function of the step.
 
     Attributes:
-        engine: megavis's.
-        steps_taken: since the run's beginning.
+        engine: megavis's engine.
+        steps_taken: since the start of the run.
     """
 
     def __init__(self, config: RunConfig, context: ParallelContext, *, first_step: int = 0) -> None:
-        """Build the engine, and four batches that take turns, on CUDA in pinned memory."""
+        """Build the engine and four alternating batches, in pinned memory for CUDA."""
         self.objective = build_objective(config, context)
         self.engine = Engine(config, self.objective, context)
         self.steps_taken = first_step
@@ -43,7 +43,7 @@ class Trainer:
             self._batches = [batch.pin_memory() for batch in self._batches]
 
     def enqueue(self) -> torch.Tensor:
-        """Take a step; the loss is on the device, which may still be at work."""
+        """Take a step without synchronization; return the loss on the device."""
         loss = self.engine.train_step(self._stream(), self.steps_taken)
         self.steps_taken += 1
         return loss
@@ -57,7 +57,7 @@ class Trainer:
             yield self._batches[self.steps_taken % len(self._batches)]
 
     def snapshot(self, folder: Path) -> Snapshot:
-        """Copy the run as it is to the host's memory."""
+        """Copy the state of the run to host memory."""
         config, steps = self.engine.config, self.steps_taken
         progress = TrainingProgress(
             step=steps,
@@ -97,7 +97,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def stacks_changed(change: Callable[[LayerStack], None]) -> Iterator[None]:
-    """Let engines that are made inside the block change their layers before DeepSpeed sees them."""
+    """Apply `change` to the layers of engines built in this context, before DeepSpeed."""
     build = engine_module.build_stack
 
     def changed(objective: Trainable, context: ParallelContext) -> LayerStack:

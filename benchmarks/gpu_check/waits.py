@@ -1,6 +1,6 @@
-"""Stage 4: nothing in forward and backward pass waits for the device.
+"""Stage 4: forward and backward pass must not synchronize with the device.
 
-On a CPU the same passes run and nothing is looked for: torch's sync debug mode is CUDA's alone.
+On a CPU the passes run without a check, since torch's sync debug mode is for CUDA only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _look_at(path: str, launch: Launch, settings: Settings) -> list[Row]:
             sequence = objective.training_sequence(sent)
             stack(sequence.inputs, sequence.targets).backward()
 
-        step()  # sends constants, chooses kernels
+        step()  # warm-up: copies constants, chooses kernels
         refused = refused_wait(step, settings)
         places = waits(step, settings) if refused else []
     name = f"{path}: forward and backward wait for the device"
@@ -62,7 +62,7 @@ def _look_at(path: str, launch: Launch, settings: Settings) -> list[Row]:
 
 
 def engine_step(launch: Launch, settings: Settings) -> list[Row]:
-    """Count the waits of whole steps of the engine, DeepSpeed's own among them."""
+    """Count the synchronizations in full steps of the engine, including DeepSpeed's."""
     rows = []
     for stage in (1, 3):
         words = [f"parallel.zero_stage={stage}", "training.batch_size=2"]
@@ -83,7 +83,7 @@ def engine_step(launch: Launch, settings: Settings) -> list[Row]:
 
 
 def refused_wait(step: Callable[[], object], settings: Settings) -> str:
-    """Return what torch says of the first wait in a step; empty where there is none."""
+    """Return torch's message about the first synchronization in a step, or an empty string."""
     with _sync_debug_mode("error", settings):
         try:
             step()
@@ -95,7 +95,7 @@ def refused_wait(step: Callable[[], object], settings: Settings) -> str:
 
 
 def waits(step: Callable[[], object], settings: Settings) -> list[str]:
-    """Return where a step waits, a file and line for each wait."""
+    """Return file and line of each synchronization in a step."""
     with warnings.catch_warnings(record=True) as caught, _sync_debug_mode("warn", settings):
         warnings.simplefilter("always")
         step()

@@ -1,4 +1,4 @@
-"""Stage 3: the same steps at every ZeRO stage from one checkpoint, and a change of the stage."""
+"""Stage 3: equal steps at every ZeRO stage from one checkpoint, and a change of stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu_check.training import Trainer
 from megavis.parallel.launch import Launch
 
 LIMITS: Mapping[str, float] = {"float32": 1e-5, "bf16": 1e-2}
-"""Largest relative difference of a loss that passes."""
+"""Tolerance of losses, as a relative difference."""
 _STAGES: Mapping[str, Sequence[int]] = {"float32": (0, 1, 2, 3), "bf16": (1, 2, 3)}
 
 
@@ -61,7 +61,7 @@ def _row(name: str, losses: list[float], wanted: list[float], precision: str) ->
 
 
 def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """Return the largest relative difference; infinite where a number is not finite."""
+    """Return the largest relative difference; infinite if a value is not finite."""
     differences = [abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)]
     return max(each if each < float("inf") else float("inf") for each in differences)
 
@@ -77,17 +77,17 @@ def _train(
     save_to: Path | None = None,
     save_after: int | None = None,
 ) -> list[float]:
-    """Take steps with a demo's model; return their losses.
+    """Train a demo's model for some steps; return their losses.
 
     Args:
         launch: of the process.
         settings: of the check.
-        precision: to compute in.
-        stage: of ZeRO.
-        steps: how many.
-        load_from: run folder to continue from; from fresh weights when None.
-        save_to: run folder that is written.
-        save_after: steps before that; all when None.
+        precision: compute precision.
+        stage: ZeRO stage.
+        steps: number of steps.
+        load_from: run folder to resume from; None for fresh weights.
+        save_to: run folder to write.
+        save_after: steps before saving; None for all.
     """
     words = [f"parallel.zero_stage={stage}", f"training.precision={precision}"]
     words.append(f"training.batch_size={2 if settings.small else 16}")
