@@ -137,7 +137,7 @@ def test_a_category_that_is_not_listed_ends_the_command(tmp_path, capsys):
     path.write_text(path.read_text().replace('"category_id": 101', '"category_id": 102'))
     words = [str(scenes / "images/train"), str(scenes / "panoptic/train"), str(path)]
     assert main(["maps", "panoptic", *words, "--out", str(tmp_path / "out")]) == 2
-    assert "no JSON file of panoptic maps: KeyError(102)" in capsys.readouterr().err
+    assert "not a JSON file of panoptic maps: KeyError(102)" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_folders_that_do_not_fit_are_one_sentence(folders, tmp_path, capsys):
     images, targets = folders
     write(tmp_path / "other", "mouse.png", b"")
     assert make((images, tmp_path / "other"), tmp_path / "out") == 2
-    assert "has the name of one of" in capsys.readouterr().err
+    assert "has the name of one in" in capsys.readouterr().err
     assert make(folders, targets / "out") == 2
     assert "lies inside the targets" in capsys.readouterr().err
     assert make((images, tmp_path / "none"), tmp_path / "out") == 2
