@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from safetensors.torch import save_file
 
@@ -18,7 +22,7 @@ from megavis.notebook import Run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export; delete the output if it does not agree with the run.
+    """Export; nothing stands at the output before all is written and agrees with the run.
 
     Raises:
         UserError: the run cannot be opened, or has no such form.
@@ -27,19 +31,42 @@ def run(args: argparse.Namespace) -> int:
         opened = Run.open(args.run_folder, step=args.step, device="cpu")
     if args.to == "safetensors":
         weights = read_weights(step_folder(opened.folder, opened.step))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, args.out)
+        with renamed_when_complete(args.out) as partial:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
         sys.stdout.write(f"{args.out}: {len(weights)} tensors\n")
         return 0
-    try:
-        exported = {"huggingface": write_huggingface, "timm": write_timm}[args.to](opened, args.out)
-    except BaseException:
-        shutil.rmtree(args.out, ignore_errors=True)
-        raise
+    write = {"huggingface": write_huggingface, "timm": write_timm}[args.to]
+    with renamed_when_complete(args.out) as partial:
+        exported = write(opened, partial)
     sys.stdout.write(f"{args.out}: opens with {exported.form}\n")
     if exported.difference is not None:
         sys.stdout.write(f"  differs from the run by {exported.difference:.1e} on random input\n")
     return 0
+
+
+@contextlib.contextmanager
+def renamed_when_complete(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target` for a file or folder, which becomes `target` after the block.
+
+    After an error it is removed. What a killed process left is removed by the next one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    _remove(partial)
+    try:
+        yield partial
+        os.rename(partial, target)
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def convert(args: argparse.Namespace) -> int:

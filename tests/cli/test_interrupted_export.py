@@ -1,0 +1,71 @@
+"""An export that is interrupted leaves nothing that looks finished."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny import VIT, tiny
+
+from megavis.cli import main
+from megavis.commands.import_ import write_run
+from megavis.config.load import load_config
+from megavis.hub import folders
+
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("context")]
+
+# The weights are written, the model card is not.
+KILLED = """
+import os, signal, sys
+from megavis.cli import main
+from megavis.hub import folders
+folders._write_card = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+main(["export", sys.argv[1], "--to", "huggingface", sys.argv[2]])
+"""
+DECODER = "decoder: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}"
+MAE = tiny(f"{{name: mae, patch_size: 4, mask_ratio: 0.7, {DECODER}}}", model=VIT)
+
+
+@pytest.fixture
+def run(tmp_path, build_paper):
+    """The folder of a small MAE with weights of step 0."""
+    path = tmp_path / "mae.yaml"
+    path.write_text(MAE)
+    _, runner = build_paper(MAE)
+    weights = {name: value.detach() for name, value in runner.layers.named_parameters()}
+    write_run(tmp_path / "run", load_config(path).config, weights)
+    return tmp_path / "run"
+
+
+def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(run, tmp_path):
+    out = tmp_path / "exported" / "mae"
+    command = [sys.executable, "-c", KILLED, str(run), str(out)]
+    killed = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    [left] = out.parent.iterdir()
+    assert left != out
+    assert list(left.glob("*.safetensors"))
+
+    assert main(["export", str(run), "--to", "huggingface", str(out)]) == 0
+    assert list(out.parent.iterdir()) == [out]
+    assert (out / "README.md").exists()
+
+
+def test_an_error_and_ctrl_c_leave_nothing(run, tmp_path, monkeypatch):
+    def interrupt(*args, **options):
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".mae.partial"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folders, "_write_card", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main(["export", str(run), "--to", "huggingface", str(tmp_path / "out" / "mae")])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_one_file_is_renamed_too(run, tmp_path):
+    out = tmp_path / "mae.safetensors"
+    assert main(["export", str(run), "--to", "safetensors", str(out)]) == 0
+    assert load_file(out)
+    assert not list(tmp_path.glob(".*"))
