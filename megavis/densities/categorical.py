@@ -1,6 +1,6 @@
-"""Ids of a vocabulary, drawn by temperature, top-k and top-p.
+"""Categorical density over a vocabulary, sampled with temperature, top-k and top-p.
 
-Legend: b images, q predicted positions, m ids to draw, v ids of the vocabulary.
+Legend: b images, q predicted positions, m ids to sample, v vocabulary size.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megavis.model.layer_state import PackedState
 
 @dataclass(frozen=True)
 class CategoricalOptions:
-    """How an id is chosen: the filters apply in the order of the fields.
+    """Sampling options of ids, applied in the order of the fields.
 
     Raises:
-        UserError: when a value is out of its range.
+        UserError: a value is out of range.
     """
 
     temperature: float = 1.0
-    """Divides the logits, 0 or more; at 0 the largest logit wins, whatever the draw."""
+    """Divides the logits, 0 or more; 0 takes the argmax."""
     top_k: int | None = None
-    """Only so many of the likeliest ids can be chosen, 1 or more."""
+    """Keep only the `top_k` most likely ids, 1 or more."""
     top_p: float | None = None
-    """Only the fewest likeliest ids whose probabilities add up to this, in (0, 1]."""
+    """Keep the smallest set of most likely ids whose probabilities sum to `top_p`, in (0, 1]."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -42,14 +42,14 @@ class CategoricalOptions:
             raise UserError(f"top-p must lie in (0, 1], not {self.top_p}")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probability of each id after the filters.
+        """Return the probability of each id after all filters.
 
         Args:
-            logits: `[m, v]`. Of equal logits the lower id counts as the likelier one.
+            logits: `[m, v]`. Ties are broken in favour of the lower id.
 
         Returns:
-            float64 `[m, v]`, each row adds up to 1. Float64, so that a sum over the vocabulary
-            does not round an id away.
+            float64 `[m, v]`, each row sums to 1. In float64, so that cumulative sums over the
+            vocabulary lose no id to rounding.
         """
         wide = logits.double()
         if self.temperature > 0:
@@ -57,12 +57,12 @@ class CategoricalOptions:
             if self.top_k is None and self.top_p is None:
                 return wide.softmax(dim=1)
         ordered, ids = wide.sort(dim=1, descending=True, stable=True)
-        # At temperature 0 the first alone is kept, and its logit does not matter.
+        # At temperature 0 the filter keeps only the first id.
         likely = self._filter(ordered.softmax(dim=1))
         return torch.zeros_like(likely).scatter_(1, ids, likely)
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Choose an id by inverting the cumulative distribution over the ids.
+        """Sample ids by inverting the cumulative distribution.
 
         Args:
             logits: `[m, v]`.
@@ -74,26 +74,26 @@ class CategoricalOptions:
         if self.temperature == 0:
             return logits.argmax(dim=1)
         cumulative = self.probabilities(logits).cumsum(dim=1)
-        # Scaled by the sum as it was computed: the threshold stays below it, so an id is found.
+        # Scale by the computed sum, so that the threshold stays below it and an id is found.
         threshold = uniforms.double()[:, None] * cumulative[:, -1:]
         return (cumulative <= threshold).sum(dim=1)
 
     def _filter(self, descending: Tensor) -> Tensor:
-        """Zero what may not be chosen in probabilities `[m, v]`, likeliest first; renormalise."""
+        """Apply top-k and top-p to probabilities `[m, v]` in descending order; renormalise."""
         kept = descending.clone()
         top_k = 1 if self.temperature == 0 else self.top_k
         if top_k is not None:
             kept[:, top_k:] = 0.0
             kept /= kept.sum(dim=1, keepdim=True)
         if self.top_p is not None:
-            # An id stays as long as those before it do not reach p; so the first always stays.
+            # Keep an id if those before it sum to less than p, so the first is always kept.
             before = kept.cumsum(dim=1) - kept
             kept[before >= self.top_p] = 0.0
         return kept / kept.sum(dim=1, keepdim=True)
 
 
 class Categorical(Density):
-    """Logits over a vocabulary, split over the tensor group."""
+    """Categorical distribution over a vocabulary, whose logits are split over the tensor group."""
 
     options_type = CategoricalOptions
 
@@ -103,16 +103,16 @@ class Categorical(Density):
         Args:
             core: sizes and groups.
             vocabulary_size: v.
-            fill: initial weights of the matrix to logits.
+            fill: initialises the projection to logits.
         """
         self.core, self.num_outputs, self.fill = core, vocabulary_size, fill
 
     def build_head(self) -> Head:
-        """Return the last norm and a projection to logits."""
+        """Return the final norm and a projection to logits."""
         return VocabularyHead(self.core, self.num_outputs, self.fill)
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return nats `[b, q]`.
+        """Return the cross-entropy of each token in nats, `[b, q]`.
 
         Args:
             predictions: this process's logits `[q, b, v / tensor size]`.
@@ -125,7 +125,7 @@ class Categorical(Density):
         return whole_logits(predictions, self.core)
 
     def drawing(self, options: CategoricalOptions, *, scored: bool) -> Drawing:
-        """Return what draws ids."""
+        """Return a sampler of ids."""
         return _DrawsIds(self, options, scored)
 
 

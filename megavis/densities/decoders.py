@@ -1,15 +1,16 @@
-"""Decoders: from the backbone's output, and a noisy token, to a token.
+"""Patch decoders: map the backbone's output, and optionally a noisy patch, to a patch.
 
 "Denoising Autoregressive Representation Learning", sections 3.1 and 4.1.
 
-- `linear`: one matrix. With a noisy patch, on the sum of the output and the patch's embedding.
-- `mlp`: residual layers before it, each a norm and an MLP of the backbone's width: a Transformer
-  block without attention. The paper says no more than "residual MLP".
-- `transformer`: blocks in which the two tokens of each place, output and noisy patch, see each
-  other and nothing else. The paper does not say which of them is read; here the noisy patch is, so
-  the last block computes nothing else for the output than keys and values.
+- `linear`: one linear layer. With a noisy patch, it is applied to the sum of the output and the
+  patch's embedding.
+- `mlp`: residual layers before the linear one, each a norm and an MLP of the backbone's width, i.e.
+  a Transformer block without attention. The paper only says "residual MLP".
+- `transformer`: blocks in which the two tokens of each position, output and noisy patch, attend
+  only to each other. The paper does not say which of the two is decoded; here it is the noisy
+  patch, so the last block computes only keys and values for the output.
 
-Legend: b images, s places, h hidden size, d numbers of a patch.
+Legend: b images, s positions, h hidden size, d values of a patch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megavis.model.visibility import AttentionContext, Visibility
 
 
 class NoisyEmbedding(WholeLinear):
-    """A linear map of noisy patches; conditioned on γ by a further channel of each pixel."""
+    """Linear embedding of noisy patches; γ may be appended to each pixel as an extra channel."""
 
     def __init__(
         self, patch_width: int, hidden_size: int, *, tells_gamma: bool, channels: int
@@ -41,7 +42,7 @@ class NoisyEmbedding(WholeLinear):
         self.num_pixels, self.tells_gamma, self.channels = num_pixels, tells_gamma, channels
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Embed patches with γ behind each, `[b, s, d + 1]`; returns `[b, s, h]`."""
+        """Embed noisy patches, each followed by its γ: `[b, s, d + 1]` to `[b, s, h]`."""
         noisy, gamma = inputs[..., :-1], inputs[..., -1:]
         if self.tells_gamma:
             channels = noisy.unflatten(-1, (self.num_pixels, self.channels))
@@ -51,7 +52,7 @@ class NoisyEmbedding(WholeLinear):
 
 
 class ResidualLayer(nn.Module):
-    """A norm and an MLP, split over the tensor group as a block's."""
+    """A pre-norm residual MLP, split over the tensor group like that of a block."""
 
     def __init__(self, core: Core) -> None:
         super().__init__()
@@ -65,12 +66,12 @@ class ResidualLayer(nn.Module):
 
 
 class SumDecoder(nn.Module):
-    """The linear map and the residual MLP."""
+    """The `linear` and `mlp` decoders."""
 
     def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(ResidualLayer(core) for _ in range(num_layers))
-        # Without layers the last norm of the backbone comes right before.
+        # Without layers, the input has just passed the backbone's final norm.
         self.norm = whole_norm(core) if num_layers else None
         self.linear = WholeLinear(core.megatron.hidden_size, patch_width)
 
@@ -83,7 +84,7 @@ class SumDecoder(nn.Module):
 
 
 class PairDecoder(nn.Module):
-    """Transformer blocks over the pair."""
+    """The `transformer` decoder: blocks over pairs of output and noisy patch."""
 
     def __init__(self, core: Core, num_layers: int, patch_width: int) -> None:
         super().__init__()
@@ -104,15 +105,15 @@ class PairDecoder(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder that is not built yet.
+    """Specification of a decoder.
 
     Attributes:
-        kind: see above.
+        kind: see the module's docstring.
         width: d.
-        layers: of an `mlp` or a `transformer`.
-        denoises: it reads noisy patches.
-        tells_gamma: γ is a further channel of each.
-        channels: numbers of a token that belong to one place: colours of a pixel.
+        layers: number of layers of an `mlp` or `transformer`.
+        denoises: whether the decoder takes noisy patches.
+        tells_gamma: whether γ is appended to each pixel as an extra channel.
+        channels: values of a patch per pixel.
     """
 
     kind: DecoderKind
@@ -124,16 +125,16 @@ class DecoderSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers before the last linear map."""
+        """Layers before the final linear layer."""
         return 0 if self.kind == "linear" else self.layers
 
     @property
     def noisy_width(self) -> int:
-        """Numbers of a noisy patch, with γ; 0 where there is none."""
+        """Values of a noisy patch, including γ; 0 without noisy patches."""
         return self.denoises * (self.width + self.tells_gamma * self.width // self.channels)
 
     def work(self, core: Core) -> DecoderWork:
-        """Return what it computes on the backbone of this core before the last linear map."""
+        """Return the work before the final linear layer, on the backbone of this core."""
         width = core.model.hidden_size
         embedding = 2.0 * self.noisy_width * width
         if self.kind == "transformer":
@@ -143,18 +144,18 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class DecoderWork:
-    """What a head computes in training before its last matrix, for each position that it reads.
+    """Work of a head in training before its final linear layer, per position that it reads.
 
     Attributes:
-        flops: operations of the forward pass that no block does, counted as in `model/flops.py`.
-        blocks: core of its blocks, which see a pair of tokens each; None where it has none.
+        flops: operations of the forward pass outside of blocks, counted as in `model/flops.py`.
+        blocks: core of its blocks, which attend within pairs of tokens; None if it has none.
     """
 
     flops: float = 0.0
     blocks: Core | None = None
 
     def stack(self, num_positions: int) -> PlannedStack | None:
-        """Return the blocks with what they compute for so many positions of an image."""
+        """Return the blocks and their work for `num_positions` positions of an image."""
         if self.blocks is None:
             return None
         pairs = 2 * num_positions
@@ -162,11 +163,11 @@ class DecoderWork:
 
 
 NO_DECODER = DecoderWork()
-"""That of a head that is a norm and a matrix."""
+"""Work of a head that is a norm and a linear layer."""
 
 
 class PatchHead(Head):
-    """The last norm and the decoder."""
+    """The final norm and a decoder."""
 
     norm: LastNorm
 
@@ -186,21 +187,21 @@ class PatchHead(Head):
         self.decoder = network(inner, decoder.num_layers, decoder.width)
 
     def forward(self, state: PackedState) -> Tensor:
-        """Map `[s, b, h]`, and noisy patches where they are carried, to `[b, s, d]`."""
+        """Map `[s, b, h]`, with noisy patches if they are carried, to `[b, s, d]`."""
         carried = LayerState.unpack(state, self.core.carried_names).carried
         noisy = from_bits(carried["noisy"]) if "noisy" in carried else None
         return self.decode(self.outputs(state), noisy)
 
     def outputs(self, state: PackedState) -> Tensor:
-        """Return the backbone's output `[b, s, h]`, whole on every process of a tensor group."""
+        """Return the backbone's output `[b, s, h]`, complete on every process of a tensor group."""
         return self.norm.whole(LayerState.unpack(state, self.core.carried_names).hidden)
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
         """Decode `[b, s, h]`.
 
         Args:
-            output: of the backbone.
-            noisy: patches `[b, s, d + 1]` with γ behind each; None without diffusion.
+            output: output of the backbone.
+            noisy: noisy patches `[b, s, d + 1]`, each followed by its γ; None without diffusion.
         """
         if self.noisy is None or noisy is None:
             return self.decoder(output, None)
@@ -208,7 +209,7 @@ class PatchHead(Head):
 
 
 def core_of_decoder(core: Core, num_layers: int) -> Core:
-    """Return a core for blocks that take whole sequences, in which all see all."""
+    """Return a core for decoder blocks: full attention over unsplit sequences."""
     return core.with_stack(
         name="decoder",
         model=core.model.model_copy(update={"num_layers": num_layers}),
@@ -220,5 +221,5 @@ def core_of_decoder(core: Core, num_layers: int) -> Core:
 
 
 def whole_norm(core: Core) -> Norm:
-    """Return a norm of the hidden size."""
+    """Return a norm of the hidden size over unsplit sequences."""
     return Norm(core.megatron, core.megatron.hidden_size, core.megatron.layernorm_epsilon)

@@ -1,7 +1,7 @@
-"""Densities: the last layer, the loss of a token, and how one is drawn.
+"""Densities: how a token is predicted, scored and sampled.
 
-Legend: b images, q predicted positions, r rows (images, with beams and guidance several each), d
-numbers of a token.
+Legend: b images, q predicted positions, r rows (several per image with beams or guidance), d values
+of a token.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megavis.parallel.random import normal, uniform
 from megavis.schedules.schedule import NoOptions
 
 _BLOCK = 32
-"""Positions whose numbers are made at once: making one takes as long."""
+"""Positions whose draws are generated together, which takes no longer than generating one."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of one step of generation, functions of seed, token and purpose.
+    """Random draws of one step of generation, as functions of seed, token and purpose.
 
     Attributes:
-        keys: int64 `[r, q]`, a number for each token that is drawn.
-        seed: of all draws.
-        name: of the step.
-        position: the first one that is drawn.
-        blocks: numbers of the name that were made, by the first position of each block.
+        keys: int64 `[r, q]`, identifies each token to sample.
+        seed: seed of all draws.
+        name: name of the step.
+        position: the first position to sample.
+        blocks: draws already generated for this name, by the first position of each block.
     """
 
     keys: Tensor
@@ -45,28 +45,28 @@ class Draws:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens r · q."""
+        """Number of tokens, r · q."""
         return self.keys.numel()
 
     def moved(self, name: str, position: int) -> Draws:
-        """Return the random numbers of another step, for the same keys."""
+        """Return the draws of another step, for the same keys."""
         blocks = self.blocks if name == self.name else {}
         return Draws(self.keys, self.seed, name, position, blocks)
 
     def uniform_of_position(self) -> Tensor:
-        """Draw the number in [0, 1) of name and position for each token: float32 `[r · q]`."""
+        """Draw a uniform value in [0, 1) for each token at this position: float32 `[r · q]`."""
         start = self.position - self.position % _BLOCK
         if start not in self.blocks:
             self.blocks[start] = self.uniform(self.name, _BLOCK, first=start)
         return self.blocks[start][:, self.position - start]
 
     def uniform(self, purpose: str, count: int = 1, *, first: int = 0) -> Tensor:
-        """Draw numbers in [0, 1) for each token: float32 `[r · q, count]`.
+        """Draw uniform values in [0, 1) for each token: float32 `[r · q, count]`.
 
         Args:
-            purpose: what they are for.
-            count: numbers a token.
-            first: which number of the purpose is the first.
+            purpose: names the draws.
+            count: draws per token.
+            first: index of the first draw.
         """
         keys = self.keys.flatten()
         return uniform(keys, count, seed=self.seed, purpose=purpose, first=first)
@@ -78,12 +78,12 @@ class Draws:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one step drew.
+    """Tokens sampled in one step.
 
     Attributes:
         tokens: `[r, q]` or `[r, q, d]`.
-        score: log-likelihood of each, float32 `[r, q]`; None unless requested.
-        counts: int64 `[3]` of rejection sampling: numbers wanted, found, and proposed.
+        score: log-likelihood of each token, float32 `[r, q]`; None unless requested.
+        counts: int64 `[3]` of rejection sampling: values requested, accepted, and proposed.
     """
 
     tokens: Tensor
@@ -91,7 +91,7 @@ class Drawn:
     counts: Tensor | None = None
 
     def pack(self) -> tuple[Tensor, ...]:
-        """Return the form that pipeline stages hand on; absent parts are empty, or left away."""
+        """Return a tuple of tensors to send between pipeline stages; absent parts are empty."""
         if self.score is None and self.counts is None:
             return (self.tokens,)
         nothing = self.tokens.new_empty(0, dtype=torch.float32)
@@ -106,33 +106,33 @@ class Drawn:
 
 
 class Drawing(ABC):
-    """Draws tokens from what a model predicts, in the head's place."""
+    """Samples tokens from a model's predictions; replaces the head in generation."""
 
     num_lanes: int = 1
-    """Rows that the model runs for each token: 2 with guidance, the second without condition."""
+    """Rows of the model per sampled row: 2 with guidance, where the second is unconditional."""
 
     @abstractmethod
     def __call__(self, head: nn.Module, state: PackedState, draws: Draws) -> Drawn:
-        """Draw the tokens at the last positions of `state`.
+        """Sample the tokens at the last positions of `state`.
 
         Args:
             head: the model's last layer.
-            state: what it would get, of `num_lanes` times as many rows.
-            draws: one key for each token; several keys a row where candidates are drawn.
+            state: input of the head, with `num_lanes` times as many rows.
+            draws: one key per token; several per row to sample several candidates.
         """
 
 
 class Density(ABC):
-    """One distribution over tokens, and the head that gives its parameters."""
+    """A family of distributions over tokens, and the head that predicts its parameters."""
 
     options_type: ClassVar[type] = NoOptions
-    """Dataclass of what a user may choose when tokens are drawn."""
+    """Dataclass of the user's sampling options."""
     names: tuple[str, ...] = ()
-    """What can be chosen by name of what the head reads besides hidden states: see `corrupted`."""
+    """Names of the choices that `corrupted` accepts."""
     num_outputs: int
-    """Numbers that the head gives for a position, over all processes."""
+    """Outputs of the head per position, summed over all processes."""
     decoder: DecoderWork = NO_DECODER
-    """What the head computes in training before its last matrix."""
+    """Work of the head in training before its final linear layer."""
 
     @abstractmethod
     def build_head(self) -> Head:
@@ -141,20 +141,20 @@ class Density(ABC):
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return what is scored in training, and what the head reads besides hidden states.
+        """Return the training targets, and the head's inputs besides hidden states.
 
         Args:
-            tokens: the true ones `[b, q, ...]`.
-            index: int64 `[b]`, of the samples, which decides random draws.
-            choices: a user's, by name, in place of draws; others than `names` are of no meaning.
+            tokens: the true tokens `[b, q, ...]`.
+            index: int64 `[b]`, the samples, which determine random draws.
+            choices: user's values by name, in place of draws; names not in `names` are ignored.
 
         Raises:
-            UserError: a choice does not fit.
+            UserError: a choice is invalid.
         """
         return tokens, ()
 
     def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
-        """Return its placeholder where nothing is scored, for b images of m rows."""
+        """Return blank inputs of the head for passes without a loss; `shape` is images and rows."""
         return ()
 
     @abstractmethod
@@ -162,44 +162,44 @@ class Density(ABC):
         """Return the loss of each predicted token, float32 `[b, q]`.
 
         Args:
-            predictions: what the head gives.
+            predictions: output of the head.
             targets: the true tokens `[b, q, ...]`.
         """
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return other numbers of a batch than its loss, with the loss's arguments."""
+        """Return metrics of a batch besides its loss, from the same arguments as the loss."""
         return {}
 
     @abstractmethod
     def outputs(self, predictions: Any) -> Tensor:
-        """Return the head's output whole and batch first, `[b, q, num_outputs]`."""
+        """Return the head's output gathered and batch first, `[b, q, num_outputs]`."""
 
     def restored(self, predictions: Any, targets: Tensor) -> Tensor:
-        """Return the tokens `[b, q, ...]` that predictions represent, to be shown as images.
+        """Return the predicted tokens `[b, q, ...]`, to be shown as images.
 
         Args:
-            predictions: what the head gives.
-            targets: the true tokens `[b, q, ...]`, from which comes what is not predicted.
+            predictions: output of the head.
+            targets: the true tokens `[b, q, ...]`, used for statistics that are not predicted.
 
         Raises:
-            UserError: predictions are no tokens.
+            UserError: the predictions are not tokens.
         """
-        raise UserError("no image can be made of what this model predicts of hidden tokens")
+        raise UserError("the predictions of this model cannot be shown as images")
 
     def drawing(self, options: Any, *, scored: bool) -> Drawing:
-        """Return what draws tokens.
+        """Return a sampler of tokens.
 
         Args:
-            options: of `options_type`.
-            scored: the log-likelihood of what is drawn is wanted.
+            options: instance of `options_type`.
+            scored: whether to return log-likelihoods.
 
         Raises:
-            UserError: nothing can be drawn, or not with these options.
+            UserError: the density cannot be sampled, or not with these options.
         """
-        raise UserError("nothing can be drawn from what this model predicts")
+        raise UserError("this model predicts nothing that can be sampled")
 
 
 def for_each_key(rows: Tensor, draws: Draws) -> Tensor:
-    """Repeat predictions `[r0, q, ...]` for the candidates of each row: `[r, q, ...]`."""
+    """Repeat predictions `[rows, q, ...]` for the candidates of each row: `[r, q, ...]`."""
     count = len(draws.keys) // len(rows)
     return rows if count == 1 else rows.repeat_interleave(count, dim=0)

@@ -1,19 +1,14 @@
-"""Patches out of noise, given what a backbone makes of those before them.
+"""Diffusion density: a decoder denoises each patch, conditioned on the backbone's output.
 
-"Denoising Autoregressive Representation Learning", section 3.3 and appendices E and F: each patch
-is corrupted with a γ of its own, and a decoder that runs many times a patch takes the noise away.
+"Denoising Autoregressive Representation Learning", section 3.3 and appendices E and F, which follow
+"Denoising Diffusion Probabilistic Models". In training each patch is corrupted with its own γ; in
+sampling the decoder runs many times per patch. Two of the printed formulas deviate from the
+appendix's own derivation, which is followed here: equation (3) has the roots of (4) and (5),
+√α (1 - γ'), and the denominator of (6) is √α √(1 - γ), as in equation (2).
 
-Legend: b images, q positions, d numbers of a patch; γ in [0, 1] share of the signal's power.
-
-Add noise to patches, and remove it step by step.
-
-"Denoising Autoregressive Representation Learning", section 3.3 and appendix E, which follow
-"Denoising Diffusion Probabilistic Models". Two of the printed formulas are not those of the
-appendix's own derivation, which is followed here: the roots of equation (3) are those of (4) and
-(5), √α (1 - γ'), and the denominator of (6) is √α √(1 - γ), as equation (2) has it.
-
-Legend: x⁰ clean patch, x noisy patch, ε noise; γ in [0, 1] share of the signal's power, γ' that of
-the step that comes next in the reverse process (γ' ≥ γ), α = γ / γ'; d numbers of a patch.
+Legend: b images, q positions, d values of a patch; x⁰ clean patch, x noisy patch, ε noise; γ in
+[0, 1] the signal's share of the power, γ' that of the next step of the reverse process (γ' ≥ γ),
+α = γ / γ'.
 """
 
 from __future__ import annotations
@@ -35,31 +30,31 @@ from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 
 _SMALLEST_GAMMA = 1e-4
-"""Where noise is predicted, x⁰ follows from it only if some of x⁰ is left."""
+"""With predicted noise, x⁰ can be recovered only if x still contains some of it."""
 
 
 class DenoisingHead(Protocol):
-    """A last layer that decodes as often as it is asked."""
+    """A last layer whose decoder can run several times."""
 
     def outputs(self, state: PackedState) -> Tensor:
         """Return the backbone's output `[b, s, h]`."""
 
     def decode(self, output: Tensor, noisy: Tensor | None) -> Tensor:
-        """Decode `[b, s, h]` and noisy patches with γ behind each, `[b, s, d + 1]`: `[b, s, d]`."""
+        """Decode `[b, s, h]` and noisy patches with their γ, `[b, s, d + 1]`: `[b, s, d]`."""
 
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """How a patch is drawn.
+    """Sampling options of a diffusion density; the config's values by default.
 
     Raises:
-        UserError: a value is out of its range.
+        UserError: a value is out of range.
     """
 
     temperature: float | None = None
-    """Multiplies noise, 0 or more; the config's when absent."""
+    """Multiplies the noise, 0 or more."""
     sampling_steps: int | None = None
-    """From noise to a patch, 1 or more; the config's when absent."""
+    """Denoising steps, 1 or more."""
 
     def __post_init__(self) -> None:
         if self.sampling_steps is not None and self.sampling_steps < 1:
@@ -70,16 +65,15 @@ class DiffusionOptions:
 
 @dataclass(frozen=True)
 class DiffusionProcess:
-    """How noise is added, and taken away when patches are drawn.
+    """Parameters of the forward and reverse process.
 
     Attributes:
-        beta: parameters a, b of the distribution of γ.
-        predicts: what the decoder gives.
-        value_range: smallest and largest number that a patch can hold; an estimate beyond can only
-            be wrong. None: there is no bound.
-        sampling_steps: from noise to a patch.
-        temperature: multiplies noise in sampling.
-        seed: of the run, which with the sample decides noise and γ of training.
+        beta: parameters (a, b) of γ ~ Beta(a, b) in training.
+        predicts: whether the decoder predicts the clean patch or the noise.
+        value_range: range of a patch's values, to which estimates are clamped; None: unbounded.
+        sampling_steps: denoising steps.
+        temperature: multiplies the noise in sampling.
+        seed: the run's seed; noise and γ of training are functions of seed and sample.
     """
 
     beta: tuple[float, float]
@@ -91,7 +85,7 @@ class DiffusionProcess:
 
 
 class Diffusion(Density):
-    """A decoder that takes noise from patches."""
+    """Denoising loss, and ancestral sampling."""
 
     options_type = DiffusionOptions
     names = ("gamma",)
@@ -108,9 +102,9 @@ class Diffusion(Density):
 
         Args:
             num_outputs: d.
-            process: see there.
-            build_head: a `DenoisingHead`.
-            decoder: see `Density`; in sampling every step costs as much again.
+            process: parameters of the diffusion.
+            build_head: builds a `DenoisingHead`.
+            decoder: see `Density`; this is the cost of each sampling step.
         """
         self.num_outputs, self.process, self._build = num_outputs, process, build_head
         self.decoder = decoder
@@ -121,13 +115,13 @@ class Diffusion(Density):
         return self._build()
 
     def beta(self, device: torch.device) -> BetaNoise:
-        """Return the distribution of γ, tabulated once a device."""
+        """Return the distribution of γ, tabulated once per device."""
         if device not in self._beta:
             self._beta[device] = BetaNoise(*self.process.beta, device)
         return self._beta[device]
 
     def draw_noise(self, index: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Return ε `[b, n, d]` and γ `[b, n, 1]`, functions of seed and sample alone."""
+        """Draw ε `[b, n, d]` and γ `[b, n, 1]` as functions of seed and sample."""
         width, seed = self.num_outputs, self.process.seed
         noise = normal(index, num_positions * width, seed=seed, purpose="noise")
         draws = uniform(index, num_positions, seed=seed, purpose="gamma")
@@ -135,26 +129,26 @@ class Diffusion(Density):
         return noise.unflatten(1, (num_positions, width)), gamma[..., None]
 
     def noisy(self, clean: Tensor, noise: Tensor, gamma: Tensor) -> Tensor:
-        """Return what the head reads besides the backbone's output: `[b, n, d + 1]`."""
+        """Return the noisy patches, each followed by its γ: `[b, n, d + 1]`."""
         return with_gamma(corrupt(clean, noise, gamma), gamma)
 
     def target(self, clean: Tensor, noise: Tensor) -> Tensor:
-        """Return what is predicted, `[b, n, d]`."""
+        """Return the prediction target, clean patches or noise, `[b, n, d]`."""
         return noise if self.process.predicts == "noise" else clean
 
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Draw noise and γ; return what is predicted, and what the head reads.
+        """Draw noise and γ; return the targets and the noisy patches.
 
-        γ can be chosen: `gamma`, a number or `[b, q, 1]`, from 0 to 1.
+        The choice `gamma`, a scalar or `[b, q, 1]` in [0, 1], replaces the drawn γ.
         """
         noise, gamma = self.draw_noise(index, tokens.shape[1])
         chosen = (choices or {}).get("gamma")
         if chosen is not None:
             gamma = torch.as_tensor(chosen, device=gamma.device).expand_as(gamma)
             if not bool(((gamma >= 0) & (gamma <= 1)).all()):
-                raise UserError(f"gamma must lie in 0..1, not {chosen}")
+                raise UserError(f"gamma must be in [0, 1], not {chosen}")
         return self.target(tokens, noise), (self.noisy(tokens, noise, gamma),)
 
     def nothing_more(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, ...]:
@@ -162,21 +156,21 @@ class Diffusion(Density):
         return (torch.zeros(*shape, self.num_outputs + 1, device=device),)
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return L_SIMP's squared error a number: `[b, q]`."""
+        """Return L_SIMP, the mean squared error over the values of each patch: `[b, q]`."""
         return (predictions.float() - targets).square().mean(-1)
 
     def outputs(self, predictions: Tensor) -> Tensor:
-        """Return patches, or noise, `[b, q, d]`."""
+        """Return the predicted patches or noise, `[b, q, d]`."""
         return predictions
 
     def drawing(self, options: DiffusionOptions, *, scored: bool) -> Drawing:
-        """Return what draws patches by ancestral sampling (appendices E and F).
+        """Return an ancestral sampler of patches (appendices E and F).
 
         Raises:
-            UserError: the likelihood is wanted, which this process does not give.
+            UserError: `scored`, but a diffusion decoder has no tractable likelihood.
         """
         if scored:
-            raise UserError("a search needs likelihoods, which a diffusion decoder does not give")
+            raise UserError("beam search needs likelihoods, which a diffusion decoder lacks")
         process = self.process
         temperature = process.temperature if options.temperature is None else options.temperature
         return _TakesNoiseAway(self, options.sampling_steps or process.sampling_steps, temperature)
@@ -217,28 +211,28 @@ class _TakesNoiseAway(Drawing):
 
 
 def with_gamma(noisy: Tensor, gamma: Tensor) -> Tensor:
-    """Put γ `[b, s, 1]` behind noisy patches `[b, s, d]`."""
+    """Append γ `[b, s, 1]` to noisy patches `[b, s, d]`."""
     return torch.cat([noisy, gamma], dim=-1)
 
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
-"""From noisy patches `[..., d]` and γ `[..., 1]` to an estimate of x⁰ `[..., d]`."""
+"""Maps noisy patches `[..., d]` and γ `[..., 1]` to an estimate of x⁰ `[..., d]`."""
 
 _LARGEST_LOGIT = 18.0
-"""Just beyond the logits of the smallest and the largest draw, 2^-25 and 1 - 2^-25."""
+"""Slightly more than the logit of the largest draw, 1 - 2^-25."""
 _NUM_POINTS = 8193
 _NOTHING = 1e-6
 
 
 class BetaNoise:
-    """γ ~ Beta(a, b), by the inverse of its distribution function.
+    """γ ~ Beta(a, b), sampled by the inverse of its cumulative distribution.
 
     The inverse has no closed form. It is tabulated once over the logit of the probability, which
-    spreads both ends out, and interpolated on the device.
+    resolves both ends, and interpolated on the device.
     """
 
     def __init__(self, a: float, b: float, device: torch.device) -> None:
-        """Tabulate; a and b are above 0."""
+        """Tabulate for a, b > 0."""
         from scipy.special import betaincinv, expit
 
         logits = np.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, _NUM_POINTS)
@@ -247,24 +241,23 @@ class BetaNoise:
         self._schedules: dict[int, Tensor] = {}
 
     def quantile(self, probability: Tensor) -> Tensor:
-        """Return γ float32 with P(Beta ≤ γ) = probability, of which any shape lies in [0, 1]."""
+        """Return γ with P(Beta ≤ γ) = `probability`, in [0, 1]: float32 of the same shape."""
         place = torch.logit(probability.float()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         place = (place + _LARGEST_LOGIT) * ((_NUM_POINTS - 1) / (2.0 * _LARGEST_LOGIT))
         below = place.long().clamp(max=_NUM_POINTS - 2)
         return torch.lerp(self._table[below], self._table[below + 1], place - below)
 
     def from_uniform(self, draws: Tensor) -> Tensor:
-        """Return γ for draws in [0, 1) that are multiples of 2^-24."""
+        """Return γ for uniform draws in [0, 1) that are multiples of 2^-24."""
         return self.quantile(draws + 2.0**-25)
 
     def schedule(self, num_steps: int) -> Tensor:
-        """Return γ of the reverse process, float32 from 0 (noise) to 1 (clean).
+        """Return the γ of the reverse process, float32, increasing from 0 (noise) to 1 (clean).
 
-        A process whose time s is uniform in [0, 1] and whose γ(s) is the quantile of 1 - s meets
-        each γ as often as training does (section 3.3); its steps are 1 / `num_steps` (appendix F).
-        Where the quantile is 0 or 1 to 6 digits, steps would change nothing and are left out, so
-        there are `num_steps + 1` numbers or fewer. How many waits for the device: they are made
-        once.
+        With time s uniform in [0, 1] and γ(s) the quantile of 1 - s, the process visits each γ as
+        often as training does (section 3.3); the step size is 1 / `num_steps` (appendix F). Steps
+        at which the quantile is 0 or 1 to 6 digits would change nothing and are left out, so there
+        are at most `num_steps + 1` values. Cached, since their number is read from the device.
         """
         if num_steps not in self._schedules:
             self._schedules[num_steps] = self._make_schedule(num_steps)
@@ -277,7 +270,7 @@ class BetaNoise:
 
 
 def corrupt(clean: Tensor, noise: Tensor, gamma: Tensor) -> Tensor:
-    """Return x = √γ x⁰ + √(1 - γ) ε; all `[..., d]` but γ, which may be `[..., 1]`."""
+    """Return x = √γ x⁰ + √(1 - γ) ε; all are `[..., d]`, γ may be `[..., 1]`."""
     return gamma.sqrt() * clean + (1.0 - gamma).sqrt() * noise
 
 
@@ -289,16 +282,16 @@ def clean_from_noise(noisy: Tensor, noise: Tensor, gamma: Tensor) -> Tensor:
 def posterior(
     noisy: Tensor, clean: Tensor, gamma: Tensor, gamma_before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of q(x' | x, x⁰), a step towards the clean patch (equation 4).
+    """Return mean and variance of q(x' | x, x⁰), one step towards the clean patch (equation 4).
 
     Args:
-        noisy: x `[..., d]`.
-        clean: x⁰, or an estimate of it.
+        noisy: x, `[..., d]`.
+        clean: x⁰ or an estimate of it, `[..., d]`.
         gamma: γ of x, in [0, 1).
-        gamma_before: γ' of x', in (0, 1] and at least γ.
+        gamma_before: γ' of x', in [γ, 1] and above 0.
 
     Returns:
-        Mean `[..., d]`, and the variance, which has the shape of γ.
+        The mean `[..., d]`, and the variance in the shape of γ.
     """
     alpha = gamma / gamma_before
     of_noisy = alpha.sqrt() * (1.0 - gamma_before) / (1.0 - gamma)
@@ -310,18 +303,18 @@ def posterior(
 def reverse_process(
     denoise: Denoiser, noise_of: Callable[[int], Tensor], gammas: Tensor, *, temperature: float = 1
 ) -> Tensor:
-    """Draw patches, from pure noise to clean, by ancestral sampling.
+    """Sample patches from noise by ancestral sampling.
 
     Args:
         denoise: estimates x⁰.
-        noise_of: standard normal `[..., d]` for the start (0) and after step 1, 2, ...
-        gammas: `[steps + 1]`, increasing, the last one 1.
-        temperature: multiplies the noise that is added; 1 is the paper's process, other values are
-            ours. Of Gaussian data it multiplies the deviation and leaves the mean; 0 leaves the
-            mean of each step, a path without chance.
+        noise_of: returns standard normal noise `[..., d]` for the start (0) and after step 1, 2...
+        gammas: `[steps + 1]`, increasing to 1.
+        temperature: multiplies the noise; 1 is the paper's process, other values are an extension.
+            For Gaussian data it scales the standard deviation and keeps the mean; 0 follows the
+            mean of each step deterministically.
 
     Returns:
-        `[..., d]`; the last step returns the estimate of x⁰ itself, as γ' is 1.
+        `[..., d]`; since γ' is 1 in the last step, this is its estimate of x⁰.
     """
     noisy = noise_of(0) * temperature
     for step in range(len(gammas) - 1):

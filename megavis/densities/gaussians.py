@@ -1,19 +1,14 @@
-"""Gaussians over real-valued tokens: a mixture with diagonal covariances, or one with a full one.
+"""Gaussian densities of real-valued tokens: a diagonal mixture, or one full-covariance Gaussian.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", sections 3.2 and 3.4: variance scaling, mixture
-temperature and density-based classifier-free guidance.
+temperature and density-based classifier-free guidance (DB-CFG), which samples from
+p(z | c)^(1+w) · p(z | ∅)^-w (appendix D). The mixture component is drawn from the conditional
+prediction. Its Gaussians with and without the class are then guided per dimension by rejection
+sampling: proposals from N(μ_c, 2 · max(σ_c, σ_u)), a bound taken over 1001 points in μ_c ± 10, at
+most 1000 tries, and a draw from the conditional Gaussian if none is accepted.
 
-Legend: b images, q positions, r rows, m tokens to draw, d numbers of a token, k components.
-
-Density-based classifier-free guidance: draws from p(z | c)^(1+w) · p(z | ∅)^-w.
-
-"GIVT: Generative Infinite-Vocabulary Transformers", section 3.4 and appendix D. Of a mixture, the
-component is drawn from the conditional prediction; its Gaussians with and without the class are
-then guided number by number, by rejection: proposals from N(μ_c, 2 · max(σ_c, σ_u)), a bound taken
-over 1001 points in μ_c ± 10, at most 1000 tries, and where none is accepted a draw from the
-conditional Gaussian.
-
-Legend: m numbers to draw, all independent.
+Legend: b images, q positions, r rows, d values of a token, k components, m independent values to
+sample.
 """
 
 from __future__ import annotations
@@ -40,8 +35,8 @@ from megavis.model.layer_state import PackedState
 from megavis.parallel.random import normal, uniform
 
 Predictions = Tensor | tuple[Tensor, Tensor]
-"""Parameters `[b, q, num_outputs]`; with a learned transform in front of the model also the tokens
-`[b, q, d]` that it gave, which are scored in place of the targets."""
+"""Parameters `[b, q, num_outputs]`; with a learned transform in front of the model also its output
+`[b, q, d]`, which is scored instead of the targets."""
 
 
 def _check_range(**values: float) -> None:
@@ -52,14 +47,14 @@ def _check_range(**values: float) -> None:
 
 @dataclass(frozen=True)
 class GaussianOptions:
-    """What is done to a Gaussian before a token is drawn from it.
+    """Sampling options of a Gaussian.
 
     Raises:
-        UserError: a value is out of its range.
+        UserError: a value is out of range.
     """
 
     temperature: float = 1.0
-    """Multiplies the standard deviations, 0 or more: variance scaling, t of table 1."""
+    """Multiplies the standard deviations, 0 or more: variance scaling, t in table 1."""
 
     def __post_init__(self) -> None:
         _check_range(temperature=self.temperature)
@@ -67,12 +62,12 @@ class GaussianOptions:
 
 @dataclass(frozen=True)
 class MixtureOptions(GaussianOptions):
-    """What is done to a mixture before a token is drawn from it."""
+    """Sampling options of a mixture."""
 
     probability: float = 1.0
-    """Multiplies the logits of the components, the released code's `temp_probs`."""
+    """Multiplies the logits of the components, 0 or more; the released code's `temp_probs`."""
     guidance: float = 0.0
-    """w of DB-CFG; 0 does without the prediction for no class."""
+    """w of DB-CFG, 0 or more; 0 skips the unconditional prediction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +75,7 @@ class MixtureOptions(GaussianOptions):
 
 
 class Gaussians(Density):
-    """What both forms have in common; parameters are read in float32."""
+    """Base class of both forms; distributions are computed in float32."""
 
     def __init__(
         self, num_outputs: int, form: ScaleForm, *, build_head: Callable[[], Head]
@@ -88,9 +83,9 @@ class Gaussians(Density):
         """Build.
 
         Args:
-            num_outputs: parameters of a token's density.
-            form: from outputs to scales.
-            build_head: the last layer, which gives `Predictions`.
+            num_outputs: parameters per token.
+            form: maps outputs to scales.
+            build_head: builds the last layer, which returns `Predictions`.
         """
         self.num_outputs, self.form, self._build = num_outputs, form, build_head
 
@@ -100,25 +95,25 @@ class Gaussians(Density):
 
     @abstractmethod
     def distribution(self, parameters: Tensor) -> Distribution:
-        """Return the densities whose parameters these are, `[..., num_outputs]`."""
+        """Return the distributions with these parameters, `[..., num_outputs]`."""
 
     def per_token_loss(self, predictions: Predictions, targets: Tensor | None) -> Tensor:
-        """Return -log p of each token, nats `[b, q]` (equation 2).
+        """Return -log p of each token in nats, `[b, q]` (equation 2).
 
         Args:
-            predictions: as the head gives them.
-            targets: tokens `[b, q, d]`; None where the predictions hold them.
+            predictions: output of the head.
+            targets: tokens `[b, q, d]`; None if the predictions contain them.
         """
         tokens = targets if isinstance(predictions, Tensor) else predictions[1]
         assert tokens is not None
         return -self.distribution(parameters_of(predictions)).log_prob(tokens)
 
     def restored(self, predictions: Predictions, targets: Tensor) -> Tensor:
-        """Return the means of the densities."""
+        """Return the means of the distributions."""
         return self.distribution(parameters_of(predictions)).mean
 
     def outputs(self, predictions: Predictions) -> Tensor:
-        """Return the parameters `[b, q, ...]`, followed by a learned transform's tokens."""
+        """Return the parameters `[b, q, ...]`, followed by a learned transform's tokens if any."""
         if isinstance(predictions, Tensor):
             return predictions
         return torch.cat([predictions[0].float(), predictions[1].float()], dim=-1)
@@ -137,7 +132,7 @@ class GaussianMixture(Gaussians):
         num_components: int,
         build_head: Callable[[], Head],
     ) -> None:
-        """Build; `num_components` is k, the rest as `Gaussians` has it."""
+        """Build; `num_components` is k, for the rest see `Gaussians`."""
         super().__init__(num_outputs, form, build_head=build_head)
         self.num_components = num_components
 
@@ -146,7 +141,7 @@ class GaussianMixture(Gaussians):
         return Mixture.from_outputs(parameters, self.num_components, self.form)
 
     def drawing(self, options: MixtureOptions, *, scored: bool) -> Drawing:
-        """Return what draws tokens, guided or not."""
+        """Return a sampler of tokens, with or without guidance."""
         if options.guidance:
             return _DrawsGuided(self, options)
         return _DrawsTokens(self, options.temperature, options.probability, scored)
@@ -162,7 +157,7 @@ class CorrelatedGaussian(Gaussians):
         return FullGaussian.from_outputs(parameters, self.form)
 
     def drawing(self, options: GaussianOptions, *, scored: bool) -> Drawing:
-        """Return what draws tokens."""
+        """Return a sampler of tokens."""
         return _DrawsTokens(self, options.temperature, 1.0, scored)
 
 
@@ -187,7 +182,7 @@ class _DrawsTokens(Drawing):
 
 @dataclass(frozen=True)
 class _DrawsGuided(Drawing):
-    """DB-CFG: the first half of the rows knows the condition, the second half does not."""
+    """DB-CFG: the first half of the rows is conditional, the second half unconditional."""
 
     density: GaussianMixture
     choice: MixtureOptions
@@ -207,7 +202,7 @@ class _DrawsGuided(Drawing):
         return Drawn(values.view(*shape, size), score, counts)
 
     def _guide(self, halves: list[Tensor], draws: Draws) -> Guided:
-        """Take one component, of the conditional mixture's choosing, out of both mixtures."""
+        """Draw a component from the conditional mixture and take it from both mixtures."""
         choice = self.choice
         conditional, other = (
             self.density.distribution(half).tempered(
@@ -220,26 +215,26 @@ class _DrawsGuided(Drawing):
 
 
 def parameters_of(predictions: Predictions) -> Tensor:
-    """Return the parameters `[b, q, ...]` among a head's predictions."""
+    """Return the parameters `[b, q, ...]` of a head's predictions."""
     return predictions if isinstance(predictions, Tensor) else predictions[0]
 
 
 _REACH, _NUM_POINTS = 10.0, 1001
-# Most numbers are found at once; for the few that are not, a round costs more than its tries, of
-# which there are 1000 in all.
+# Tries per round, 1000 in total. Most values are accepted in the first round; for the rest, a round
+# has a higher overhead than its tries.
 _ROUNDS = (16, 64, 256, 664)
 
 
 @dataclass(frozen=True)
 class Guided:
-    """The unnormalised guided density of independent numbers.
+    """The unnormalised guided density of independent values.
 
     Attributes:
         mean: μ_c, `[...]`.
         log_scale: log σ_c, `[...]`.
-        other_mean: μ_u of the prediction without the class, `[...]`.
+        other_mean: μ_u of the unconditional prediction, `[...]`.
         other_log_scale: log σ_u, `[...]`.
-        weight: w, 0 or more; at 0 the conditional Gaussian is left.
+        weight: w, 0 or more; 0 is the conditional Gaussian.
     """
 
     mean: Tensor
@@ -256,18 +251,18 @@ class Guided:
 
     @property
     def proposal_log_scale(self) -> Tensor:
-        """Logarithm of the proposal's scale, twice the larger of the two."""
+        """Logarithm of the proposal's scale, 2 · max(σ_c, σ_u)."""
         return torch.maximum(self.log_scale, self.other_log_scale) + math.log(2.0)
 
     def log_bound(self) -> Tensor:
-        """Return log of max over the points of the density, divided by the proposal's mode.
+        """Return the log of the density's maximum over the points, divided by the proposal's mode.
 
-        The log-density is a parabola. Over evenly spaced points its largest value is at one of
-        the two next to the vertex, or at an end, so four points give the maximum over all 1001.
+        The log-density is a parabola, so over evenly spaced points its maximum is at one of the two
+        points next to the vertex or at an end: four points give the maximum over all 1001.
         """
         sharpness = (1.0 + self.weight) * torch.exp(-2.0 * self.log_scale)
         other = self.weight * torch.exp(-2.0 * self.other_log_scale)
-        # Where the parabola has no top, its vertex is of no interest and an end is the largest.
+        # If the parabola opens upward, the vertex is irrelevant and the maximum is at an end.
         shift = other * (self.mean - self.other_mean) / (sharpness - other)
         step = 2.0 * _REACH / (_NUM_POINTS - 1)
         nearest = torch.floor(shift.nan_to_num(nan=0.0) / step)
@@ -278,11 +273,11 @@ class Guided:
         return highest + self.proposal_log_scale + 0.5 * math.log(2.0 * math.pi)
 
     def select(self, rows: Tensor) -> Guided:
-        """Return the densities of some of m numbers."""
+        """Return the densities at the indices `rows` of m values."""
         return self._map(lambda part: part[rows])
 
     def flatten(self) -> Guided:
-        """Return the same with all dimensions in one."""
+        """Return the densities as one dimension."""
         return self._map(Tensor.flatten)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Guided:
@@ -292,20 +287,20 @@ class Guided:
 
 
 def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tuple[Tensor, Tensor]:
-    """Draw one value of each guided density.
+    """Sample one value of each guided density.
 
-    The tries are made in a few rounds: on a CPU for those numbers alone that have none yet, on a
-    GPU for all, since to know which have none would wait for the device. Values are the same.
+    Tries are made in a few rounds: on a CPU only for values not accepted yet, on a GPU for all,
+    since selecting them would synchronize with the device. Both give the same values.
 
     Args:
-        guided: of m numbers, `[m]` each.
-        keys: int64 `[m]`, which with `seed` and `purpose` decide the draw of each number.
-        seed: decides every draw.
-        purpose: what the draw is for.
+        guided: densities of m values, `[m]` each.
+        keys: int64 `[m]`; each draw is a function of key, seed and purpose.
+        seed: seed of the draws.
+        purpose: names the draws.
 
     Returns:
-        Values float32 `[m]`; and how rejection fared, int64 `[3]`: numbers wanted, numbers for
-        which a proposal was accepted, proposals.
+        Values float32 `[m]`, and counts of the rejection sampling, int64 `[3]`: values requested,
+        values for which a proposal was accepted, and proposals.
     """
     fallback = normal(keys, 1, seed=seed, purpose=f"{purpose}/fallback")[:, 0]
     values = guided.mean + guided.log_scale.exp() * fallback
@@ -333,7 +328,7 @@ def draw_guided(guided: Guided, keys: Tensor, *, seed: int, purpose: str) -> tup
 def _draw_for_all(
     guided: Guided, keys: Tensor, values: Tensor, counts: Tensor, *, seed: int, purpose: str
 ) -> tuple[Tensor, Tensor]:
-    """Replace `values` `[m]` by accepted proposals, and count; nothing is read by the host."""
+    """Replace `values` `[m]` by accepted proposals without synchronizing with the host."""
     log_bound = guided.log_bound()
     is_found = torch.zeros_like(keys, dtype=torch.bool)
     for tries in _ROUNDS:
@@ -354,10 +349,10 @@ def _draw_for_all(
 def _try(
     guided: Guided, log_bound: Tensor, noise: Tensor, heights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Propose; returns which proposals `[tries, m]` are accepted, and the proposals."""
+    """Make proposals; return which are accepted, bool `[tries, m]`, and the proposals."""
     log_scale = guided.proposal_log_scale
     proposals = guided.mean + log_scale.exp() * noise
     ceiling = log_bound + gaussian_log_prob(proposals, guided.mean, log_scale)
-    # A height of 0 is below every density.
+    # log(0) = -inf accepts, as a height of 0 is below every density.
     accepted = heights.log() + ceiling < guided.log_density(proposals)
     return accepted, proposals

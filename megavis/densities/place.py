@@ -1,6 +1,6 @@
-"""The place of a token in its image, predicted by one logit for each place of the grid.
+"""Density over the grid positions of a token, with one logit per position.
 
-Legend: b images, n tokens and places.
+Legend: b images, n tokens and positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megavis.model.heads import Head
 
 
 class Place(Density):
-    """Cross-entropy over the places."""
+    """Cross-entropy over the positions of the grid."""
 
     def __init__(
         self, num_places: int, *, num_skipped: int, build_head: Callable[[], Head]
@@ -26,8 +26,8 @@ class Place(Density):
 
         Args:
             num_places: n.
-            num_skipped: tokens in front that have no place, such as a class token.
-            build_head: the last layer, which gives `[b, num_skipped + n, n]`.
+            num_skipped: leading tokens without a position, such as a class token.
+            build_head: builds the last layer, which returns `[b, num_skipped + n, n]`.
         """
         self.num_outputs, self.num_skipped, self._build = num_places, num_skipped, build_head
 
@@ -36,30 +36,30 @@ class Place(Density):
         return self._build()
 
     def outputs(self, predictions: Tensor) -> Tensor:
-        """Return a logit for each place of each token: `[b, n, n]`."""
+        """Return the logits of each token, `[b, n, n]`."""
         return predictions[:, self.num_skipped :]
 
     def corrupted(
         self, tokens: Tensor, index: Tensor, choices: Mapping[str, Any] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the places int64 `[b, n]` of tokens in raster order."""
+        """Return the true positions int64 `[b, n]` of tokens in raster order."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return places.expand(len(tokens), -1), ()
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return nats `[b, n]`.
+        """Return the cross-entropy of each token in nats, `[b, n]`.
 
         Args:
-            predictions: as the head gives them.
-            targets: true places int64 `[b, n]`.
+            predictions: output of the head.
+            targets: true positions int64 `[b, n]`.
         """
         logits = self.outputs(predictions).float().transpose(1, 2)
         return F.cross_entropy(logits, targets, reduction="none")
 
     def measures(self, predictions: Tensor, targets: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Return `accuracy` and `top5`: shares of tokens whose true place is named so.
+        """Return top-1 and top-5 accuracy as `accuracy` and `top5`.
 
-        Those of weight 0, whose positions are given, do not count.
+        Tokens of weight 0, whose positions are given, are not counted.
         """
         true, *weights = targets
         likeliest = self.outputs(predictions).topk(min(5, self.num_outputs), dim=-1).indices

@@ -1,6 +1,6 @@
-"""Numbers predicted by their squared error, the mean of a Gaussian of unit variance.
+"""Squared error of real-valued tokens, as of a Gaussian with unit variance.
 
-Legend: b images, q predicted positions, d numbers of a token.
+Legend: b images, q predicted positions, d values of a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megavis.tokenizers.patches import normalize_patches, with_statistics_of
 
 
 class SquaredError(Density):
-    """One prediction a number; what is drawn is the mean."""
+    """Mean squared error; sampling returns the prediction."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class SquaredError(Density):
 
         Args:
             num_outputs: d.
-            normalize: score each token against its target standardised by itself ("Masked
+            normalize: standardise each target by its own mean and standard deviation ("Masked
                 Autoencoders Are Scalable Vision Learners", section 4, normalized pixels).
-            num_skipped: rows in front whose predictions count nothing.
-            build_head: the last layer, which gives `[b, num_skipped + q, d]`.
+            num_skipped: leading rows whose predictions are ignored.
+            build_head: builds the last layer, which returns `[b, num_skipped + q, d]`.
             decoder: see `Density`.
         """
         self.num_outputs, self.normalize, self._build = num_outputs, normalize, build_head
@@ -48,11 +48,11 @@ class SquaredError(Density):
         return self._build()
 
     def per_token_loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared error a number: `[b, q]`.
+        """Return the mean squared error over the values of each token: `[b, q]`.
 
         Args:
             predictions: `[b, num_skipped + q, d]`.
-            targets: likewise, not yet standardised.
+            targets: `[b, q, d]`, not yet standardised.
         """
         if self.normalize:
             targets = normalize_patches(targets)
@@ -63,20 +63,20 @@ class SquaredError(Density):
         return predictions[:, self.num_skipped :]
 
     def restored(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the predictions, with mean and deviation of the targets where standardised."""
+        """Return the predictions, with the targets' mean and standard deviation if normalised."""
         predicted = self.outputs(predictions).float()
         return with_statistics_of(targets, predicted) if self.normalize else predicted
 
     def drawing(self, options: object, *, scored: bool) -> Drawing:
-        """Return what draws the mean.
+        """Return a sampler of the mean.
 
         Raises:
-            UserError: each prediction is standardised by itself.
+            UserError: targets are normalised, so predictions lack brightness and contrast.
         """
         if self.normalize:
             raise UserError(
-                "patches predicted with objective.normalize_targets have no brightness and"
-                " contrast, so no image can be drawn; train without it to draw"
+                "patches predicted with objective.normalize_targets lack brightness and contrast,"
+                " so no images can be generated; train without it to generate"
             )
         return _TakesMean()
 

@@ -1,4 +1,4 @@
-"""A random share of the tokens is the context, which all read; all are predicted, or the rest."""
+"""A random subset of the tokens is the context; all tokens are predicted from it, or the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megavis.schedules.schedule import Arrangement, Schedule
 
 
 class Context(Schedule):
-    """The first positions of a random order are read; all are asked for, or those after them."""
+    """Context: the first positions of a random order. Predict all tokens, or those after it."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Context(Schedule):
 
         Args:
             num_positions: n.
-            mask_ratio: η in [0, 1), the share that is hidden.
-            placed_ratio: share of the tokens, the first of the context, that show their place.
-            asks_context: tokens of the context are asked for, too.
-            seed: of the run, which with the sample decides the order.
+            mask_ratio: η in [0, 1), the share of the tokens outside the context.
+            placed_ratio: share of the tokens, at the start of the context, that get their position.
+            asks_context: predict the tokens of the context too.
+            seed: the run's seed; the order is a function of seed and sample.
         """
         self.asks_context = asks_context
         self.num_positions, self.mask_ratio, self.seed = num_positions, mask_ratio, seed
@@ -41,40 +41,40 @@ class Context(Schedule):
 
     @property
     def is_random(self) -> bool:
-        """True where some tokens are drawn to be read, or to show their place."""
+        """True if the context, or the tokens that get their position, are drawn."""
         return self.num_context(self.mask_ratio) < self.num_positions or self.num_placed > 0
 
     def num_context(self, mask_ratio: float) -> int:
-        """Return how many tokens are read: 1 - η of them, and at least one."""
+        """Return the number of context tokens: a share of 1 - η, and at least one."""
         return context_size(self.num_positions, mask_ratio)
 
     def draw(self, index: Tensor, mask_ratio: float | None = None) -> Arrangement:
-        """Draw the context of samples `[b]`; η is that of training unless another is named."""
+        """Draw the context of samples `[b]`; η defaults to its value in training."""
         draws = uniform(index, self.num_positions, seed=self.seed, purpose="context")
-        # Stable: equal draws, one in 2^24, fall alike on every device.
+        # A stable sort breaks ties (one in 2^24) the same way on every device.
         order = draws.argsort(dim=1, stable=True)
         ratio = self.mask_ratio if mask_ratio is None else mask_ratio
         return self._arranged(order, self.num_context(ratio), self.num_placed)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The hidden share, unless it decides how many are asked for."""
+        """The mask ratio, unless it determines the number of predicted tokens."""
         return ("mask_ratio",) if self.asks_context else ()
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Draw the context with η `mask_ratio`, that of training when absent.
+        """Draw the context with η = `mask_ratio`, by default its value in training.
 
-        All read all where neither samples nor η are named.
+        If neither samples nor η are given, all tokens are context, as for features.
         """
         ratio: float | None = choices.get("mask_ratio")
         if ratio is None and not is_named:
             return self.for_features(index)
         if ratio is not None and not 0 <= ratio <= 1:
-            raise UserError(f"the mask_ratio must lie in 0..1, not {ratio}")
+            raise UserError(f"mask_ratio must be in [0, 1], not {ratio}")
         return self.draw(index, ratio)
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Let all read all, and every token show its place."""
+        """Make all tokens context, each with its position."""
         order = torch.arange(self.num_positions, device=index.device).expand(len(index), -1)
         return self._arranged(order, self.num_positions, self.num_positions)
 

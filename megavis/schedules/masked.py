@@ -1,10 +1,10 @@
-"""Some tokens hidden at random, and predicted from the others.
+"""Masked prediction: random tokens are masked and predicted from the others.
 
-`MaskedShare`: each token is hidden with one probability, as in BERT. `Rounds`: the share itself is
-drawn for each image, and images are generated in rounds, after "MaskGIT: Masked Generative Image
-Transformer" (Chang et al., 2022): after round i of T, the share cos(π/2 · i/T) of the tokens is
-hidden again, those of the lowest confidence: log-likelihood + t_C · (1 - i/T) · Gumbel noise, t_C
-the choice temperature.
+`MaskedShare` masks each token independently with the same probability, as in BERT. `Rounds` draws
+the mask ratio of each image and generates in rounds ("MaskGIT: Masked Generative Image
+Transformer", Chang et al., 2022): after round i of T, a share cos(π/2 · i/T) of the tokens is
+masked again, namely those of the lowest confidence, which is log-likelihood + t_C · (1 - i/T) ·
+Gumbel noise with the choice temperature t_C.
 
 Legend: b images, n tokens.
 """
@@ -27,7 +27,7 @@ from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule
 
 
 class Masked(Schedule):
-    """Hidden tokens are group 1, the others group 0; all are read, in one order."""
+    """Masked tokens are group 1, the others group 0; all positions are inputs, in one order."""
 
     takes_given = False
     names = ("mask",)
@@ -37,24 +37,24 @@ class Masked(Schedule):
 
         Args:
             orders: the token at each position, the same for all images.
-            seed: of the run, which with the sample decides what is hidden.
+            seed: the run's seed; the mask is a function of seed and sample.
         """
         self.orders, self.seed = orders, seed
 
     @property
     def is_random(self) -> bool:
-        """True: what is hidden is drawn."""
+        """True: the mask is drawn."""
         return True
 
     def draw(self, index: Tensor) -> Arrangement:
-        """Hide tokens of samples `[b]`."""
+        """Draw the masks of samples `[b]`."""
         return self.hiding(self.draw_hidden(index))
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Hide `mask`, bool `[b, n]` in raster order.
+        """Apply `mask`, bool `[b, n]` in raster order, true where a token is masked.
 
-        When absent, what the named samples hide in training; without any, what features hide of
-        sample 0.
+        Defaults to the training mask of the given samples; if none are given, to the mask that
+        features use for sample 0.
         """
         mask: Tensor | None = choices.get("mask")
         if mask is None:
@@ -62,29 +62,29 @@ class Masked(Schedule):
         shape = (len(index), self.orders.num_positions)
         if mask.shape != shape or mask.dtype != torch.bool:
             raise UserError(
-                f"the mask has shape {list(mask.shape)} and type {mask.dtype}; this run takes bool"
-                f" {list(shape)}"
+                f"the mask has shape {list(mask.shape)} and type {mask.dtype}; this run expects"
+                f" bool {list(shape)}"
             )
         return self.hiding(mask.to(index.device))
 
     @abstractmethod
     def draw_hidden(self, index: Tensor) -> Tensor:
-        """Return bool `[b, n]` in raster order, true where a token of samples `[b]` is hidden."""
+        """Return the mask of samples `[b]`: bool `[b, n]` in raster order, true where masked."""
 
     def hiding(self, hidden: Tensor) -> Arrangement:
-        """Return the arrangement in which these are hidden: bool `[b, n]` in raster order."""
+        """Return the arrangement of a mask, bool `[b, n]` in raster order."""
         order = self.orders.shared(hidden.device)
         groups = take_places(hidden.long(), order)
         return Arrangement(order, groups, num_content=order.shape[1])
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Hide nothing."""
+        """Mask nothing."""
         order = self.orders.shared(index.device)
         return Arrangement(order, torch.zeros_like(order), num_content=order.shape[1])
 
 
 class MaskedShare(Masked):
-    """Each token is hidden with the same probability, independently of the others."""
+    """Mask each token with the same probability, independently of the others."""
 
     def __init__(self, orders: Orders, *, share: float, seed: int) -> None:
         super().__init__(orders, seed=seed)
@@ -97,26 +97,27 @@ class MaskedShare(Masked):
 
     @property
     def has_random_features(self) -> bool:
-        """True: hidden for features too, "to keep inputs in-distribution" (iGPT, section 4.6)."""
+        """True: features mask too, "to keep inputs in-distribution" (iGPT, section 4.6)."""
         return True
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Hide what training hides."""
+        """Mask as in training."""
         return self.draw(index)
 
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """How many rounds, and how much chance decides what stays.
+    """Options of generation in rounds.
 
     Raises:
         UserError: a value is out of its range.
     """
 
     rounds: int = 16
+    """Forward passes per image, 1 or more."""
     choice_temperature: float = 35.0
-    """t_C: 35 for 256² pixels without guidance, 60 with (GIVT, table 1), 140 for 512² (figure
-    18)."""
+    """t_C, 0 or more. GIVT uses 35 for 256² pixels without guidance and 60 with it (table 1), and
+    140 for 512² (figure 18)."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -127,9 +128,9 @@ class RoundOptions:
             )
 
     def num_hidden(self, step: int, num_tokens: int) -> int:
-        """Return how many tokens stay hidden after round `step`, counted from 0.
+        """Return the number of tokens still masked after round `step`, counted from 0.
 
-        At least one token is uncovered in every round while there are any.
+        Every round unmasks at least one token while any is masked.
         """
         hidden = num_tokens
         for number in range(step + 1):
@@ -140,7 +141,7 @@ class RoundOptions:
 
 
 class Rounds(Masked):
-    """A share cos(π/2 · u) of the tokens is hidden, u drawn for each image."""
+    """Mask a share cos(π/2 · u) of the tokens, with u drawn for each image."""
 
     options_type = RoundOptions
     needs_score = True
@@ -150,7 +151,7 @@ class Rounds(Masked):
 
         Args:
             orders: see `Masked`.
-            least_masking: u is uniform in [0, 1 - this).
+            least_masking: u is uniform in [0, 1 - least_masking).
             seed: see `Masked`.
         """
         super().__init__(orders, seed=seed)
@@ -172,14 +173,14 @@ class Rounds(Masked):
     def first(
         self, order: Tensor, *, num_images: int, num_given: int, options: RoundOptions
     ) -> Step:
-        """Hide all tokens and ask for all."""
+        """Mask all tokens and predict all."""
         shape = (num_images, order.shape[1])
         hidden = torch.ones(shape, dtype=torch.bool, device=order.device)
         plan = Arrangement(order, hidden.long(), num_content=order.shape[1])
         return Step(plan, 0, slice(0, order.shape[1]), 0, "round/0", hidden=hidden)
 
     def after(self, step: Step, progress: GenerationProgress, options: RoundOptions) -> Step | None:
-        """Hide the least confident of the tokens that were drawn; ask for these again."""
+        """Mask the least confident of the sampled tokens again."""
         assert step.hidden is not None
         assert progress.score is not None
         count, number = step.plan.num_positions, step.number
@@ -196,12 +197,12 @@ class Rounds(Masked):
 
 
 def lowest(confidence: Tensor, count: int) -> Tensor:
-    """Return bool `[b, n]`, true at the `count` lowest of each row of `[b, n]`."""
+    """Return bool `[b, n]`, true at the `count` lowest values of each row of `[b, n]`."""
     places = confidence.argsort(dim=1, stable=True)[:, :count]
     return torch.zeros_like(confidence, dtype=torch.bool).scatter_(1, places, True)
 
 
 def _gumbel(draws: Tensor) -> Tensor:
-    """Turn uniform numbers in [0, 1) into Gumbel noise."""
-    # Half a unit of the 24 bits: neither logarithm may be of 0.
+    """Turn uniform draws in [0, 1) into Gumbel noise."""
+    # Half of the draws' resolution of 2^-24, so that neither logarithm is of 0.
     return -torch.log(-torch.log(draws.double() + 2.0**-25)).float()

@@ -1,4 +1,4 @@
-"""One token after the other, each predicted from all before it."""
+"""Autoregressive prediction: each token is predicted from all tokens before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule
 
 
 class OneByOne(Schedule):
-    """A group for each position."""
+    """Predict one token per step: every position is a group of its own."""
 
     is_sequential = True
     names = ("order",)
@@ -24,19 +24,19 @@ class OneByOne(Schedule):
 
         Args:
             orders: the token at each position.
-            prefix: tokens, the first, that are given and not predicted.
-            name: of a step's random draws; `{}` is replaced by the position.
+            prefix: number of tokens at the start that are given, not predicted.
+            name: names the random draws of a step; `{}` is replaced by the position.
         """
         self.orders, self._name, self.prefix = orders, name, prefix
 
     @property
     def needs_given(self) -> bool:
-        """True where a prefix must be given."""
+        """True if the model was trained with a prefix."""
         return self.prefix > 0
 
     @property
     def is_random(self) -> bool:
-        """True where each image has an order of its own."""
+        """True if each image has its own order."""
         return self.orders.is_random
 
     def draw(self, index: Tensor) -> Arrangement:
@@ -44,7 +44,7 @@ class OneByOne(Schedule):
         return self.along(self.orders.of(index), self.prefix)
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Return the arrangement of `order`, int64 `[b or 1, n]`; that of training when absent."""
+        """Return the arrangement of `order`, int64 `[b or 1, n]`; by default the training order."""
         order: Tensor | None = choices.get("order")
         if order is None:
             return self.draw(index)
@@ -52,15 +52,15 @@ class OneByOne(Schedule):
         return self.along(order.to(index.device), self.prefix)
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Return the order that needs no draw."""
+        """Return the order that all images share."""
         return self.along(self.orders.shared(index.device), self.prefix)
 
     @staticmethod
     def along(order: Tensor, prefix: int = 0) -> Arrangement:
-        """Return the arrangement of a given order int64 `[b or 1, n]`."""
+        """Return the arrangement that predicts along `order`, int64 `[b or 1, n]`."""
         count = order.shape[1]
         groups = torch.arange(1 - prefix, count + 1 - prefix, device=order.device)[None]
-        # Nothing follows the last.
+        # No token is predicted from the last one.
         return Arrangement(
             order,
             groups.clamp(min=0),
@@ -70,14 +70,14 @@ class OneByOne(Schedule):
         )
 
     def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
-        """Return the orders that images of these numbers have in training."""
+        """Return the orders that images with these indices have in training."""
         return self.orders.of(images)
 
     def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
-        """Ask for the first position that is not given.
+        """Predict the first position that is not given.
 
         Raises:
-            UserError: less is given than the prefix.
+            UserError: fewer tokens are given than the prefix has.
         """
         if num_given < self.prefix:
             raise UserError(
@@ -92,7 +92,7 @@ class OneByOne(Schedule):
         )
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:
-        """Ask for the next position."""
+        """Predict the next position."""
         position = step.asked.stop
         if position == step.plan.num_positions:
             return None

@@ -1,12 +1,10 @@
-"""In which order the tokens of an image are predicted: one for all images, or drawn for each.
+"""Orders in which the tokens of an image are predicted: one for all images, or drawn for each.
 
-Generation orders of the cells of a grid.
+An order is a tensor: int64 `[n]` holds the grid cell at each position of the sequence, with cells
+numbered in raster order. The kinds are those of "Denoising Autoregressive Representation Learning",
+section 4.4 and appendix C.
 
-"Denoising Autoregressive Representation Learning", section 4.4 and appendix C. An order is data:
-int64 `[n]`, for each place of the sequence the cell that is there, cells numbered in raster
-order.
-
-Legend: n cells, `height` · `width` of them; k side of a square block in cells.
+Legend: b images, n = `height` · `width` cells, one per token; k side of a square block in cells.
 """
 
 from __future__ import annotations
@@ -29,22 +27,23 @@ class Orders:
         """Build.
 
         Args:
-            shared: int64 `[n]`, the order of all images, or of features where each has its own.
-            seed: draws an order for each image; None: they share one.
+            shared: int64 `[n]`, the order of all images; of features if each image has its own.
+            seed: draws an order for each image; None if all share one.
         """
         self._shared, self._seed = Constant(shared), seed
         self.num_positions = len(shared)
 
     @classmethod
     def of_kind(cls, kind: OrderKind, height: int, width: int, *, block: int, seed: int) -> Orders:
-        """Return the orders of a grid: of `random` each image has its own, features raster.
+        """Return the orders of a grid.
 
         Args:
-            kind: as `fixed_order` has it, or `random`.
+            kind: a kind of `fixed_order`, or `random`: an order for each image, raster for
+                features.
             height: rows of the grid.
-            width: its columns.
-            block: side of a block, for the kinds that have blocks.
-            seed: of the run.
+            width: columns of the grid.
+            block: k, for the kinds that have blocks.
+            seed: the run's seed.
         """
         is_random = kind == "random"
         shared = fixed_order(
@@ -54,7 +53,7 @@ class Orders:
 
     @property
     def is_random(self) -> bool:
-        """True where each image has an order of its own."""
+        """True if each image has its own order."""
         return self._seed is not None
 
     def of(self, index: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class Orders:
         return random_orders(index, self.num_positions, seed=self._seed)
 
     def shared(self, device: torch.device) -> Tensor:
-        """Return the order without chance: int64 `[1, n]`."""
+        """Return the order that needs no draw: int64 `[1, n]`."""
         return self._shared.on(device)[None]
 
 
@@ -72,10 +71,10 @@ def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int
     """Return the order int64 `[n]` that all images of a run share.
 
     Args:
-        order: a kind, of which `random` is drawn once for the run, or the cells themselves.
-        side: of the grid.
-        block: side of a block, for the kinds that have blocks.
-        seed: of the run.
+        order: the cells themselves, or a kind; `random` is drawn once for the run.
+        side: rows and columns of the grid.
+        block: k, for the kinds that have blocks.
+        seed: the run's seed.
     """
     if not isinstance(order, str):
         return torch.tensor(order)
@@ -86,36 +85,36 @@ def order_of_run(order: str | Sequence[int], side: int, *, block: int, seed: int
 
 
 def check_order(order: Tensor, num_tokens: int) -> None:
-    """Check for permutations: int64 `[b, T]` with each of 0 .. T - 1 once in a row.
+    """Check that each row of `order`, int64 `[b, num_tokens]`, is a permutation.
 
     Raises:
-        UserError: when a row is none.
+        UserError: it is not.
     """
     every = torch.arange(num_tokens, device=order.device)
     fits = order.ndim == 2 and order.shape[1] == num_tokens
     if not fits or not torch.equal(order.sort(dim=1).values, every.expand(len(order), -1)):
         raise UserError(
-            f"the order is no permutation of the {num_tokens} tokens: each row must name every"
-            f" number from 0 to {num_tokens - 1} once"
+            f"the order is not a permutation of the {num_tokens} tokens: each row must contain"
+            f" every integer from 0 to {num_tokens - 1} once"
         )
 
 
 def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> Tensor:
-    """Return the order that all images share.
+    """Return an order that all images share.
 
     Args:
-        kind: `raster`: row by row. `nested_raster`: blocks in raster order, each block's cells in
-            raster order before the next block's. `round_robin`: the first cell of each block, in
-            raster order of the blocks, then the second cell of each, and so on.
+        kind: `raster`: row by row. `nested_raster`: block by block in raster order, and in raster
+            order within a block. `round_robin`: the first cell of every block in raster order,
+            then the second cell of every block, and so on.
         height: rows of the grid.
         width: columns of the grid.
-        block: k; of no meaning to `raster`.
+        block: k; ignored by `raster`.
 
     Returns:
         int64 `[n]`.
 
     Raises:
-        ValueError: k does not divide both sides, or the kind is drawn for each image.
+        ValueError: k does not divide both sides, or the kind is `random`.
     """
     cells = torch.arange(height * width)
     if kind == "raster":
@@ -124,7 +123,7 @@ def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> 
         raise ValueError("a random order is drawn for each image: see random_orders")
     if height % block or width % block:
         raise ValueError(f"blocks of {block}² do not divide a grid of {height} × {width}")
-    # Dimensions: row of blocks, row in the block, column of blocks, column in the block.
+    # Dimensions: block row, row in the block, block column, column in the block.
     blocks = cells.view(height // block, block, width // block, block)
     if kind == "nested_raster":
         return blocks.permute(0, 2, 1, 3).flatten()
@@ -132,7 +131,7 @@ def fixed_order(kind: OrderKind, *, height: int, width: int, block: int = 1) -> 
 
 
 def random_orders(sample_index: Tensor, num_cells: int, *, seed: int) -> Tensor:
-    """Draw an order for each image, a function of seed and sample alone.
+    """Draw an order for each image as a function of seed and sample.
 
     Args:
         sample_index: int64 `[b]`.
@@ -140,27 +139,27 @@ def random_orders(sample_index: Tensor, num_cells: int, *, seed: int) -> Tensor:
         seed: the run's seed.
 
     Returns:
-        int64 `[b, n]`, every permutation equally likely up to ties of 24-bit numbers.
+        int64 `[b, n]`; all permutations are equally likely up to ties of 24-bit draws.
     """
     draws = uniform(sample_index, num_cells, seed=seed, purpose="order")
-    # Stable, so that a tie falls alike on every device.
+    # A stable sort breaks ties the same way on every device.
     return draws.argsort(dim=1, stable=True)
 
 
 def take_places(values: Tensor, order: Tensor) -> Tensor:
-    """Take of `values` `[b, n, ...]` those at `order` `[m]` or `[b, m]`: `[b, m, ...]`."""
+    """Gather `values` `[b, n, ...]` at the indices `order` `[m]` or `[b, m]`: `[b, m, ...]`."""
     index = order.expand(len(values), -1)
     index = index.reshape(*index.shape, *[1] * (values.ndim - 2))
     return values.gather(1, index.expand(-1, -1, *values.shape[2:]))
 
 
 def to_raster(ordered: Tensor, order: Tensor) -> Tensor:
-    """Undo `take_places`."""
+    """Invert `take_places`: return `ordered` `[b, n, ...]` in raster order."""
     return take_places(ordered, order.argsort(dim=-1))
 
 
 class Constant:
-    """A tensor that each device is sent once, so that no step waits for a copy from the host."""
+    """A tensor that is copied to each device once, so that no step waits for the host."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value

@@ -1,9 +1,9 @@
-"""Arrangements: which tokens of an image are known when the others are predicted.
+"""Schedules and arrangements: which tokens are known when each token is predicted.
 
-A schedule draws an arrangement for each sample of training, gives the one that features are read
-in, and steps through one when images are generated.
+A schedule draws an arrangement for each training sample, provides the one for features, and steps
+through one to generate images.
 
-Legend: b images (1 where all images share a tensor), n positions of the sequence.
+Legend: b images (1 if all images share a tensor), n positions of the sequence.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megavis.config.errors import UserError
 class Arrangement:
     """An order of the tokens, and the group in which each is predicted.
 
-    Bounds are host integers, alike on all ranks, so that no step waits for the device.
+    The bounds are Python integers, equal on all ranks, so that no step waits for the device.
 
     Attributes:
         order: int64 `[b or 1, n]`, the token (in raster order) at each position.
         groups: int64 `[b or 1, n]`, by position: group 0 is given, group g > 0 is predicted from
             the groups before it.
-        num_content: positions `[0, num_content)` may be read by others.
+        num_content: other tokens may attend to positions `[0, num_content)`.
         first_asked: positions `[first_asked, n)` are predicted in some image.
-        num_given: positions `[0, num_given)` are given when images are generated.
-        num_placed: the first positions, whose place in the image is shown.
+        num_given: positions `[0, num_given)` are given in generation.
+        num_placed: positions `[0, num_placed)` get their position in the image.
         predicts_all: every position is predicted in every image.
     """
 
@@ -50,25 +50,25 @@ class Arrangement:
 
     @property
     def question(self) -> Question:
-        """All that is asked for at once, as in training."""
+        """The question that asks for all predicted positions at once, as in training."""
         return Question(self, self.num_content, slice(self.first_asked, self.num_positions))
 
     @property
     def is_predicted(self) -> Tensor:
-        """Return bool `[b or 1, n - first_asked]`: true where the loss counts."""
+        """Mask bool `[b or 1, n - first_asked]`, true where the loss counts."""
         return self.groups[:, self.first_asked :] > 0
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is known of a sequence, and which of its positions are asked for.
+    """The known positions of a sequence, and those to predict.
 
     Attributes:
-        plan: order and groups; `[1, n]`, or one row an image.
-        known: positions `[0, known)` hold tokens that may be read.
-        asked: positions that are predicted, a contiguous range.
-        hidden: bool `[b, n]`, for schedules that do not follow an order: true where no token is
-            known; where the plan's groups are above 0 when absent.
+        plan: order and groups, `[1, n]` or `[b, n]`.
+        known: positions `[0, known)` hold known tokens.
+        asked: the positions to predict, a contiguous range.
+        hidden: bool `[b, n]`, true where the token is masked, for schedules that do not follow an
+            order; by default where the plan's groups are above 0.
     """
 
     plan: Arrangement
@@ -79,10 +79,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Step(Question):
-    """One step of generation: the positions that are asked for are drawn.
+    """One step of generation, which samples the asked positions.
 
     Attributes:
-        number: of the step, from 0.
+        number: index of the step, from 0.
         name: purpose of the step's random draws.
     """
 
@@ -91,13 +91,13 @@ class Step(Question):
 
     @property
     def num_asked(self) -> int:
-        """Positions drawn now."""
+        """Number of positions sampled in this step."""
         return int(self.asked.stop - self.asked.start)
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """For what has nothing to choose."""
+    """Options of a density or schedule that has none."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class GenerationProgress:
     """Inputs from which a schedule chooses the next step.
 
     Attributes:
-        score: log-likelihood of the tokens just drawn, float32 `[b, positions]`.
-        images: int64 `[b]`, numbers of the images, which with the seed decide random draws.
-        seed: of the draws.
+        score: log-likelihood of the tokens just sampled, float32 `[b, positions]`.
+        images: int64 `[b]`, indices of the images; draws are functions of seed and index.
+        seed: seed of the draws.
     """
 
     score: Tensor | None
@@ -116,69 +116,69 @@ class GenerationProgress:
 
 
 class Schedule(ABC):
-    """Draws arrangements, and steps through one to generate."""
+    """Draws arrangements for training, and steps through one to generate."""
 
     options_type: ClassVar[type] = NoOptions
-    """Dataclass of what a user may choose when images are generated."""
+    """Dataclass of the user's options of generation."""
     takes_given: ClassVar[bool] = True
-    """True where generation can start from given tokens."""
+    """True if generation can start from given tokens."""
     needs_score: ClassVar[bool] = False
-    """True where the next step depends on how likely the tokens are that were drawn."""
+    """True if the next step depends on the log-likelihood of the sampled tokens."""
     is_sequential: ClassVar[bool] = False
-    """True where each step draws one position, and no position twice: what beam search needs."""
+    """True if each step samples one position and none twice, as beam search requires."""
 
     @property
     def needs_given(self) -> bool:
-        """True where generation starts from given tokens alone."""
+        """True if generation must start from given tokens."""
         return False
 
     @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:
-        """Options of each column of a picture that is drawn from parts of images: the defaults."""
+        """Options of each column in a grid of completed images; one column of defaults."""
         return ({},)
 
     @property
     def is_random(self) -> bool:
-        """True where what is asked differs from draw to draw, so that evaluation is a sample."""
+        """True if the predicted tokens differ from draw to draw, so that evaluation is noisy."""
         return False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What can be chosen by name of the arrangement of a user's own data: see `chosen`."""
+        """Names of the choices that `chosen` accepts."""
         return ()
 
     @abstractmethod
     def draw(self, index: Tensor) -> Arrangement:
-        """Return the arrangement of training for samples `index`, int64 `[b]`."""
+        """Return the training arrangement of samples `index`, int64 `[b]`."""
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Return the arrangement of a user's own data.
+        """Return the arrangement for a user's own data.
 
         Args:
-            index: int64 `[b]`, the samples whose draws decide what is not chosen.
-            choices: by name; others than `names` are of no meaning here.
-            is_named: the user has named these samples; nothing need be hidden where not.
+            index: int64 `[b]`, the samples whose draws determine what is not chosen.
+            choices: values by name; names not in `names` are ignored.
+            is_named: whether the user passed these samples; if not, nothing need be masked.
 
         Raises:
-            UserError: a choice does not fit.
+            UserError: a choice is invalid.
         """
         return self.draw(index)
 
     @property
     def has_random_features(self) -> bool:
-        """True where the arrangement of features is drawn."""
+        """True if the arrangement for features is drawn."""
         return False
 
     @abstractmethod
     def for_features(self, index: Tensor) -> Arrangement:
-        """Return the arrangement in which features of samples int64 `[b]` are read."""
+        """Return the arrangement for features of samples `index`, int64 `[b]`."""
 
     def order_of(self, images: Tensor, options: Any, *, seed: int) -> Tensor:
         """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
         raise UserError("this schedule does not generate")
 
     def first(self, order: Tensor, *, num_images: int, num_given: int, options: Any) -> Step | None:
-        """Return the first step of generation; None where all tokens are given."""
+        """Return the first step of generation; None if all tokens are given."""
         raise UserError("this schedule does not generate")
 
     def after(self, step: Step, progress: GenerationProgress, options: Any) -> Step | None:

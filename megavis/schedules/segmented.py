@@ -1,17 +1,11 @@
-"""Order and groups of each image, drawn or named.
-
-Legend: b images, T tokens of an image, K predicted groups.
-
-Group after group: several tokens are predicted at once, from all groups before theirs.
-
-In which order a sequence is predicted, and in which groups.
+"""Segmented schedules: group by group, several tokens are predicted at once.
 
 A sequence of T tokens is put in an order z and cut into K + 1 consecutive groups G_0 .. G_K at the
-boundaries n_0 < n_1 < ... < n_{K-1} < n_K = T. G_0 is given; each further group is predicted from
-the groups before it. All is drawn on the device as a function of seed and sample, and nothing waits
-for the host.
+boundaries n_0 < n_1 < ... < n_{K-1} < n_K = T. G_0 is given, and every other group is predicted
+from the groups before it. Orders and boundaries are drawn on the device as functions of seed and
+sample, without synchronizing with the host.
 
-Legend: b images, T tokens, K predicted groups, S condition tokens.
+Legend: b images, T tokens of an image, K predicted groups.
 """
 
 from __future__ import annotations
@@ -33,14 +27,14 @@ from megavis.schedules.schedule import Arrangement, GenerationProgress, Schedule
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How an image is generated.
+    """Options of generation group by group.
 
     Raises:
-        UserError: the number is below 1.
+        UserError: `groups` is below 1.
     """
 
     groups: int = 1
-    """Groups of about one size into which the tokens that are not given are cut."""
+    """Number of groups, of about equal size, into which the tokens to generate are cut."""
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -48,28 +42,28 @@ class GroupOptions:
 
 
 def evenly(num_given: int, num_tokens: int, num_groups: int) -> tuple[int, ...]:
-    """Return where the given tokens end, and then each of `num_groups` groups of about one size.
+    """Return the ends of the given tokens and of `num_groups` groups of about equal size.
 
     Raises:
-        UserError: there are fewer tokens than groups, or none is given or left.
+        UserError: there are fewer tokens than groups, or no token is given or left.
     """
     rest = num_tokens - num_given
     if not 0 < num_given < num_tokens or not 0 < num_groups <= rest:
         raise UserError(
-            f"{num_tokens} tokens of which {num_given} are given cannot be predicted in"
-            f" {num_groups} groups; there must be 1 to {max(rest, 1)}, and a token must be given"
+            f"{num_tokens} tokens, {num_given} of them given, cannot be predicted in"
+            f" {num_groups} groups; use 1 to {max(rest, 1)} groups and give at least one token"
         )
     return tuple(num_given + i * rest // num_groups for i in range(num_groups + 1))
 
 
 class Groups(Schedule):
-    """What any cut into groups has in common: the steps of generation."""
+    """Base class of schedules of groups: the steps of generation."""
 
     options_type = GroupOptions
 
     @property
     def needs_given(self) -> bool:
-        """True: the first group is predicted from something."""
+        """True: the first predicted group needs a given one."""
         return True
 
     @property
@@ -79,18 +73,18 @@ class Groups(Schedule):
 
     @property
     def columns(self) -> tuple[Mapping[str, Any], ...]:
-        """Hidden tokens all at once, and in 4 and 12 groups."""
+        """All hidden tokens at once, and in 4 and 12 groups."""
         hidden = max(1, self.num_positions * 3 // 4)
         return tuple({"groups": n} for n in sorted({1, min(4, hidden), min(12, hidden)}))
 
     def order_of(self, images: Tensor, options: GroupOptions, *, seed: int) -> Tensor:
-        """Draw an order for each image `[b]`, a function of seed and number: int64 `[b, n]`."""
+        """Draw an order for each image `[b]` as a function of seed and index: int64 `[b, n]`."""
         return random_orders(images, self.num_positions, seed=seed)
 
     def first(
         self, order: Tensor, *, num_images: int, num_given: int, options: GroupOptions
     ) -> Step:
-        """Ask for the first group.
+        """Predict the first group.
 
         Raises:
             UserError: nothing is given, or there are more groups than tokens left.
@@ -102,7 +96,7 @@ class Groups(Schedule):
         return Step(plan, ends[0], slice(ends[0], ends[1]), 0, "group/0")
 
     def after(self, step: Step, progress: GenerationProgress, options: GroupOptions) -> Step | None:
-        """Ask for the next group."""
+        """Predict the next group."""
         count, number = step.plan.num_positions, step.number + 1
         if step.asked.stop == count:
             return None
@@ -121,7 +115,7 @@ class Groups(Schedule):
 
 
 class Grouping(Groups):
-    """z, and the group of each of its places."""
+    """Draw or fix the order z and the group boundaries of each image."""
 
     names = ("order", "boundaries")
 
@@ -138,12 +132,12 @@ class Grouping(Groups):
         """Build.
 
         Args:
-            cut: how groups are cut.
+            cut: how boundaries are chosen.
             num_tokens: T.
-            num_groups: K; of no meaning where boundaries are given.
-            boundaries: n_0 .. n_{K-1}, where they are given.
-            shuffled: each image has an order of its own, in place of raster order.
-            seed: decides the draws, together with the sample.
+            num_groups: K; ignored if boundaries are given.
+            boundaries: n_0 .. n_{K-1} if `cut` is `given`, else None.
+            shuffled: draw an order for each image instead of raster order.
+            seed: the run's seed; draws are functions of seed and sample.
         """
         self.cut, self.num_tokens, self.num_groups = cut, num_tokens, num_groups
         self.shuffled, self.seed = shuffled, seed
@@ -152,12 +146,12 @@ class Grouping(Groups):
 
     @property
     def num_positions(self) -> int:
-        """Places T of z."""
+        """Tokens T."""
         return self.num_tokens
 
     @property
     def is_random(self) -> bool:
-        """True where order or groups are drawn."""
+        """True if orders or groups are drawn."""
         return self.shuffled or self.cut in ("random", "mixed")
 
     def draw(self, index: Tensor) -> Arrangement:
@@ -174,17 +168,17 @@ class Grouping(Groups):
         return Arrangement(order, groups, num_content=last, first_asked=first)
 
     def chosen(self, index: Tensor, choices: Mapping[str, Any], *, is_named: bool) -> Arrangement:
-        """Return a user's order and groups; what is absent is drawn.
+        """Return the arrangement of a user's order and groups; draw those that are absent.
 
-        All tokens are content, and all are asked for: where the groups lie follows from the data.
+        All tokens are content and all are predicted, so that shapes do not depend on boundaries.
 
         Args:
             index: int64 `[b]`.
-            choices: `order`, int64 `[b or 1, T]`; `boundaries`, n_0 .. n_{K-1}, of all images.
-            is_named: of no meaning here.
+            choices: `order`, int64 `[b or 1, T]`; `boundaries`, n_0 .. n_{K-1} for all images.
+            is_named: ignored.
 
         Raises:
-            UserError: the order is no permutation, or the boundaries do not increase.
+            UserError: the order is not a permutation, or the boundaries do not increase.
         """
         plan, order = self.draw(index), choices.get("order")
         boundaries: Sequence[int] | None = choices.get("boundaries")
@@ -200,7 +194,7 @@ class Grouping(Groups):
         return replace(plan, num_content=self.num_tokens, first_asked=0)
 
     def for_features(self, index: Tensor) -> Arrangement:
-        """Return raster order and typical groups of training, without a draw."""
+        """Return raster order with the typical groups of training, without random draws."""
         if self.cut == "given":
             boundaries = self._boundaries(index)
         else:
@@ -225,16 +219,16 @@ class Grouping(Groups):
 
 
 MEAN_SHARE, SHARE_DEVIATION = 0.5, 0.1
-"""p ~ N(0.5, 0.1): the second number is the deviation in the code of appendix B."""
+"""p ~ N(0.5, 0.1), where 0.1 is the standard deviation, as in the code of appendix B."""
 
 
 def draw_boundaries(
     kind: Segmentation, sample_index: Tensor, *, num_tokens: int, num_groups: int, seed: int
 ) -> Tensor:
-    """Return n_0 .. n_{K-1} of each sample: int64 `[b, K]`, increasing, each in [0, T - 1].
+    """Draw n_0 .. n_{K-1} for each sample: int64 `[b, K]`, increasing, each in [0, T - 1].
 
     Args:
-        kind: which of the paper's three settings.
+        kind: one of the paper's three settings.
         sample_index: int64 `[b]`.
         num_tokens: T.
         num_groups: K; at most `most_groups(kind, T)`.
@@ -251,7 +245,7 @@ def draw_boundaries(
 
 
 def fixed_length(num_tokens: int, num_groups: int, device: torch.device | None = None) -> Tensor:
-    """Return `fixed_boundaries`, computed on the device: int64 `[K]`."""
+    """Return `fixed_boundaries` as a tensor, computed on the device: int64 `[K]`."""
     places = torch.arange(1, num_groups + 1, device=device)
     return places * num_tokens // (num_groups + 1)
 
@@ -259,13 +253,13 @@ def fixed_length(num_tokens: int, num_groups: int, device: torch.device | None =
 def mixed_length(draws: Tensor, share: Tensor, num_groups: int) -> Tensor:
     """Return n_{K-1} = round(p T) with p ~ N(0.5, 0.1), and K - 1 random boundaries before it.
 
-    The paper leaves open what to do when p is extreme. Here n_{K-1} is clamped to [K, T - 1]: then
-    there are K - 1 places for the other boundaries and G_K is not empty. At T = 196 and K = 20 one
-    image in about 30,000 is clamped.
+    The paper does not define extreme values of p. Here n_{K-1} is clamped to [K, T - 1], which
+    leaves room for the other K - 1 boundaries and keeps G_K from being empty. At T = 196 and K = 20
+    about one image in 30,000 is clamped.
 
     Args:
-        draws: uniform `[b, T - 1]`, one for each place from 1 to T - 1.
-        share: uniform `[b, 1]`, from which p is made.
+        draws: uniform `[b, T - 1]`, one for each possible boundary from 1 to T - 1.
+        share: uniform `[b, 1]`, mapped to p.
         num_groups: K.
     """
     num_tokens = draws.shape[1] + 1
@@ -280,9 +274,9 @@ def mixed_length(draws: Tensor, share: Tensor, num_groups: int) -> Tensor:
 def typical_boundaries(
     kind: Segmentation, num_tokens: int, num_groups: int, device: torch.device | None = None
 ) -> Tensor:
-    """Return boundaries without a draw, in the middle of what training draws: int64 `[K]`.
+    """Return deterministic boundaries typical of those drawn in training: int64 `[K]`.
 
-    For features, which should not depend on chance: evenly spaced, with mixed length up to T / 2.
+    Used for features. They are evenly spaced, up to T / 2 with mixed length.
     """
     if kind != "mixed":
         return fixed_length(num_tokens, num_groups, device)
@@ -291,13 +285,13 @@ def typical_boundaries(
 
 
 def _smallest(draws: Tensor, count: int) -> Tensor:
-    """Return in ascending order the places, counted from 1, of the `count` smallest draws."""
+    """Return the positions, counted from 1, of the `count` smallest draws, in ascending order."""
     chosen = draws.argsort(dim=1, stable=True)[:, :count] + 1
     return chosen.sort(dim=1).values
 
 
 def groups_of(boundaries: Tensor, num_tokens: int) -> Tensor:
-    """Return the group of each place of the order: int64 `[b, T]`, from 0 to K.
+    """Return the group of each position of the order: int64 `[b, T]`, from 0 to K.
 
     Args:
         boundaries: n_0 .. n_{K-1}, int64 `[b, K]`, increasing.

@@ -151,10 +151,10 @@ def test_every_patch_has_a_query_whatever_the_groups(make, name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("darl", {"order": torch.zeros(4, 9, dtype=torch.int64)}, "no permutation of the 9"),
+        ("darl", {"order": torch.zeros(4, 9, dtype=torch.int64)}, "not a permutation of the 9"),
         ("bert", {"mask": torch.zeros(4, 8, dtype=torch.bool)}, r"mask has shape \[4, 8\]"),
-        ("mp3", {"mask_ratio": 1.5}, "mask_ratio must lie in 0..1"),
-        ("diffusion", {"gamma": -0.5}, "gamma must lie in 0..1"),
+        ("mp3", {"mask_ratio": 1.5}, r"mask_ratio must be in \[0, 1\]"),
+        ("diffusion", {"gamma": -0.5}, r"gamma must be in \[0, 1\]"),
         ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must lie in 0..2"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_mixture_is_shown_by_its_mean(build_paper, tmp_path):
         ("{name: mp3, patch_size: 4}", "runs of mp3 predict every token"),
         (
             "{name: igpt, vocabulary_size: 16, mode: bert}",
-            "no image can be made of what this model predicts",
+            "predictions of this model cannot be shown as images",
         ),
     ],
 )

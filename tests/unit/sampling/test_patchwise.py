@@ -128,7 +128,7 @@ def test_pictures(build, tmp_path):
         ({"sampling_steps": 0}, "at least 1"),
         ({"temperature": -1.0}, "at least 0"),
         ({"top_k": 3}, "top_k does not apply to this run of darl"),
-        ({"beams": 2}, "likelihoods, which a diffusion decoder does not give"),
+        ({"beams": 2}, "likelihoods, which a diffusion decoder lacks"),
     ],
 )
 def test_wrong_options_are_refused(sampler, options, message):
