@@ -1,1 +1,1 @@
-"""What papers are composed of besides schedules and densities."""
+"""Composition of papers: tokens, asking, conditions, the first layer, and the engine interface."""

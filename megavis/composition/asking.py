@@ -1,15 +1,15 @@
-"""How a token asks to be predicted: which rows the blocks see, and what each row holds.
+"""Asking: the rows of the blocks' input sequence, and which row predicts which token.
 
 - `Shift`: a row holds the token before the one that it predicts.
-- `Mask`: a row holds its own token, or nothing where that is hidden.
-- `Query`: rows without a token follow those with one, and no row attends to them.
-- `InContext`: a row asks about itself; all rows see those of the context.
+- `Mask`: a row holds its own token, or a mask token if that is hidden.
+- `Query`: query rows without a token follow the content rows, and no row attends to them.
+- `InContext`: a row predicts its own token's position; all rows attend to those of the context.
 
-An asking kind has no parameters. `rows` runs on every process and turns tokens into the tensors
-that the first layer takes; `embed` runs in the first layer and turns these into hidden states.
+An asking kind has no parameters. `rows` runs on every process and turns tokens into the inputs of
+the first layer; `embed` runs in the first layer and turns these into hidden states.
 
-Legend: b images (1 where all images share a tensor), n positions, c content rows, q asked
-positions, m rows, h hidden size.
+Legend: b images (1 if all images share a tensor), n positions, c content rows, q asked positions
+(those to predict), m rows, h hidden size.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ AskedRows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Embedded:
-    """Embedded rows of a first layer.
+    """Embedded rows.
 
     Attributes:
         hidden: `[b, m, h]`.
-        places: int64 `[b or 1, m]`, the cell of each row on the grid, `START` or `NOWHERE`.
-        carried: tensors that travel with the hidden states, by name.
+        places: int64 `[b or 1, m]`, the grid cell of each row, `START` or `NOWHERE`.
+        carried: tensors that are passed along with the hidden states, by name.
     """
 
     hidden: Tensor
@@ -50,27 +50,27 @@ class Embedded:
 
 
 class Asking(ABC):
-    """From tokens and an arrangement to rows, and from rows to hidden states."""
+    """Maps tokens and an arrangement to rows, and rows to hidden states."""
 
     num_inputs: ClassVar[int]
-    """Tensors that `rows` gives."""
+    """Number of tensors that `rows` returns."""
     visibility: VisibilityKind
-    """Which row sees which."""
+    """Which row attends to which."""
     extra_tensors: tuple[str, ...] = ()
-    """Names of the tensors that say so, in the order in which they travel."""
+    """Names of the carried tensors that define the visibility, in order."""
     permutes: ClassVar[bool] = True
-    """True where rows are in the order of the arrangement, not in raster order."""
+    """True if rows are in the order of the arrangement, False if in raster order."""
     num_front: int = 0
-    """Condition rows in front of all others."""
+    """Condition rows before all others."""
 
     @property
     @abstractmethod
     def roles(self) -> tuple[Role, ...]:
-        """Parts of the first layer that rows are made of, where a paper has them."""
+        """Roles of the first layer's parts that rows use, if the paper has them."""
 
     @property
     def keeps_keys(self) -> bool:
-        """True where keys and values of a token do not change as others follow."""
+        """True if a token's keys and values do not depend on later tokens."""
         return self.visibility == "causal"
 
     @property
@@ -79,21 +79,21 @@ class Asking(ABC):
 
     @abstractmethod
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return the rows that answer a question.
+        """Return the rows for a question.
 
         Args:
-            tokens: `[b, at least known, ...]`, in the order of the plan (of `InContext`: in raster
-                order).
-            question: what is known, and what is asked for.
-            since: positions whose keys and values are kept; rows are wanted for those after.
+            tokens: `[b, at least known, ...]`, in the order of the plan (in raster order for
+                `InContext`).
+            question: the known positions, and those to predict.
+            since: number of positions in the KV cache; only rows after these are returned.
         """
 
     @abstractmethod
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return rows in which nothing is hidden that need not be, each of them a token's."""
+        """Return one row per token, hiding no more than the plan requires."""
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return images b and the rows of each that are embedded, but for those in front."""
+        """Return the number of images b, and of embedded rows per image without those in front."""
         return rows[0].shape[0], rows[0].shape[1]
 
     @abstractmethod
@@ -101,14 +101,14 @@ class Asking(ABC):
         """Embed rows.
 
         Args:
-            reader: the first layer, whose parts these become.
-            rows: as `rows` gives them.
-            known: the condition, by the role of the part that takes it.
+            reader: the first layer, whose parts embed.
+            rows: output of `rows`.
+            known: conditions by the role of the part that embeds them.
         """
 
     @abstractmethod
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
-        """Return what blocks and head compute for an image of an arrangement like this."""
+        """Return the workload of blocks and head for an image with such an arrangement."""
 
 
 class Shift(Asking):
@@ -122,10 +122,10 @@ class Shift(Asking):
         """Build.
 
         Args:
-            place: whose position is added to a row: that of the token that it predicts, of the
-                token that it holds, or both, each from a table of its own.
-            by_groups: a row sees all rows of the group of its token and of earlier ones, in place
-                of the rows before it alone; a prefix of group 0 then sees itself.
+            place: which position is added to a row: that of the token that it predicts (`asked`),
+                of the token that it holds (`content`), or both, from separate tables.
+            by_groups: a row attends to all rows of its token's group and of earlier groups, rather
+                than to the rows before it; a prefix in group 0 then attends to itself fully.
         """
         self.place, self.by_groups = place, by_groups
         self.visibility: VisibilityKind = "two_stream" if by_groups else "causal"
@@ -133,19 +133,19 @@ class Shift(Asking):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, positions, what precedes the first."""
+        """Content, positions and start token."""
         asked: tuple[Role, ...] = ("asked_positions",) if self.place == "both" else ()
         return ("content", "positions", *asked, "start")
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return tokens, their places, and for each row its group, or the place that it adds last.
+        """Return tokens, their places, and per row its group or the place to add last.
 
-        Where a start token is in front, there is one row more than tokens.
+        With a start token in front there is one row more than tokens.
         """
         return self._between(tokens, question.plan, since, question.asked.stop)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return start and all tokens; as in training where rows know what they predict."""
+        """Return start token and all tokens; rows as in training if `place` is not `content`."""
         last = 0 if self.place == "content" else 1
         return self._between(tokens, plan, 0, plan.num_positions + 1 - last)
 
@@ -155,13 +155,13 @@ class Shift(Asking):
         tokens, places = tokens[:, before], plan.order[:, before]
         if self.place != "content":
             return tokens, places, plan.order[:, start:stop]
-        # The start token is of group 0.
+        # The start token is in group 0.
         own, first = (plan.groups[:, before], 0) if self.by_groups else (places, START)
         own = F.pad(own, (1, 0), value=first) if start == 0 else own
         return tokens, places, own.expand(len(tokens), -1) if self.by_groups else own
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return images and rows, a start token among them."""
+        """Return the number of images, and of rows including a start token."""
         return rows[0].shape[0], rows[2].shape[1]
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -186,37 +186,37 @@ class Shift(Asking):
         return Embedded(hidden, own, carried)
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
-        """Return that of one causal stream."""
+        """Return the workload of one causal stream."""
         return Workload.of_one_stream(plan.num_positions, num_outputs, causal=True)
 
 
 TRANSFORMED = "tokens"
-"""Name under which a learned transform's tokens travel to the head, where they are scored."""
+"""Name under which a learned transform's tokens are carried to the head, which scores them."""
 
 
 class Mask(Asking):
-    """A row for each position, which holds its token or, where that is hidden, a filler."""
+    """One row per position, which holds its token, or the mask token if that is hidden."""
 
     num_inputs = 3
     visibility: VisibilityKind = "full"
 
     def __init__(self, *, num_front: int = 0) -> None:
-        """Build with so many condition rows in front."""
+        """Build with `num_front` condition rows in front."""
         self.num_front = num_front
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, positions, and what represents hidden ones."""
+        """Content, positions, mask token and front rows."""
         return ("content", "positions", "mask", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return all tokens, their places, and bool `[b, n]`, true where one is hidden."""
+        """Return all tokens, their places, and the mask bool `[b, n]`, true where hidden."""
         order, hidden = question.plan.order, question.hidden
         hidden = question.plan.groups > 0 if hidden is None else hidden
         return tokens, order, hidden.expand(len(tokens), -1)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return all tokens, none hidden but those that the plan hides."""
+        """Return all tokens, with those hidden that the plan hides."""
         return self.rows(tokens, plan.question)
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -231,13 +231,13 @@ class Mask(Asking):
         return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {})
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
-        """Return that of one stream in which all see all."""
+        """Return the workload of one stream with full attention."""
         rows = plan.num_positions + self.num_front
         return Workload.of_one_stream(rows, num_outputs, causal=False)
 
 
 class Query(Asking):
-    """Two streams: content that is seen, and queries that know their place alone.
+    """Two streams: content rows that are attended to, and query rows that hold only a position.
 
     "XLNet: Generalized Autoregressive Pretraining for Language Understanding", section 2.3. Both
     streams share the projection of queries, as in XLNet's code; "Denoising Autoregressive
@@ -252,25 +252,24 @@ class Query(Asking):
         """Build.
 
         Args:
-            num_front: condition rows in front, which are in group 0.
-            starts: a start token comes first, in group 0.
-            queries: False leaves the queries away: the last content row before a token predicts
-                it.
+            num_front: condition rows in front, in group 0.
+            starts: begin with a start token, in group 0.
+            queries: False omits the query stream: the last content row before a token predicts it.
         """
         self.num_front, self.starts, self.queries = num_front, starts, queries
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, positions, what is in front, and what represents a token that is asked for."""
+        """Content, positions, start token, query vector and front rows."""
         start: tuple[Role, ...] = ("start",) if self.starts else ()
         return ("content", "positions", *start, "query", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return the known tokens, their places and groups, and the places and groups asked for.
+        """Return the known tokens with their places and groups, and the asked places and groups.
 
-        A start token has a group, and neither token nor place. Queries of group 0 see what those of
-        group 1 see; nothing is learned from them. Without queries the last token of all predicts
-        nothing.
+        A start token has a group but neither token nor place. Queries of group 0 attend to the same
+        rows as those of group 1; the loss ignores them. Without queries, the last token is left
+        out, since it predicts nothing.
         """
         plan, known = question.plan, question.known
         if self.queries:
@@ -286,11 +285,11 @@ class Query(Asking):
         return content, places, own, order[:, asked], groups[:, asked].clamp(min=1)
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return the content stream alone."""
+        """Return only the content stream."""
         return self._streams(tokens, plan, plan.num_positions, slice(0, 0))
 
     def shape_of(self, rows: AskedRows) -> tuple[int, int]:
-        """Return images and rows of both streams, a start token among them."""
+        """Return the number of images, and of rows in both streams including a start token."""
         return rows[0].shape[0], rows[2].shape[1] + rows[3].shape[1]
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -306,17 +305,17 @@ class Query(Asking):
         num_front = front.shape[1]
         return Embedded(
             torch.cat([front, hidden, query], dim=1),
-            # A condition has no place: rotary positions do not turn it.
+            # Place 0 for conditions, on which rotary positions act as the identity.
             F.pad(torch.cat([places, asked], dim=1), (num_front, 0)),
             {
-                # It is in group 0, which all see.
+                # Conditions are in group 0, to which all rows attend.
                 "content_groups": F.pad(groups, (num_front, 0)).contiguous(),
                 "query_groups": asked_groups.contiguous(),
             },
         )
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
-        """Return both streams; keys and values are those of content alone."""
+        """Return the workload of both streams, with keys and values only for content."""
         visible = self.num_front + self.starts + plan.num_content
         asked = plan.num_positions - plan.first_asked
         if not self.queries:
@@ -325,7 +324,7 @@ class Query(Asking):
 
 
 class InContext(Asking):
-    """A row for each token, which sees the rows of the context; some show their place."""
+    """One row per token, which attends to the context rows; some rows get their position."""
 
     num_inputs = 3
     visibility: VisibilityKind = "context"
@@ -333,28 +332,28 @@ class InContext(Asking):
     permutes = False
 
     def __init__(self, *, num_front: int) -> None:
-        """Build; so many condition rows in front belong to the context."""
+        """Build with `num_front` condition rows in front, which belong to the context."""
         self.num_front = num_front
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens, and places of those that show them."""
+        """Content, positions and front rows."""
         return ("content", "positions", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
-        """Return tokens in raster order, the rows int64 `[b, c]` of the context, those placed."""
+        """Return tokens in raster order, the context rows int64 `[b, c]`, and the placed rows."""
         plan = question.plan
         return self.rows_of(tokens, plan.order[:, : question.known], plan.num_placed)
 
     def rows_of(self, tokens: Tensor, context: Tensor, num_placed: int) -> AskedRows:
-        """Return the rows of tokens `[b, n, ...]`, of which `context` `[b, c]` are seen."""
+        """Return the rows of tokens `[b, n, ...]` with the context int64 `[b, c]`."""
         placed, front = context[:, :num_placed], self.num_front
         own = torch.arange(front, device=context.device).expand(len(context), -1)
         context = torch.cat([own, context + front], dim=1)
         return tokens, context.contiguous(), placed.contiguous()
 
     def feature_rows(self, tokens: Tensor, plan: Arrangement) -> AskedRows:
-        """Return all rows; all are seen, those that the plan places show their place."""
+        """Return all rows, as the plan arranges them."""
         return self.rows(tokens, plan.question)
 
     def embed(self, reader: Reader, rows: AskedRows, known: Mapping[Role, Tensor]) -> Embedded:
@@ -372,6 +371,6 @@ class InContext(Asking):
         return Embedded(hidden, places, {"context": context})
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
-        """Count keys and values of the context alone."""
+        """Return the workload of all rows, with keys and values only for the context."""
         rows, visible = plan.num_positions + self.num_front, plan.num_content + self.num_front
         return Workload(rows, visible, float(visible), rows, num_outputs)

@@ -1,14 +1,13 @@
-"""Training of autoencoders: shared by the VAE and the VQGAN.
+"""Training of autoencoders, shared by the VAE and the VQGAN.
 
-Squared error, perceptual and adversarial loss, as in MaskGIT's tokenizer ("MaskGIT: Masked
-Generative Image Transformer", appendix A), plus the terms of what lies between encoder and
-decoder, which each tokenizer brings.
+Squared error, perceptual and adversarial loss, as for MaskGIT's tokenizer ("MaskGIT: Masked
+Generative Image Transformer", appendix A), plus the terms of each autoencoder's bottleneck.
 
-Two networks learn at once. The usual two optimizers that take turns would not fit an engine with
-one backward pass a step, so both take their step at the same time: the loss is the sum of the
-autoencoder's and the discriminator's. The first sees the discriminator's weights as constants,
-the second the reconstruction, so each gradient is that of one side alone; the two sides are groups
-of one optimizer, with learning rates and decay rates of their own.
+Autoencoder and discriminator usually alternate between two optimizers. The engine has one backward
+pass per step, so both are updated together, with the sum of their losses. The autoencoder's loss
+treats the discriminator's weights as constants, and the discriminator's loss the reconstruction, so
+the gradients do not mix; the two networks are parameter groups of one optimizer, with their own
+learning rates and betas.
 
 Legend: b images, H and W pixels.
 """
@@ -43,26 +42,26 @@ from megavis.tokenizers.network_tokenizer import to_images
 
 State = tuple[Tensor, ...]
 NUM_SCORES = 4
-"""Tensors that the discriminator's layer adds to the state."""
+"""Number of tensors that the discriminator's layer adds to the state."""
 
 
 class DiscriminatorLayer(nn.Module):
-    """The discriminator as the second layer: adds its scores."""
+    """The discriminator as the second layer, which adds its scores to the state."""
 
     def __init__(self, image_size: int, filters: int, *, penalises: bool) -> None:
         super().__init__()
         self.network, self.penalises = Discriminator(image_size, filters), penalises
 
     def forward(self, state: State) -> State:
-        """Score images and their reconstruction.
+        """Score images and their reconstructions.
 
         Args:
-            state: what the autoencoder's layer gives, pixels and reconstruction first.
+            state: output of the autoencoder's layer, which begins with pixels and reconstruction.
 
         Returns:
-            The state and four tensors `[b]`: scores of the reconstruction for the autoencoder,
-            scores of images and of the reconstruction for the discriminator, and the squared slope
-            at images.
+            The state and four tensors `[b]`: scores of the reconstruction for the autoencoder's
+            loss, scores of images and of reconstructions for the discriminator's, and the squared
+            gradient norm at images (zeros without R1).
         """
         pixels, reconstruction, *_ = state
         for_generator = frozen(self.network, reconstruction)
@@ -74,29 +73,29 @@ class DiscriminatorLayer(nn.Module):
 
 
 class AutoencoderObjective(Trainable, Backbone):
-    """Reconstruct images through a grid that is much smaller."""
+    """Reconstruct images from a much smaller grid of latents."""
 
     @property
     def backbone(self) -> AutoencoderObjective:
-        """This itself."""
+        """The objective itself."""
         return self
 
     @property
     def paper(self) -> AutoencoderConfig:
-        """The section of the config."""
+        """The `objective` section of the config."""
         assert isinstance(self.config.objective, AutoencoderConfig)
         return self.config.objective
 
     @abstractmethod
     def build_autoencoder(self) -> nn.Module:
-        """Return the first layer: `SequenceBatch.inputs` to pixels, reconstruction and extras.
+        """Build the first layer, from `SequenceBatch.inputs` to pixels, reconstruction and extras.
 
-        Pixels and reconstruction are `[b, 3, H, W]` in about [0, 1].
+        Pixels and reconstruction are `[b, 3, H, W]`, nominally in [0, 1].
         """
 
     @abstractmethod
     def own_terms(self, between: State) -> Mapping[str, Tensor]:
-        """Return the terms of what the first layer adds, before their weights."""
+        """Return the loss terms of the first layer's extras, unweighted."""
 
     @abstractmethod
     def own_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -104,11 +103,11 @@ class AutoencoderObjective(Trainable, Backbone):
 
     @abstractmethod
     def plain_network(self, pixels: Tensor) -> Tensor:
-        """Build the autoencoder and run it on pixels `[b, 3, H, W]`, to count operations."""
+        """Build the autoencoder and run it on pixels `[b, 3, H, W]`, to count its FLOPs."""
 
     @property
     def num_tokens(self) -> int:
-        """Places of the grid between encoder and decoder."""
+        """Cells of the latent grid."""
         return (self.config.data.image_size // self.paper.downsampling) ** 2
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
@@ -138,13 +137,13 @@ class AutoencoderObjective(Trainable, Backbone):
         return plans
 
     def _discriminator_options(self) -> ParamGroupOptions:
-        """Return the discriminator's own rates."""
+        """Return the discriminator's learning rate and betas."""
         rate = self.paper.discriminator_learning_rate
         scale = 1.0 if rate is None else rate / self.config.optimizer.learning_rate
         return ParamGroupOptions(scale, self.paper.discriminator_betas)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
-        """Return what goes in; there are no other targets."""
+        """Return the inputs; the images themselves are the target."""
         return SequenceBatch(self.inputs_from(batch.inputs, sample_index=batch.sample_index), ())
 
     def pixels_from(self, inputs: Any) -> Tensor:
@@ -165,7 +164,7 @@ class AutoencoderObjective(Trainable, Backbone):
         return total + terms.get("discriminator", 0.0) + slope
 
     def measures(self, predictions: State, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return the terms of the loss before their weights, means over the images."""
+        """Return the unweighted terms of the loss, averaged over the images."""
         judged = self.paper.adversarial_weight > 0
         scores = predictions[-NUM_SCORES:] if judged else ()
         pixels, reconstruction, *between = predictions[: len(predictions) - len(scores)]
@@ -190,15 +189,15 @@ class AutoencoderObjective(Trainable, Backbone):
 
     @property
     def reconstructs(self) -> bool:
-        """True: images go in and come out."""
+        """True: this is an autoencoder."""
         return True
 
     def reconstruction(self, predictions: State) -> Tensor:
-        """Return the images that came out, uint8 `[b, H, W, 3]`."""
+        """Return the reconstructed images, uint8 `[b, H, W, 3]`."""
         return to_images(predictions[1].float())
 
     def flops_per_image(self) -> float:
-        """Return the operations of a training step for one image: three forward passes.
+        """Return the FLOPs of a training step for one image, three times those of a forward pass.
 
         The discriminator is not counted.
         """

@@ -1,4 +1,4 @@
-"""Class logits on top of any paper's model: the classifier, and how it joins the paper's layers.
+"""Classifier heads for any paper's model, and how they attach to its layers.
 
 Legend: b images, s tokens, h hidden size, c classes.
 """
@@ -25,13 +25,13 @@ from megavis.model.tensor_parallel import all_tokens
 
 
 class Classifier(nn.Module):
-    """Class logits from the features of a layer, or of several side by side.
+    """Class logits from the features of one layer, or of several concatenated layers.
 
-    Every process of the tensor group computes all of them: c is small, and no size has to divide.
+    Replicated on every process of the tensor group: c is small and need not divide.
 
     Attributes:
-        below: features `[s, b, h]` of the layers below the one that it stands on. A forward pass of
-            these has put them there, and the classifier takes them out again.
+        below: features `[s, b, h]` of the layers below the one that the classifier is attached to.
+            Their forward passes append to it; the classifier clears it.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Classifier(nn.Module):
         Args:
             core: sizes and groups.
             settings: the config's `finetune` section.
-            processes: of the data-parallel group, over which linear evaluation standardises.
-            below: see `below`.
+            processes: the data-parallel group, for the batch norm of linear evaluation.
+            below: see the class.
         """
         super().__init__()
         self.core, self.read_out = core, settings.read_out
@@ -62,11 +62,11 @@ class Classifier(nn.Module):
             deviation = settings.classifier_std
         fill: Fill = normal(deviation) if deviation else zeros
         self.linear = WholeLinear(width, settings.num_classes, fill)
-        # No run that fine-tuning starts from has them for these classes.
+        # The pretrained run has no classifier for these classes.
         set_start(self.parameters(), "fresh")
 
     def described(self, features: Tensor) -> Tensor:
-        """Return `[b, h]` of this process's tokens `[s, b, h]`."""
+        """Pool this process's tokens `[s, b, h]`, or select one of them: `[b, h]`."""
         tokens = all_tokens(features, self.core.megatron, self.core.groups.tp)
         if self.read_out == "mean":
             return tokens.float().mean(0)
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
 
 
 class ClassHead(Head):
-    """The norm of a layer off which features are read, and the classifier; nothing else of it."""
+    """The norm of a feature layer, without the rest of the layer, and the classifier."""
 
     def __init__(self, core: Core, layer: nn.Module, classifier: Classifier) -> None:
         norm = cast(FeatureLayer, layer).feature_norm
@@ -94,20 +94,20 @@ class ClassHead(Head):
     def forward(self, state: PackedState) -> Tensor:
         """Map the `PackedState` of `[s, b, h]` to logits `[b, c]`."""
         hidden = LayerState.unpack(state, self.core.carried_names).hidden
-        # Called in any case, for those who watch it.
+        # Always call the norm, since hooks may watch it.
         normed = self.feature_norm(hidden)
         return self.classifier(hidden if self.core.model.features == "blocks" else normed)
 
 
 def add_classifier(head: Head, classifier: Classifier) -> Head:
-    """Let a paper's head give class logits after its own predictions.
+    """Make a paper's head return class logits after its own predictions.
 
-    By hooks and not by a module around it, so that its parameters keep the names under which the
-    run that fine-tuning starts from has saved them.
+    Uses hooks rather than a wrapper module, so that parameters keep the names under which the
+    pretrained run saved them.
 
     Args:
         head: any paper's last layer.
-        classifier: becomes part of it.
+        classifier: added to the head as a submodule.
     """
     features: list[Tensor] = []
 
@@ -124,7 +124,7 @@ def add_classifier(head: Head, classifier: Classifier) -> Head:
 def watched(
     factory: Callable[[], nn.Module], keep: Callable[[Tensor], None]
 ) -> Callable[[], nn.Module]:
-    """Return what builds the same layer, whose features `[s, b, h]` are kept as well."""
+    """Return a factory of the same layer that passes its features `[s, b, h]` to `keep`."""
 
     def build() -> nn.Module:
         layer = factory()
@@ -135,5 +135,5 @@ def watched(
 
 
 def frozen(factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return what builds the same layer, of which nothing learns."""
+    """Return a factory of the same layer with frozen parameters."""
     return lambda: factory().requires_grad_(False)

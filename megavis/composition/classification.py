@@ -1,9 +1,9 @@
-"""Fine-tuning of any paper's model: class logits on top, with or without the paper's own loss.
+"""Fine-tuning of any paper's model as a classifier, with or without the paper's own loss.
 
-"Generative Pretraining from Pixels", section 2.3: the last norm's output is averaged over the
-sequence, a projection gives class logits, and L_GEN + L_CLF is minimised. The projection starts at
-zero (appendix A.1). Other papers leave L_GEN away, let all tokens see all, or read the last token:
-what differs is the config's `finetune` section, not code.
+"Generative Pretraining from Pixels", section 2.3: the final norm's output is averaged over the
+sequence and projected to class logits, and L_GEN + L_CLF is minimised. The projection is
+initialised to zero (appendix A.1). Other papers omit L_GEN, use full attention, or read the last
+token; the config's `finetune` section selects these.
 
 Legend: b images, s tokens, h hidden size, c classes.
 """
@@ -36,21 +36,21 @@ from megavis.model.heads import Head
 from megavis.model.stack import LayerPlan
 
 NO_LABEL = -1
-"""The label of an image that has none."""
+"""Label of unlabelled images."""
 
 
 class Classification(Trainable):
-    """A paper's model with classes on top.
+    """A paper's model with a classifier on top.
 
-    An operator on a composition: visibility, layers, sequence and loss follow from it.
+    Visibility, layers, sequence and loss are derived from the paper's.
 
     Attributes:
-        paper: the composition, whose layers these are but for the head.
+        paper: the composition that is fine-tuned.
         settings: the config's `finetune` section.
     """
 
     def __init__(self, paper: Composition) -> None:
-        """Put classes on a paper whose config has a `finetune` section."""
+        """Wrap a paper whose config has a `finetune` section."""
         super().__init__(paper.config, paper.context)
         assert paper.config.finetune is not None
         self.settings, self.processes = paper.config.finetune, paper.context.data.group
@@ -58,7 +58,7 @@ class Classification(Trainable):
 
     @property
     def backbone(self) -> Composition:
-        """The paper, whose blocks these are."""
+        """The paper that is fine-tuned."""
         return self.paper
 
     def classification(self) -> Classification:
@@ -67,23 +67,23 @@ class Classification(Trainable):
 
     @property
     def is_joint(self) -> bool:
-        """True where the paper's own loss counts too."""
+        """True if the paper's own loss is minimised too."""
         return self.settings.generative_weight > 0
 
     @property
     def mixes(self) -> bool:
-        """True where training sees mixtures of two images."""
+        """True if training uses mixup or CutMix."""
         return max(self.settings.mixup, self.settings.cutmix) > 0
 
     @property
     def has_random_sequence(self) -> bool:
-        """True where what classes are read off depends on random draws of each sample."""
+        """True if the classifier's inputs depend on random draws."""
         if self.is_joint:
             return self.paper.has_random_sequence
         return self.paper.has_random_features
 
     def flops_per_image(self) -> float:
-        """Return the operations of a training step for one image, without the classifier's few."""
+        """Return the FLOPs of a training step for one image, without the classifier's."""
         if self.is_joint:
             return self.paper.flops_per_image()
         causal = self.paper.core.visibility_kind == "causal"
@@ -95,15 +95,15 @@ class Classification(Trainable):
         return training_flops(model, work)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Check for what the paper needs, and for images to mix; labels are checked later."""
+        """Check the shards for the paper and for mixing; labels are checked later."""
         yield from self.paper.check_data(manifest)
         if self.mixes and manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; finetune.mixup and cutmix need jpeg shards"
 
     def layer_plans(self) -> list[LayerPlan]:
-        """Return the paper's layers, with class logits from the one off which features are read.
+        """Return the paper's layers up to the feature layer, with the classifier attached to it.
 
-        Layers above that, such as MAE's decoder, are dropped.
+        Layers above, such as MAE's decoder, are dropped.
         """
         plans = self.paper.layer_plans()
         readable = [place for place, plan in enumerate(plans) if plan.gives_features]
@@ -117,16 +117,15 @@ class Classification(Trainable):
             below[place] = dataclasses.replace(below[place], factory=factory)
         build = partial(self._build_head, top.factory, kept)
         if not self.is_joint:
-            # A decoder predicts what the paper's own loss is of; a block is but its norm.
+            # Only the norm of the top layer runs, not its block or its decoder.
             top = dataclasses.replace(top, inner=None, stack=None, flops=0.0)
         plans = [*below, dataclasses.replace(top, factory=build)]
         return [self._with_layer_decay(plan, plans[-1].depth) for plan in plans]
 
     def _with_layer_decay(self, plan: LayerPlan, last: int) -> LayerPlan:
-        """Let a layer learn at γ^(last - depth) times the rate, with γ = `layer_decay`.
+        """Scale a layer's learning rate by γ^(last - depth) with γ = `layer_decay`.
 
-        As in MAE's recipe, where depths count from 0, the embedding, over the L blocks to L + 1,
-        the head.
+        As in MAE's recipe, depth is 0 for the embedding, 1 to L for the blocks, L + 1 for the head.
         """
         options = plan.options.scaled(self.settings.layer_decay ** (last - plan.depth))
         return dataclasses.replace(plan, options=options)
@@ -142,9 +141,9 @@ class Classification(Trainable):
         return ClassHead(core, top, classifier)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
-        """Return the paper's sequence, then the labels, which are no part of its inputs.
+        """Return the paper's sequence with the labels as the last target.
 
-        Without the paper's own loss it is the sequence of features.
+        Without the paper's own loss, the inputs are those for features. They never contain labels.
         """
         if not self.is_joint:
             return SequenceBatch(self.paper.feature_inputs(batch), (batch.labels,))
@@ -153,7 +152,7 @@ class Classification(Trainable):
         return SequenceBatch(own.inputs, (*own.targets, batch.labels))
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Return the sequence of mixed images, with the shares of classes in place of labels."""
+        """Return the sequence of mixed images, with class probabilities instead of labels."""
         return self.paper.with_samples(self._mixed_sequence(batch), batch)
 
     def _mixed_sequence(self, batch: Batch) -> SequenceBatch:
@@ -170,7 +169,7 @@ class Classification(Trainable):
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return what the first layer takes for images as shards hold them (`Batch.inputs`)."""
+        """Return `SequenceBatch.inputs` for samples in the form of the shards (`Batch.inputs`)."""
         self.check_options(options)
         index = torch.arange(len(inputs)) if sample_index is None else sample_index
         batch = Batch(inputs, torch.full((len(inputs),), NO_LABEL), index)
@@ -179,11 +178,11 @@ class Classification(Trainable):
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
         """Return the mean cross-entropy in nats, plus the weighted loss of the paper.
 
-        An image without a label adds nothing to the former.
+        Unlabelled images contribute 0 to the cross-entropy.
 
         Args:
-            predictions: as the head gives them.
-            targets: the paper's own, then labels int64 `[b]`, or shares of classes float32
+            predictions: output of the head.
+            targets: the paper's targets, then labels int64 `[b]` or class probabilities float32
                 `[b, c]`.
         """
         own, logits = divide(predictions)
@@ -201,7 +200,7 @@ class Classification(Trainable):
         return loss
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return `accuracy` and `top5`, the shares of images whose class is named so."""
+        """Return top-1 and top-5 accuracy as `accuracy` and `top5`."""
         logits, labels = divide(predictions)[1], targets[-1]
         return {
             "accuracy": is_among_likeliest(logits, labels, 1).float().mean(),
@@ -214,7 +213,7 @@ class Classification(Trainable):
 
 
 def divide(predictions: Any) -> tuple[Any, Tensor]:
-    """Return the paper's own predictions, if there are any, and the class logits `[b, c]`."""
+    """Split predictions into the paper's own, `()` if there are none, and class logits `[b, c]`."""
     if isinstance(predictions, Tensor):
         return (), predictions
     *own, logits = predictions
@@ -222,6 +221,6 @@ def divide(predictions: Any) -> tuple[Any, Tensor]:
 
 
 def is_among_likeliest(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return bool `[b]`: the label is among so many largest of the logits `[b, c]`."""
+    """Return bool `[b]`, true if the label is among the `count` largest logits `[b, c]`."""
     likeliest = logits.topk(min(count, logits.shape[1]), dim=1).indices
     return (likeliest == labels[:, None]).any(1)

@@ -1,6 +1,6 @@
-"""Ids of a frozen tokenizer as tokens: shards of them, or images and the tokenizer.
+"""Codebook ids as tokens, read from shards or encoded from images by a frozen tokenizer.
 
-Legend: b images, n tokens of an image, v ids.
+Legend: b images, n tokens of an image, v vocabulary size, H and W pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TokenIds(Vocabulary):
-    """Ids of a frozen tokenizer, given as shards or made on the way."""
+    """Ids of a frozen tokenizer, precomputed or encoded on the fly."""
 
     def __init__(
         self, *, image_size: int, side: int, vocabulary_size: int, tokenizer: str | None
@@ -31,9 +31,9 @@ class TokenIds(Vocabulary):
 
         Args:
             image_size: side of the images in pixels.
-            side: of the grid of ids.
+            side: side of the grid of ids.
             vocabulary_size: v.
-            tokenizer: run folder of what makes ids of images; None where only ids come.
+            tokenizer: run folder of the tokenizer; None if all inputs are ids.
         """
         self.image_size, self.grid = image_size, (side, side)
         self.vocabulary_size, self.run_folder = vocabulary_size, tokenizer
@@ -41,34 +41,34 @@ class TokenIds(Vocabulary):
 
     @property
     def identity(self) -> str | None:
-        """SHA-256 of the tokenizer of images."""
+        """SHA-256 of the tokenizer; None without one."""
         return None if self.run_folder is None else self.tokenizer.identity()
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return ids int64 `[b, n]` of images uint8 `[b, h, w, 3]`; ids `[b, n]` stay.
+        """Encode images uint8 `[b, H, W, 3]` as ids int64 `[b, n]`; ids are returned unchanged.
 
         Raises:
-            UserError: images without a tokenizer, or of another size.
+            UserError: images have the wrong size, or there is no tokenizer.
         """
         if samples.ndim == 2:
             ids: Tensor = samples.long()
             return ids
         if samples.is_meta:
-            # There are shapes alone: nothing to encode, and no tokenizer is asked for.
+            # Only shapes matter on the meta device; do not open the tokenizer.
             return torch.zeros(
                 len(samples), self.num_tokens, dtype=torch.int64, device=samples.device
             )
         if self.run_folder is None:
-            raise UserError("ids are wanted; name what makes them of images in objective.tokenizer")
+            raise UserError("images need a tokenizer: name its run folder in objective.tokenizer")
         check_images(samples, self.image_size)
         return self.tokenizer.to(samples.device).encode(samples)
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:
-        """The tokenizer, frozen.
+        """The frozen tokenizer.
 
         Raises:
-            UserError: it gives no ids, or others than the config says.
+            UserError: it gives no ids, or does not fit the config.
         """
         assert self.run_folder is not None
         opened = open_ids_tokenizer(self.run_folder)
@@ -81,23 +81,23 @@ class TokenIds(Vocabulary):
         given = opened.num_tokens(self.image_size)
         if given != self.num_tokens:
             raise UserError(
-                f"{where} makes {given} ids of an image of {self.image_size}² pixels;"
+                f"{where} encodes an image of {self.image_size}² pixels as {given} ids;"
                 f" objective.patch_size makes {self.num_tokens} tokens"
             )
         return opened
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Check that the shards hold images and a tokenizer is named, or that they hold its ids."""
+        """Check that shards hold images, and there is a tokenizer, or matching ids."""
         if manifest.kind == "ids":
             yield from self._check_ids_shards(manifest)
         elif manifest.kind != "jpeg":
             yield f"holds {manifest.kind} shards; {name} needs jpeg or ids shards"
         elif self.run_folder is None:
-            yield "holds images; name what makes ids of them in objective.tokenizer"
+            yield "holds images; name the tokenizer's run folder in objective.tokenizer"
 
     def _check_ids_shards(self, manifest: Manifest) -> Iterator[str]:
         if manifest.num_tokens != self.num_tokens:
-            yield f"holds {manifest.num_tokens} ids an image; the config has {self.num_tokens}"
+            yield f"holds {manifest.num_tokens} ids per image; the config has {self.num_tokens}"
         if manifest.vocabulary_size != self.vocabulary_size:
             yield (
                 f"holds ids below {manifest.vocabulary_size}; objective.vocabulary_size is"
@@ -112,18 +112,18 @@ class TokenIds(Vocabulary):
                 )
 
     def check_images(self, folder: Path) -> None:
-        """Raise UserError where no tokenizer is named, or it does not fit."""
+        """Raise UserError if there is no tokenizer, or it does not fit."""
         self.to_images(torch.zeros(1, self.num_tokens, dtype=torch.int64), folder)
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
-        """Return the tokenizer's images of ids `[b, n]`; raises UserError where there is none."""
+        """Decode ids `[b, n]` to images; raise UserError if there is no tokenizer."""
         if self.run_folder is None:
-            raise UserError("pictures of ids need their tokenizer: name it in objective.tokenizer")
+            raise UserError("decoding ids needs their tokenizer: name it in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
 
 
 def open_ids_tokenizer(run_folder: str) -> IdTokenizer:
-    """Open what `objective.tokenizer` names; raises UserError where it gives no ids."""
+    """Open the tokenizer named by `objective.tokenizer`; raise UserError if it gives no ids."""
     from megavis.tokenizers.network_tokenizer import IdTokenizer, open_tokenizer
 
     try:

@@ -1,9 +1,9 @@
-"""A paper as a composition: sequences, loss, features and generation follow from its words.
+"""A paper as a composition: sequences, loss, features and generation, derived from its choices.
 
-The words themselves (tokens, schedule, asking, density, condition) and the first layer, which they
-make, are in `words.py`.
+The choices themselves (tokens, schedule, asking, density, condition) and the first layer are in
+`words.py`.
 
-Legend: b images, n positions of the sequence, q predicted ones.
+Legend: b images, n positions of the sequence, q predicted positions, r rows of generation.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ RunOnce = Callable[[Callable[[nn.Module], PackedState]], PackedState]
 
 
 class Composition(Words):
-    """A paper in the words of the grammar."""
+    """A paper defined by its choices."""
 
     @property
     def num_copies(self) -> int:
-        """Times that each column of a picture is drawn."""
+        """Number of samples per column in image grids of a run."""
         return 3 if self.condition.reads_images else 1
 
     @property
     def usual_share(self) -> float:
-        """Share of an image that is given in pictures of a run."""
+        """Share of each image that is given in image grids of a run."""
         return 0.0 if self.condition.reads_images else 0.5
 
     @property
@@ -59,40 +59,40 @@ class Composition(Words):
 
     @property
     def has_random_sequence(self) -> bool:
-        """True where tokens or arrangements are drawn."""
+        """True if tokens or training arrangements are drawn."""
         return self.reads.is_random or self.schedule.is_random
 
     @property
     def has_random_features(self) -> bool:
-        """True where tokens or arrangements of features are drawn."""
+        """True if tokens or arrangements for features are drawn."""
         return self.reads.is_random or self.schedule.has_random_features
 
     @property
     def keeps_keys(self) -> bool:
-        """True where the keys and values of a token change in no stack as others follow."""
+        """True if, in every stack, a token's keys and values do not depend on later tokens."""
         return self.asks.keeps_keys and all(
             stack.core.visibility_kind == "causal" for stack in stacks_of(self.upper_layers())
         )
 
     @property
     def tokenizer_identity(self) -> str | None:
-        """SHA-256 of what makes the tokens."""
+        """SHA-256 of the frozen tokenizer; None without one."""
         return self.predicts.identity or self.reads.identity or self.condition.identity
 
     def workload(self) -> Workload:
-        """Return what is computed for an image of training."""
+        """Return the workload of one training image."""
         plan, upper = self.schedule.draw(torch.zeros(1, dtype=torch.int64)), self.second_stack
         width = self.num_outputs if upper is None else upper.core.model.hidden_size
         work = self.asks.workload(plan, width)
         return replace(work, num_memory=self.condition.num_memory)
 
     def encoder_layers(self) -> list[LayerPlan]:
-        """Return those of the condition."""
+        """Return the encoder layers of the condition."""
         num_rows, seed = self.workload().num_tokens, self.config.seed
         return self.condition.layers(self.core, num_rows=num_rows, seed=seed)
 
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Check that the shards hold what tokens and condition come from."""
+        """Check that the shards suit tokens and condition."""
         yield from self.condition.check(manifest, self.reads, self.config.objective.name)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
@@ -103,12 +103,12 @@ class Composition(Words):
         return blank_batch(num_images, (side, side, 3), torch.uint8, device)
 
     def sequence(self, batch: Batch) -> SequenceBatch:
-        """Draw tokens, arrangement and condition, and ask for what the arrangement predicts."""
+        """Draw tokens, arrangement and condition; return the training sequence."""
         index, samples = batch.sample_index, self.condition.predicted(batch.inputs)
         read, plan = self._read(samples, index), self.schedule.draw(index)
         targets: tuple[Tensor, ...] = ()
         extra: tuple[Tensor, ...] = ()
-        if not self.has_transform:  # which gives the tokens that are scored
+        if not self.has_transform:  # A transform's output is scored instead.
             asked = self._asked(samples, read, plan, index)
             scored, extra = self.density.corrupted(asked, index)
             targets = (scored,)
@@ -116,15 +116,15 @@ class Composition(Words):
         return SequenceBatch(inputs, (*targets, *self._weights(plan, len(read))))
 
     def _read(self, samples: Any, index: Tensor | None) -> Tensor:
-        """Return tokens in raster order; those for a transform as the tokenizer gives them."""
+        """Return tokens in raster order, or on their grid for a transform."""
         read = self.reads.of(samples, index)
         return read if self.has_transform else self.reads.sequence(read)
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """Options of `inputs_from`: what schedule, density and condition let be chosen."""
+        """Options of `inputs_from`: the choices of schedule, density and condition."""
         names = (*self.schedule.names, *self.density.names, *self.condition.names)
-        # A transform takes the whole grid as it is.
+        # A transform takes the whole grid in raster order.
         return tuple(name for name in names if not (self.has_transform and name == "order"))
 
     def inputs_from(
@@ -133,18 +133,20 @@ class Composition(Words):
         """Return `SequenceBatch.inputs` for a user's own data.
 
         Args:
-            inputs: as shards hold them (`Batch.inputs`), or tokens; these pass a transform by.
-            sample_index: int64 `[b]`, the samples whose draws these are. Without it, what need not
-                be drawn is not: latents are their mean, nothing is hidden that features need not
-                hide. Orders, groups and noise are those of samples 0 to b - 1.
-            **options: `option_names`; None leaves one out. `order` int64 `[b or 1, n]`, of tokens
-                in raster order; `boundaries`, where groups end; `mask` bool `[b, n]` in raster
-                order, true where a token is hidden; `mask_ratio`, the share that is not seen;
-                `gamma`, of noise, a number or `[b, n, 1]` in the order; `labels` int64 `[b]`, -1:
-                no class; `image`, what is known besides, that of the inputs when absent.
+            inputs: samples in the form of the shards (`Batch.inputs`), or tokens; tokens bypass a
+                transform.
+            sample_index: int64 `[b]`, the samples that determine random draws. By default draws are
+                avoided where possible: latents are their mean, and only what features hide is
+                hidden. Orders, groups and noise are then those of samples 0 to b - 1.
+            **options: those in `option_names`; None means absent. `order`: int64 `[b or 1, n]`,
+                indices of tokens in raster order. `boundaries`: ends of groups. `mask`: bool
+                `[b, n]` in raster order, true where a token is hidden. `mask_ratio`: share of
+                tokens outside the context. `gamma`: noise level, a scalar or `[b, n, 1]` in the
+                given order. `labels`: int64 `[b]`, -1 for no class. `image`: the image to
+                condition on, by default that of the inputs.
 
         Raises:
-            UserError: an option does not apply, or something does not fit.
+            UserError: an option does not apply, or a value does not fit.
         """
         self.check_options(options, self.option_names)
         choices = {name: value for name, value in options.items() if value is not None}
@@ -164,29 +166,29 @@ class Composition(Words):
         return (*self.training_rows(read, plan), *known, *extra)
 
     def _asked(self, samples: Any, read: Tensor, plan: Arrangement, index: Tensor) -> Tensor:
-        """Return the tokens that a plan asks for: those that are read, or others of the samples."""
+        """Return the tokens that a plan predicts, made from the samples if they are not read."""
         is_read = self.predicts is self.reads
         tokens = read if is_read else self.predicts.of(samples, index)
         return self._at(self.predicts.sequence(tokens), plan, plan.first_asked)
 
     def training_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
-        """Return the rows that predict all that an arrangement asks for.
+        """Return the rows that predict all asked positions of an arrangement.
 
         Args:
-            read: tokens in raster order, or as the tokenizer gives them.
+            read: tokens in raster order, or on their grid for a transform.
             plan: the arrangement.
         """
         ask = partial(self.asks.rows, question=plan.question)
         return self._rows(read, plan, plan.num_content, ask)
 
     def feature_rows(self, read: Tensor, plan: Arrangement) -> AskedRows:
-        """Return the rows that hold all tokens; arguments as `training_rows` has them."""
+        """Return the rows that hold all tokens; for the arguments see `training_rows`."""
         return self._rows(read, plan, None, partial(self.asks.feature_rows, plan=plan))
 
     def _rows(
         self, read: Tensor, plan: Arrangement, stop: int | None, ask: Callable[[Tensor], AskedRows]
     ) -> AskedRows:
-        """Ask with the tokens before `stop`; those for a transform go in on their grid."""
+        """Apply `ask` to the tokens before `stop`; a transform gets all tokens on their grid."""
         tokens = self.reads.sequence(read)
         if not self.has_transform or read.ndim == 3:
             return ask(self._at(tokens, plan, 0, stop))
@@ -194,13 +196,13 @@ class Composition(Words):
         return grid, *ask(tokens[:, :0])[1:]
 
     def _at(self, tokens: Tensor, plan: Arrangement, start: int, stop: int | None = None) -> Tensor:
-        """Return the tokens at positions [start, stop) of a plan, of those in raster order."""
+        """Return the tokens at positions [start, stop) of a plan, given tokens in raster order."""
         if not self.asks.permutes:
             return tokens
         return take_places(tokens, plan.order[:, start:stop])
 
     def _weights(self, plan: Arrangement, count: int) -> tuple[Tensor, ...]:
-        """Return which of the asked positions count, `[b, q]`; nothing where all do."""
+        """Return loss weights of the asked positions, `[b, q]`, or nothing if all are 1."""
         if plan.predicts_all:
             return ()
         weights = plan.is_predicted.float().expand(count, -1)
@@ -209,7 +211,7 @@ class Composition(Words):
     def inputs_for_features(
         self, inputs: Tensor, sample_index: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return all tokens in the arrangement of features, without the class."""
+        """Return `SequenceBatch.inputs` for features, without the class."""
         read = self._read(self.condition.predicted(inputs), sample_index)
         index = torch.zeros(len(read)).long() if sample_index is None else sample_index
         plan = self.schedule.for_features(index.to(read.device))
@@ -221,12 +223,12 @@ class Composition(Words):
         return self.density.nothing_more(self.asks.shape_of(rows), rows[0].device)
 
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of a token, the mean over the predicted ones of each image.
+        """Return the loss per predicted token, averaged over each image and then over images.
 
         Args:
-            predictions: as the head gives them.
-            targets: tokens `[b, q, ...]`, unless a transform gives them; weights `[b, q]` where
-                not all are predicted.
+            predictions: output of the head.
+            targets: tokens `[b, q, ...]`, absent with a transform; then weights `[b, q]`, absent
+                if all are predicted.
         """
         scored = None if self.has_transform else targets[0]
         weights = targets[not self.has_transform :]
@@ -236,7 +238,7 @@ class Composition(Words):
         return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
 
     def places(self) -> Places:
-        """Return the words of a model that names places; raises UserError where it does not."""
+        """Return the position predictor; raise UserError if the paper predicts no positions."""
         return Places.of(self.reads, self.schedule, self.asks, self.density) or super().places()
 
     def composition(self) -> Composition:
@@ -244,53 +246,53 @@ class Composition(Words):
         return self
 
     def seeing_all(self) -> Self:
-        """Return the same paper with blocks in which all tokens see all, built anew."""
+        """Return a new instance of the paper with full attention in its blocks."""
         return type(self)(self.config, self.context, visibility="full")
 
     # Generation, for papers that generate.
 
     def generation(self) -> Composition:
-        """Return itself; raises UserError where models of the config generate no images."""
+        """Return itself; raise UserError if models of the config cannot generate images."""
         if self.config.objective.no_images is not None:
             raise UserError(self.config.objective.no_images)
         return self
 
     def blank_tokens(self, images: Tensor) -> Tensor:
-        """Return tokens `[b, n, ...]` of zeros for images `[b]`, on their device."""
+        """Return zeros as tokens `[b, n, ...]` for images `[b]`, on their device."""
         return self.reads.blank(images)
 
     def tokens_of(self, inputs: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return tokens of what shards hold, as the tokenizer gives them.
+        """Return the tokenizer's output for samples.
 
         Args:
-            inputs: of `Batch`, or tokens.
-            index: int64 `[b]`, of the samples; decides draws of the tokenizer, where it draws.
+            inputs: `Batch.inputs`, or tokens.
+            index: int64 `[b]`, the samples, which determine the tokenizer's draws if there are any.
 
         Raises:
-            UserError: the inputs have another form.
+            UserError: the inputs have the wrong shape or type.
         """
         return self.reads.of(self.condition.predicted(inputs), index)
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
-        """Draw tokens as their tokenizer's training assumed them, if it did."""
+        """Draw tokens from the tokenizer's prior; None if it has none."""
         return self.reads.prior(images, seed=seed)
 
     def rows(
         self, tokens: Tensor, question: Question, known: Known, since: int = 0
     ) -> tuple[Tensor, ...]:
-        """Return what the first layer takes to predict the positions that are asked for.
+        """Return the first layer's inputs to predict the asked positions.
 
         Args:
             tokens: `[r, n, ...]` in the order of generation.
             question: its plan has one row, or r.
             known: the condition.
-            since: positions whose keys and values are kept.
+            since: number of positions in the KV cache.
         """
         rows = self.asks.rows(tokens, question, since)
         return (*rows, *known, *self._nothing_more(rows))
 
     def prepare(self, known: Known, run_once: RunOnce) -> Known:
-        """Compute once what all steps of generation need of a condition.
+        """Compute the parts of a condition that all steps of generation share.
 
         Args:
             known: the condition.
@@ -304,41 +306,41 @@ class Composition(Words):
         return self.condition.prepare(known, encode)
 
     def given(self, tokens: Tensor) -> Tensor:
-        """Return tokens `[b, n, ...]` in raster order as the model predicts them.
+        """Return the tokenizer's tokens as the model predicts them, `[b, n, ...]` in raster order.
 
         Args:
-            tokens: as the tokenizer gives them.
+            tokens: output of the tokenizer.
 
         Raises:
-            UserError: a learned transform mixes all of an image, so that a part of its tokens knows
-                the rest.
+            UserError: there is a learned transform, which mixes all tokens of an image, so that
+                some of its tokens would contain information about the others.
         """
         if self.has_transform:
             raise UserError(
-                "with objective.adapter_blocks a token depends on the whole image: no part of an"
-                " image can be given"
+                "with objective.adapter_blocks every token depends on the whole image, so no part"
+                " of an image can be given"
             )
         return self.reads.sequence(tokens)
 
     def undo(self, layer: nn.Module, tokens: Tensor) -> Tensor:
-        """Return tokens as the tokenizer gives them, of those that the model predicts."""
+        """Invert `transform`, including a learned transform."""
         if self.has_transform:
             assert isinstance(layer, Reader)
             tokens = layer.untransformed(tokens, self.reads.grid[0])
         return self.reads.from_sequence(tokens)
 
     def check_images(self, folder: Path) -> None:
-        """Raise UserError where nothing makes images of the tokens."""
+        """Raise UserError if tokens cannot be decoded to images."""
         self.reads.check_images(folder)
 
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Return images uint8 `[b, H, W, 3]` of tokens as `undo` gives them.
+        """Decode tokens to images uint8 `[b, H, W, 3]`.
 
         Args:
-            tokens: in raster order.
-            folder: of the run, which may hold what decodes them.
+            tokens: output of `undo`, in raster order.
+            folder: the run folder, which may contain a palette.
 
         Raises:
-            UserError: nothing decodes them.
+            UserError: there is no decoder.
         """
         return self.reads.to_images(tokens, folder)

@@ -23,67 +23,68 @@ from megavis.model.stack import LayerPlan
 from megavis.parallel.random import uniform
 
 Known = tuple[Tensor, ...]
-"""What a model knows of each image besides its tokens; batch first."""
+"""Conditions as inputs of the first layer; batch first."""
 
 Encode = Callable[[Callable[[nn.Module], PackedState]], Tensor]
-"""Runs an encoder on what a job makes of the first layer: to the memory `[b, c, h]`, everywhere."""
+"""Runs an encoder on the state that a function computes with the first layer; returns the memory
+`[b, c, h]` on every process."""
 
 
 class Condition:
-    """Nothing, unless a subclass says otherwise."""
+    """No condition; the base class of the others."""
 
     names: tuple[str, ...] = ()
-    """Conditions that can be given: `labels`, `image`."""
+    """Names of the conditions that a user can pass: `labels`, `image`."""
     roles: tuple[Role, ...] = ()
-    """Parts of the first layer that take them, in the order of `Known`."""
+    """Roles of the first layer's parts that embed them, in the order of `Known`."""
     reads_images: bool = False
-    """True where samples must be images, whatever tokens are made of them."""
+    """True if samples must be images, whatever the tokens."""
 
     @property
     def num_memory(self) -> int:
-        """Tokens of an encoder to which the blocks attend."""
+        """Number of encoder tokens that the blocks attend to."""
         return 0
 
     def layers(self, core: Core, *, num_rows: int, seed: int) -> list[LayerPlan]:
-        """Return the layers above the first one that encode a condition, where there are any.
+        """Return the layers after the first one that encode a condition, if there are any.
 
         Args:
-            core: of the blocks that attend to it.
-            num_rows: tokens of an image in these.
-            seed: of the run.
+            core: core of the blocks that attend to it.
+            num_rows: rows of an image in these blocks.
+            seed: the run's seed.
         """
         return []
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
-        """Yield what is wrong with shards for a paper of this name that reads these tokens."""
+        """Yield a message for each reason why shards do not suit these tokens in paper `name`."""
         yield from tokens.check(manifest, name)
 
     @property
     def identity(self) -> str | None:
-        """SHA-256 of the frozen network that describes images; None where none does."""
+        """SHA-256 of the frozen network that computes the condition; None without one."""
         return None
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
-        """Build the part of the first layer with this role; None where the condition has none."""
+        """Build the part of the first layer with this role; None if the condition has none."""
         return None
 
     def predicted(self, samples: Any) -> Any:
-        """Return what tokens are made of, of samples as shards hold them: all of it."""
+        """Return the part of the samples that tokens are made from, by default all of it."""
         return samples
 
     def training(self, batch: Batch) -> Known:
-        """Return what training shows of a batch; random draws depend on seed and sample alone."""
+        """Return the conditions for training; random draws are functions of seed and sample."""
         return ()
 
     def for_features(self, samples: Tensor) -> Known:
-        """Return what features of samples, as shards hold them, may know: never the class."""
+        """Return the conditions for features of samples, which never include the class."""
         return ()
 
     def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
-        """Return what the model takes for conditions of `count` images.
+        """Return the conditions of `count` images from a user's values.
 
         Raises:
-            UserError: a value is out of range, missing, or no condition of this model.
+            UserError: a value is out of range, missing, or not a condition of this model.
         """
         for name in values:
             if name not in self.names:
@@ -91,11 +92,11 @@ class Condition:
         return ()
 
     def found_in(self, samples: Tensor) -> Mapping[str, Tensor]:
-        """Return the conditions that samples hold themselves, by name."""
+        """Return the conditions contained in samples, by name."""
         return {}
 
     def nothing(self, known: Known) -> Known:
-        """Return the null condition, in the form of `known`.
+        """Return the null condition in the form of `known`, for guidance.
 
         Raises:
             UserError: the model was not trained without its condition.
@@ -106,39 +107,39 @@ class Condition:
         )
 
     def prepare(self, known: Known, encode: Encode) -> Known:
-        """Compute once what all steps of generation need."""
+        """Compute what all steps of generation share."""
         return known
 
     def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
-        """Return the conditions of a picture of so many images.
+        """Return default conditions for a grid of `num_images` generated images.
 
         Args:
             num_images: b.
-            examples: what is completed, or what the model reads, where it does.
+            examples: images to complete, or to condition on.
 
         Raises:
-            UserError: examples are needed and there are none.
+            UserError: the model needs examples and there are none.
         """
         return {}
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Return conditions of images int64 `[b]` that are drawn from nothing, in equal shares.
+        """Return evenly distributed conditions for images with indices `numbers`, int64 `[b]`.
 
         Raises:
-            UserError: images are drawn from something alone.
+            UserError: the model generates only from other images.
         """
         return {}
 
     def shown(self, examples: Batch) -> list[Tensor]:
-        """Return images uint8 `[b, H, W, 3]` that precede what is drawn from them."""
+        """Return images uint8 `[b, H, W, 3]` to show before those generated from them."""
         return []
 
 
 class LearnedTokens(Condition):
-    """Nothing of an image: learned vectors, the same in front of all, such as class tokens."""
+    """Learned vectors in front of all rows, the same for all images, such as class tokens."""
 
     def __init__(self, count: int) -> None:
-        """Build for so many."""
+        """Build `count` vectors."""
         self.count = count
 
     def part(self, role: Role, core: Core) -> nn.Module | nn.Parameter | None:
@@ -149,7 +150,7 @@ class LearnedTokens(Condition):
 
 
 class Labels(Condition):
-    """The class of an image: a row of a table, the last of which may be the null class."""
+    """The class of an image: a row of a table, whose last row may be the null label."""
 
     names: tuple[str, ...] = ("labels",)
     roles: tuple[Role, ...] = ("start",)
@@ -167,12 +168,12 @@ class Labels(Condition):
         """Build.
 
         Args:
-            num_classes: 0 where there are none.
-            dropout: probability that training shows the null label; 0: there is none.
-            seed: with the sample decides that.
+            num_classes: number of classes; 0 for unconditional models.
+            dropout: probability of the null label in training; 0: there is no null label.
+            seed: the run's seed; label dropout is a function of seed and sample.
             num_special_rows: rows of the table between the classes and the null label.
-            deviation: of the table at the start.
-            classes_key: of the config, that says `num_classes`.
+            deviation: initial standard deviation of the table.
+            classes_key: config key of `num_classes`, for messages.
         """
         self.num_classes, self.dropout, self.seed = num_classes, dropout, seed
         self.deviation, self.classes_key = deviation, classes_key
@@ -188,7 +189,7 @@ class Labels(Condition):
         return Rows(self.num_rows, core.megatron.hidden_size, normal(self.deviation))
 
     def training(self, batch: Batch) -> Known:
-        """Return rows int64 `[b]` of the labels, some dropped; of no label the null label's."""
+        """Return rows int64 `[b]` of the labels, with the null row for absent or dropped ones."""
         if not self.num_classes:
             return (torch.zeros_like(batch.labels),)
         rows = self._rows(batch.labels)
@@ -202,15 +203,15 @@ class Labels(Condition):
         return (self.rows(None, len(samples), samples.device),)
 
     def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
-        """Return the rows of the labels int64 `[b]`; of the null label where none are named."""
+        """Return the rows of `labels` int64 `[b]`, by default of the null label."""
         super().given(values, count, device)
         return (self.rows(values.get("labels"), count, device),)
 
     def rows(self, labels: Tensor | None, count: int, device: torch.device) -> Tensor:
-        """Return the table's rows int64 `[b]` of classes `[b]`; -1 and None: no class.
+        """Return the table's rows int64 `[b]` of classes `[b]`; -1 or None means no class.
 
         Raises:
-            UserError: a label is out of range, or none is given to a model that needs one.
+            UserError: a label is out of range, or missing for a model without a null label.
         """
         if labels is None and (self.has_null_label or not self.num_classes):
             return torch.full((count,), self.null_row, device=device)
@@ -220,7 +221,7 @@ class Labels(Condition):
         lowest = -1 if self.has_null_label else 0
         if int(labels.min()) < lowest or int(labels.max()) >= self.num_classes:
             null = " or -1 for no class" if lowest else ", without a null label"
-            raise UserError(f"labels must lie in 0..{self.num_classes - 1}{null}")
+            raise UserError(f"labels must be in 0..{self.num_classes - 1}{null}")
         return self._rows(labels.to(device))
 
     def _rows(self, labels: Tensor) -> Tensor:
@@ -234,11 +235,11 @@ class Labels(Condition):
         return torch.full_like(rows, self.null_row), *others
 
     def balanced(self, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Return classes that take turns."""
+        """Cycle through the classes."""
         return {"labels": numbers % self.num_classes} if self.num_classes else {}
 
     def usual(self, num_images: int, examples: Batch | None) -> Mapping[str, Tensor]:
-        """Return the classes of examples, or evenly spread ones, equals together."""
+        """Return the classes of the examples, or evenly distributed ones in ascending order."""
         if not self.num_classes:
             return {}
         if examples is not None:
@@ -246,7 +247,7 @@ class Labels(Condition):
         return {"labels": torch.arange(num_images) * self.num_classes // num_images}
 
     def check(self, manifest: Manifest, tokens: Tokens, name: str) -> Iterator[str]:
-        """Check labels too, and that the table has a row for each class."""
+        """Also check that there are labels, and that the table has a row for each class."""
         yield from super().check(manifest, tokens, name)
         wanted, given = self.num_classes, len(manifest.class_names)
         if given > wanted > 0:

@@ -1,9 +1,10 @@
-"""Latents of a VAE as tokens: shards of them or images and the VAE, and the way back.
+"""VAE latents as tokens, read from shards or encoded from images by a frozen VAE.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.1: latents are drawn from the VAE's
-posterior, anew whenever an image is read.
+posterior every time that an image is read.
 
-Legend: b images, n tokens of d numbers, c channels and h, w of the latents, H and W pixels.
+Legend: b images, n tokens of d values, c channels, h height and w width of the latents, H and W
+pixels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Latents(Vectors):
-    """Real-valued tokens, drawn from mean and scale."""
+    """Real-valued tokens, drawn from the posterior's mean and scale."""
 
     sample_type = torch.float16
 
@@ -48,10 +49,10 @@ class Latents(Vectors):
         Args:
             channels: c.
             side: h and w.
-            stacked: neighbours of a row in a token.
-            seed: with the sample decides what is drawn.
-            tokenizer: run folder of the VAE; None where only latents come.
-            beta: that the VAE's run must have; None: any.
+            stacked: horizontally adjacent latents per token.
+            seed: the run's seed; posterior draws are functions of seed and sample.
+            tokenizer: run folder of the VAE; None if all inputs are latents.
+            beta: required β of the VAE's run; None: any.
             image_size: side of the VAE's images in pixels.
         """
         self.shape, self.stacked, self.seed = (channels, side, side), stacked, seed
@@ -66,7 +67,7 @@ class Latents(Vectors):
 
     @property
     def identity(self) -> str | None:
-        """SHA-256 of the VAE of images."""
+        """SHA-256 of the VAE; None without one."""
         return None if self.run_folder is None else self._identity
 
     @cached_property
@@ -74,7 +75,7 @@ class Latents(Vectors):
         return self.tokenizer.identity()
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Check that the shards hold latents of this grid, or images for a VAE."""
+        """Check that shards hold matching latents, or images and there is a VAE."""
         if manifest.kind == "latents":
             yield from self._check_latents(manifest)
         elif manifest.kind != "jpeg":
@@ -106,12 +107,12 @@ class Latents(Vectors):
             )
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return latents `[b, c, h, w]`, or tokens `[b, n, d]` as they are.
+        """Return latents `[b, c, h, w]`; tokens `[b, n, d]` are returned unchanged.
 
         Args:
-            samples: mean and scale `[b, 2, c, h, w]` as shards hold them, latents, tokens, or with
-                a VAE images uint8 `[b, H, W, 3]`.
-            index: int64 `[b]`, decides the draw from mean and scale; without it the mean.
+            samples: mean and scale `[b, 2, c, h, w]` as in the shards, latents, tokens, or with a
+                VAE images uint8 `[b, H, W, 3]`.
+            index: int64 `[b]`, the samples, which determine the posterior draws; None for the mean.
 
         Raises:
             UserError: the shape is none of these.
@@ -121,13 +122,13 @@ class Latents(Vectors):
         if samples.shape[1:] == self.shape and samples.is_floating_point():
             return samples.float()
         if samples.dtype == torch.uint8 and samples.is_meta:
-            # Without numbers there is nothing to encode, and no need of a VAE.
+            # Only shapes matter on the meta device; do not open the VAE.
             samples = self.blank_batch(len(samples), samples.device).inputs
         elif samples.dtype == torch.uint8 and self.run_folder is not None:
             samples = self.tokenizer.to(samples.device).encode(samples)
         if samples.shape[1:] != (2, *self.shape):
             raise UserError(
-                f"the inputs have shape {list(samples.shape)}; this run takes latents"
+                f"the inputs have shape {list(samples.shape)}; this run expects latents"
                 f" [b, {', '.join(map(str, self.shape))}], their mean and scale [b, 2, ...],"
                 f" or tokens [b, {self.num_tokens}, {self.width}]"
             )
@@ -139,32 +140,32 @@ class Latents(Vectors):
         return mean + scale * noise.view_as(mean)
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Return tokens `[b, n, d]` of latents `[b, c, h, w]`."""
+        """Reshape latents `[b, c, h, w]` to tokens `[b, n, d]`."""
         if tokens.ndim == 3:
             return tokens
         return to_tokens(stack(tokens, self.stacked)).contiguous()
 
     def from_sequence(self, tokens: Tensor) -> Tensor:
-        """Return latents `[b, c, h, w]` of tokens `[b, n, d]`."""
+        """Reshape tokens `[b, n, d]` to latents `[b, c, h, w]`."""
         return unstack(to_grid(tokens, height=self.grid[0]), self.stacked)
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor:
-        """Draw latents `[b, c, h, w]` from N(0, 1), what the VAE takes the world for."""
+        """Draw latents `[b, c, h, w]` from the VAE's prior, N(0, 1)."""
         count = self.shape[0] * self.shape[1] * self.shape[2]
         return normal(images, count, seed=seed, purpose="prior").view(-1, *self.shape)
 
     def check_images(self, folder: Path) -> None:
-        """Raise UserError where the config names no VAE, or one that does not fit."""
+        """Raise UserError if there is no VAE, or it does not fit."""
         self.to_images(torch.zeros(1, *self.shape), folder)
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
-        """Return images uint8 `[b, H, W, 3]` of latents `[b, c, h, w]`.
+        """Decode latents `[b, c, h, w]` to images uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: the config names no VAE, or one of other latents.
+            UserError: there is no VAE, or it does not fit the config.
         """
         if self.run_folder is None:
-            raise UserError("pictures need the VAE: name its run folder in objective.tokenizer")
+            raise UserError("images need the VAE: name its run folder in objective.tokenizer")
         return self.tokenizer.to(tokens.device).decode(tokens)
 
     def shown(self, images: Tensor) -> Tensor:
@@ -176,10 +177,10 @@ class Latents(Vectors):
 
     @cached_property
     def tokenizer(self) -> LatentTokenizer:
-        """The VAE, frozen.
+        """The frozen VAE.
 
         Raises:
-            UserError: it gives no latents, others than the config says, or has another β.
+            UserError: it gives no latents, or latents or β do not fit the config.
         """
         from megavis.tokenizers.network_tokenizer import LatentTokenizer, open_tokenizer
 
@@ -198,12 +199,12 @@ class Latents(Vectors):
         return tokenizer
 
     def _check_beta(self, run_folder: Path) -> None:
-        """Raise UserError where the VAE's β is not the config's."""
+        """Raise UserError unless the VAE has the required β."""
         from megavis.tokenizers.network_tokenizer import objective_section
 
         found = objective_section(run_folder).get("beta")
         if self.beta is not None and found != self.beta:
             raise UserError(
-                f"objective.tokenizer: {run_folder} is a VAE of beta {found}; this config needs one"
-                f" of beta {self.beta} (objective.tokenizer_beta)"
+                f"objective.tokenizer: {run_folder} is a VAE with beta {found}; this config needs"
+                f" beta {self.beta} (objective.tokenizer_beta)"
             )

@@ -1,10 +1,10 @@
-"""Mixup and CutMix: two labelled images become two mixtures, with labels in the same shares.
+"""Mixup and CutMix: mix pairs of images, and their labels in the same proportion.
 
 "mixup: Beyond Empirical Risk Minimization" (Zhang et al.) adds the images with weights λ and 1 - λ;
-"CutMix" (Yun et al.) puts a rectangle of one into the other. Where both are on, a coin decides, as
-in MAE's recipe. There a batch is mixed with itself backwards, under one λ. Here the samples 2k and
-2k + 1 of the endless stream are a pair with draws of its own: so what is mixed depends neither on
-the micro-batch nor on the number of processes.
+"CutMix" (Yun et al.) pastes a rectangle of one into the other. With both enabled, each pair uses
+either with probability 1/2, as in MAE's recipe. There, a batch is mixed with its reverse under one
+λ; here, samples 2k and 2k + 1 of the sample stream form a pair with its own draws, so that results
+do not depend on micro-batches or the number of processes.
 
 Legend: b images (an even number), h and w their height and width, c classes.
 """
@@ -25,9 +25,9 @@ class Mixing:
     """Mixes the pairs of a micro-batch.
 
     Attributes:
-        mixup: α of λ ~ Beta(α, α) for sums; 0: none.
-        cutmix: α likewise for rectangles; 0: none.
-        seed: of the draws.
+        mixup: α of λ ~ Beta(α, α) for mixup; 0 disables it.
+        cutmix: α of λ ~ Beta(α, α) for CutMix; 0 disables it.
+        seed: seed of the draws.
     """
 
     def __init__(self, *, mixup: float, cutmix: float, seed: int) -> None:
@@ -41,28 +41,28 @@ class Mixing:
         Args:
             images: uint8 `[b, h, w, 3]`.
             labels: int64 `[b]`, none missing.
-            sample_index: int64 `[b]`, the pairs (2k, 2k + 1) one after another.
+            sample_index: int64 `[b]`, consecutive pairs (2k, 2k + 1).
             num_classes: c.
 
         Returns:
-            Mixtures uint8 `[b, h, w, 3]`, and the share of each class in them, float32 `[b, c]`.
+            Mixed images uint8 `[b, h, w, 3]`, and their class probabilities float32 `[b, c]`.
         """
         of_pairs = uniform(sample_index // 2, 4, seed=self.seed, purpose="mixing")
         own = self._shares(of_pairs, images.shape[1], images.shape[2])
         partners = _swapped(images)
-        # Rounded: the paper's tokens are made of bytes, as without mixing.
+        # Rounded, since tokens are made from uint8 images, as without mixing.
         mixed = own * images + (1.0 - own) * partners
         share = own.mean(dim=(1, 2))
         classes = F.one_hot(labels, num_classes).float()
         return mixed.round().to(torch.uint8), share * classes + (1.0 - share) * _swapped(classes)
 
     def _shares(self, draws: Tensor, height: int, width: int) -> Tensor:
-        """Return what each pixel keeps of its own image: float32 `[b, h, w, 1]`.
+        """Return the weight of its own image at each pixel: float32 `[b, h, w, 1]`.
 
         Args:
-            draws: `[b, 4]` in [0, 1): which of both, λ, and the middle of the rectangle.
-            height: of the images.
-            width: of the images.
+            draws: uniform `[b, 4]`: mixup or CutMix, λ, and the rectangle's centre.
+            height: height of the images.
+            width: width of the images.
         """
         which, share, row, column = draws.unbind(1)
         sums = _quantile(self.mixup, share)[:, None, None].expand(-1, height, width)
@@ -72,17 +72,17 @@ class Mixing:
 
 
 def rectangles(share: Tensor, row: Tensor, column: Tensor, height: int, width: int) -> Tensor:
-    """Return 1 inside of CutMix's rectangles and 0 elsewhere: float32 `[b, h, w]`.
+    """Return 1 inside CutMix's rectangles and 0 elsewhere: float32 `[b, h, w]`.
 
-    They have √(1 - λ) of the height and width, a middle that is uniform over the image, and what
-    lies beyond the border is lost.
+    A rectangle has √(1 - λ) of the image's height and width, is centred anywhere in the image, and
+    is clipped at the border.
 
     Args:
-        share: λ `[b]`.
-        row: of the middle, `[b]` in [0, 1).
-        column: likewise.
-        height: of the images.
-        width: of the images.
+        share: λ, `[b]`.
+        row: vertical centre, `[b]` in [0, 1).
+        column: horizontal centre, `[b]` in [0, 1).
+        height: height of the images.
+        width: width of the images.
     """
     ratio = (1.0 - share).clamp(min=0.0).sqrt()
 
@@ -109,5 +109,5 @@ def _quantile(alpha: float, draws: Tensor) -> Tensor:
 
 @functools.cache
 def _beta(alpha: float, device: torch.device) -> BetaNoise:
-    """Return the distribution; tabulated once a process."""
+    """Return Beta(α, α), tabulated once per process and device."""
     return BetaNoise(alpha, alpha, device)

@@ -1,7 +1,7 @@
-"""Interface of an objective: one paper, in terms of sequences, layers and a loss.
+"""Base class of papers with Transformer blocks: sequences, layers and a loss.
 
-An objective knows nothing of ranks. It turns a batch into a sequence, names the layers around the
-blocks, and scores what the head gives. `trainable.py` has its interface to the engine.
+An objective does not depend on ranks. It turns a batch into a sequence, builds the layers around
+the blocks, and scores the head's output. Its interface to the engine is in `trainable.py`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["Objective", "SequenceBatch"]
 
 
 class Objective(Trainable, Backbone):
-    """One paper's way from a batch to a loss."""
+    """A paper, from a batch to a loss."""
 
     paper: Any
-    """The paper's section of the config, of its `config_type`."""
+    """The paper's section of the config, an instance of `config_type`."""
     default_positions: ClassVar[PositionKind] = "none"
-    """Position encoding, unless the config says otherwise."""
+    """Position encoding if the config does not set one."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Objective(Trainable, Backbone):
         """Build.
 
         Args:
-            config: of the run.
+            config: the run's config.
             context: ranks and groups of this process.
-            visibility: which token sees which, in place of the paper's own.
+            visibility: replaces the paper's visibility.
         """
         super().__init__(config, context)
         assert isinstance(config.objective, self.config_type)
@@ -75,13 +75,13 @@ class Objective(Trainable, Backbone):
 
     @property
     def backbone(self) -> Objective:
-        """This itself."""
+        """The objective itself."""
         return self
 
     @property
     @abstractmethod
     def visibility_kind(self) -> VisibilityKind:
-        """Visibility: which token attends to which."""
+        """Which token attends to which."""
 
     @property
     def position_kind(self) -> PositionKind:
@@ -91,71 +91,71 @@ class Objective(Trainable, Backbone):
     @property
     @abstractmethod
     def carried_names(self) -> tuple[str, ...]:
-        """Names of the tensors that travel with the hidden states, in the order of `Stream`.
+        """Names of the tensors that are carried with the hidden states, in order.
 
-        Blocks know `coordinates`, `content_groups`, `query_groups` and `context`, and attend to the
-        `memory` of an encoder; what else is named goes through to the head. The samples' numbers
-        are not named here: where the config has a drop path, `core.carried_names` adds them.
+        Blocks use `coordinates`, `content_groups`, `query_groups` and `context`, and attend to an
+        encoder's `memory`; all others pass through to the head. With drop path,
+        `core.carried_names` adds the sample indices.
         """
 
     @property
     def relative_grid(self) -> tuple[int, int] | None:
-        """Rows and columns of the grid on which attention has a bias for each offset."""
+        """Rows and columns of the grid of a relative position bias; None without one."""
         return None
 
     @property
     @abstractmethod
     def schedule(self) -> Schedule:
-        """What is known when."""
+        """What is known when each token is predicted."""
 
     @property
     @abstractmethod
     def density(self) -> Density:
-        """How a token is predicted, scored and drawn."""
+        """How a token is predicted, scored and sampled."""
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head gives for each place, over all processes."""
+        """Outputs of the head per position, summed over all processes."""
         return self.density.num_outputs
 
     @property
     def weights_need_their_seed(self) -> bool:
-        """True where weights mean something only with the `seed` that they were trained with."""
+        """True if weights are only valid with the `seed` that they were trained with."""
         return False
 
     @abstractmethod
     def workload(self) -> Workload:
-        """Return what blocks compute for an image, for the count of operations."""
+        """Return the workload of the blocks for one image."""
 
     def flops_per_image(self) -> float:
-        """Return the operations of a training step for one image, by the list of layers."""
+        """Return the FLOPs of a training step for one image, summed over the layers."""
         return model_flops(self.layer_plans())
 
     @abstractmethod
     def initialization(self) -> Initialization:
-        """Return how the matrices of a block start."""
+        """Return the initialization of a block's matrices."""
 
     @abstractmethod
     def build_embedding(self) -> nn.Module:
-        """Return the first layer: `SequenceBatch.inputs` to the `State` of `[s, b, h]`."""
+        """Build the first layer, from `SequenceBatch.inputs` to a `PackedState` of `[s, b, h]`."""
 
     def build_head(self) -> Head:
-        """Return the last layer: the `State` of `[s, b, h]` to one or several predictions."""
+        """Build the last layer, from a `PackedState` of `[s, b, h]` to one or more predictions."""
         return self.density.build_head()
 
     def outputs(self, predictions: Any) -> Tensor:
-        """Return the head's output whole and batch first, as the density has it."""
+        """Return the head's output gathered and batch first; see `Density.outputs`."""
         return self.density.outputs(predictions)
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return other numbers of a batch that validation records: those of the density."""
+        """Return the density's metrics of a batch, for validation."""
         return self.density.measures(predictions, targets)
 
     def token_losses(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of each position, float32 `[b, n]`, where each predicts one token.
+        """Return the loss of each position, float32 `[b, n]`, of a sequential schedule.
 
         Raises:
-            UserError: the tokens are not predicted one by one.
+            UserError: tokens are not predicted one by one.
         """
         if not self.schedule.is_sequential:
             name = self.config.objective.name
@@ -164,7 +164,7 @@ class Objective(Trainable, Backbone):
 
     @final
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features of a batch, whose labels are not read.
+        """Return `SequenceBatch.inputs` for features of a batch, ignoring its labels.
 
         Raises:
             UserError: the model has no input for "no class".
@@ -179,27 +179,27 @@ class Objective(Trainable, Backbone):
     ) -> tuple[Tensor, ...]:
         """Return `SequenceBatch.inputs` for features of samples, hiding no more than needed.
 
-        Every token of this sequence counts in a mean over tokens. A class is not among the
-        arguments, since features must not hold the answer that a probe reads off them.
+        All tokens of this sequence enter the mean over tokens. Labels are not an argument, since
+        features must not contain the answer of a probe.
 
         Args:
-            inputs: what the shards hold (`Batch.inputs`).
-            sample_index: int64 `[b]`, which drives random draws; None unless
-                `has_random_features` declares that there are any.
+            inputs: samples in the form of the shards (`Batch.inputs`).
+            sample_index: int64 `[b]`, which determines random draws; None unless
+                `has_random_features`.
         """
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Turn a batch into its sequence, with what drop path is drawn by."""
+        """Turn a batch into its training sequence, with sample indices if there is drop path."""
         return self.with_samples(self.sequence(batch), batch)
 
     def with_samples(self, sequence: SequenceBatch, batch: Batch) -> SequenceBatch:
-        """Add the samples' numbers to the inputs, which the first layer takes in training alone."""
+        """Append the sample indices to the inputs, as the first layer expects in training."""
         if not self.core.drop_path:
             return sequence
         return replace(sequence, inputs=(*sequence.inputs, batch.sample_index))
 
     def layer_plans(self) -> list[LayerPlan]:
-        """Return the model: embedding, an encoder where there is one, blocks, head."""
+        """Return the model: embedding, encoder if there is one, blocks, head."""
         seed, core = self.config.seed, self.core
         build = carries_samples(self.build_embedding) if core.drop_path else self.build_embedding
         embedding = LayerPlan("embedding", build, seed)
@@ -220,14 +220,14 @@ class Objective(Trainable, Backbone):
 
     @cached_property
     def second_stack(self) -> SecondStack | None:
-        """Blocks of another width above those that see what is known; None: there are none."""
+        """Second stack of blocks, such as MAE's decoder; None without one."""
         return None
 
     def upper_layers(self) -> list[LayerPlan]:
-        """Return bridge and blocks of the second stack, where there is one."""
+        """Return bridge and blocks of the second stack, if there is one."""
         upper = self.second_stack
         return [] if upper is None else upper.layers(self.num_outputs, seed=self.config.seed)
 
     def encoder_layers(self) -> list[LayerPlan]:
-        """Return the layers above the first one that encode a condition, where there are any."""
+        """Return the layers after the first one that encode a condition, if there are any."""
         return []

@@ -1,6 +1,7 @@
 """Interface of a model that predicts the position of every patch, for figures and accuracies.
 
-Legend: b images, n patches of an image and places, c of them seen, d numbers of a patch.
+Legend: b images, n patches and positions of an image, c patches in the context, d values of a
+patch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megavis.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Places:
-    """What is cut, what is seen, and how a place is predicted."""
+    """The choices of a paper that predicts positions."""
 
     reads: Frames | Patches
     schedule: Context
@@ -29,7 +30,7 @@ class Places:
 
     @classmethod
     def of(cls, reads: Tokens, schedule: Schedule, asks: Asking, density: Density) -> Places | None:
-        """Return the words of a composition as such a model's; None where it names no places."""
+        """Return the given choices of a paper; None if it does not predict positions."""
         if not isinstance(density, Place):
             return None
         assert isinstance(reads, Frames | Patches)
@@ -39,36 +40,36 @@ class Places:
 
     @property
     def num_places(self) -> int:
-        """Patches n of an image, and places that each may have come from."""
+        """Patches and positions n of an image."""
         return self.schedule.num_positions
 
     @property
     def num_placed(self) -> int:
-        """How many, the first of the context, are given their positions."""
+        """Number of context patches, the first ones, that get their position."""
         return self.schedule.num_placed
 
     @property
     def mask_ratio(self) -> float:
-        """Share of the patches that training does not let others see."""
+        """Share of the patches outside the context in training."""
         return self.schedule.mask_ratio
 
     def patches_of(self, images: Tensor) -> Tensor:
-        """Cut samples into patches float32 `[b, n, d]`; raises UserError for other samples."""
+        """Cut samples into patches float32 `[b, n, d]`; raise UserError if they do not fit."""
         return self.reads.of(images)
 
     def images_of(self, patches: Tensor) -> Tensor:
-        """Undo `patches_of`; raises UserError where patches are frames."""
+        """Invert `patches_of`; raise UserError for frames of a spectrogram."""
         return self.reads.to_images(patches)
 
     def context_of(self, sample_index: Tensor, mask_ratio: float) -> Tensor:
-        """Draw which patches of samples `[b]` are seen: int64 `[b, c]`, without repetition."""
+        """Draw the context of samples `[b]`: int64 `[b, c]`, distinct patches."""
         plan = self.schedule.draw(sample_index, mask_ratio)
         return plan.order[:, : plan.num_content]
 
     def inputs_with(self, patches: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs for any patches `[b, n, d]` of which `context` `[b, c]` are seen."""
+        """Return model inputs for patches `[b, n, d]` with the context int64 `[b, c]`."""
         return self.asks.rows_of(patches, context, self.num_placed)
 
     def outputs(self, predictions: Any) -> Tensor:
-        """Return a logit for each place of each patch: `[b, n, n]`."""
+        """Return the position logits of each patch, `[b, n, n]`."""
         return self.density.outputs(predictions)

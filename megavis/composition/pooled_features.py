@@ -1,6 +1,6 @@
-"""A whole image as a condition, by the features of a frozen tokenizer.
+"""Condition on a whole image by the pooled features of a frozen tokenizer.
 
-Legend: b images, e numbers of a tokenizer's feature.
+Legend: b images, e channels of a tokenizer's features.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 class PooledFeatures(Condition):
-    """The mean of a frozen tokenizer's features over an image.
-
-    Features are what is looked up in the codebook, before it is.
-    """
+    """The mean of a frozen tokenizer's features, before quantization, over an image."""
 
     names = ("image",)
     roles: tuple[Role, ...] = ("front",)
@@ -39,9 +36,9 @@ class PooledFeatures(Condition):
 
         Args:
             image_size: side of the images in pixels.
-            size: e, numbers of a feature.
-            tokenizer: run folder of what makes features of images.
-            size_key: of the config, that says `size`.
+            size: e.
+            tokenizer: run folder of the tokenizer.
+            size_key: config key of `size`, for messages.
         """
         self.image_size, self.size, self.run_folder = image_size, size, tokenizer
         self.size_key = size_key
@@ -52,7 +49,7 @@ class PooledFeatures(Condition):
         return self.tokenizer.identity()
 
     def part(self, role: Role, core: Core) -> nn.Module | None:
-        """Build the map of features to the first token."""
+        """Build the map from features to the first token."""
         return WholeLinear(self.size, core.megatron.hidden_size) if role == "front" else None
 
     def training(self, batch: Batch) -> Known:
@@ -60,10 +57,10 @@ class PooledFeatures(Condition):
         return self.for_features(batch.inputs)
 
     def for_features(self, samples: Tensor) -> Known:
-        """Return float32 `[b, e]` of images uint8 `[b, h, w, 3]`.
+        """Return the features float32 `[b, e]` of images uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: they have another size or type.
+            UserError: the images have the wrong size or type.
         """
         check_images(samples, self.image_size)
         return (self.tokenizer.to(samples.device).features(samples).mean(1),)
@@ -73,24 +70,24 @@ class PooledFeatures(Condition):
         return {"image": samples}
 
     def given(self, values: Mapping[str, Tensor], count: int, device: torch.device) -> Known:
-        """Return the features of `image`; raises UserError where there is none."""
+        """Return the features of `image`; raise UserError if it is missing."""
         super().given(values, count, device)
         if "image" not in values:
-            raise UserError("this model knows of a whole image: give it")
+            raise UserError("this model is conditioned on an image: give one")
         return self.for_features(values["image"].to(device))
 
     @cached_property
     def tokenizer(self) -> IdTokenizer:
-        """The tokenizer, frozen.
+        """The frozen tokenizer.
 
         Raises:
-            UserError: it gives no ids, takes no such images, or has features of another size.
+            UserError: it gives no ids, or does not fit the image or feature size.
         """
         opened = open_ids_tokenizer(self.run_folder)
         opened.num_tokens(self.image_size)
         if opened.feature_size != self.size:
             raise UserError(
-                f"{self.run_folder} has features of {opened.feature_size} numbers; {self.size_key}"
-                f" is {self.size}"
+                f"{self.run_folder} has features of {opened.feature_size} channels;"
+                f" {self.size_key} is {self.size}"
             )
         return opened

@@ -1,7 +1,7 @@
 """The first layer of every paper: named parts that embed tokens, positions and conditions.
 
-The key of a part is its parameters' name, and parts are built in the order of the keys, so that
-names and initial weights are the paper's own choice.
+A paper chooses the names of the parts, which begin their parameters', and the order in which they
+are built, which determines their initial weights.
 
 Legend: b images, m rows, h hidden size.
 """
@@ -30,28 +30,27 @@ Role = Literal[
 """What a part is for:
 
 - `content`: embeds tokens `[b, m, ...]` to `[b, m, h]`.
-- `positions`, `asked_positions`: `Positions` of content and of what is asked for.
-- `start`: a vector, or a table by class, in place of a token before the first.
-- `query`, `mask`: a vector in place of a token that is asked for, or hidden.
+- `positions`, `asked_positions`: `Positions` of content and of predicted tokens.
+- `start`: a start token before the first token: a vector, or a table by class.
+- `query`, `mask`: a vector that stands for a token to predict, or a hidden one.
 - `front`: vectors in front of all rows, or a map of a condition to one.
 - `transform`: a learned, invertible map of tokens on their grid (`forward`, `inverse`).
-- `memory`: embeds what an encoder reads, whose output blocks attend to (`EncoderInput`).
+- `memory`: embeds the input of an encoder, to whose output blocks attend (`EncoderInput`).
 """
-
 
 PositionRole = Literal["positions", "asked_positions"]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A part of the first layer that is not built yet."""
+    """The role and the constructor of a part."""
 
     role: Role
     build: Callable[[], nn.Module | nn.Parameter]
 
 
 class Rows(nn.Module):
-    """A table of learned vectors, whole on every process."""
+    """A table of learned vectors, replicated on every process."""
 
     def __init__(self, num_rows: int, hidden_size: int, fill: Fill) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class Rows(nn.Module):
 
 
 class Reader(nn.Module):
-    """Embeds rows: content, positions, and vectors in place of tokens that are not there."""
+    """Embeds rows: content, positions, and vectors that stand for absent tokens."""
 
     def __init__(
         self,
@@ -74,14 +73,14 @@ class Reader(nn.Module):
         conditions: Sequence[Role] = (),
         extras: Sequence[str] = (),
     ) -> None:
-        """Build the parts in their order.
+        """Build the parts in order.
 
         Args:
             core: sizes and groups.
-            asking: how tokens ask.
-            slots: the parts, by the names of their parameters.
-            conditions: roles of the parts that take a condition, in the order of the inputs.
-            extras: names of the floats, last among the inputs, that travel through to the head.
+            asking: the asking kind.
+            slots: the parts by name.
+            conditions: roles of the parts that embed a condition, in the order of the inputs.
+            extras: names of float tensors, the last inputs, that are carried to the head.
         """
         super().__init__()
         self.core, self.asking = core, asking
@@ -91,34 +90,34 @@ class Reader(nn.Module):
             setattr(self, name, slot.build())
 
     def part(self, role: Role) -> Any:
-        """Return the part of a role; None where there is none."""
+        """Return the part with this role, or None."""
         name = self._names.get(role)
         return None if name is None else getattr(self, name)
 
     def embed_content(self, tokens: Tensor) -> Tensor:
-        """Return `[b, m, h]` of tokens `[b, m, ...]`."""
+        """Embed tokens `[b, m, ...]` as `[b, m, h]`."""
         hidden: Tensor = self.part("content")(tokens)
         return hidden
 
     def add_positions(self, hidden: Tensor, places: Tensor, role: PositionRole) -> Tensor:
-        """Add what absolute positions add to `hidden` `[b, m, h]` at cells `[b or 1, m]`."""
+        """Add absolute positions of the cells `[b or 1, m]` to `hidden` `[b, m, h]`."""
         placed: Tensor = self.part(role)(hidden, places)
         return placed
 
     def vector(self, role: Literal["query", "mask"], hidden: Tensor) -> Tensor:
-        """Return the vector in place of a token, `[h]` like `hidden`: zeros without a part."""
+        """Return a query or mask vector `[h]` in the dtype of `hidden`; zeros without a part."""
         part: Tensor | None = self.part(role)
         return hidden.new_zeros(hidden.shape[-1]) if part is None else part.to(hidden.dtype)
 
     def after_start(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
-        """Put what precedes the first token in front of `hidden`: `[b, 1 + m, h]`."""
+        """Prepend the start token to `hidden`: `[b, 1 + m, h]`."""
         part = self.part("start")
         start: Tensor = part(known["start"])[:, None] if "start" in known else part
         start = start.to(hidden.dtype).expand(len(hidden), 1, -1)
         return torch.cat([start, hidden], dim=1)
 
     def front_rows(self, hidden: Tensor, known: Mapping[Role, Tensor]) -> Tensor:
-        """Return the rows in front, `[b, S, h]` like `hidden`; none where there is no part."""
+        """Return the front rows `[b, num_front, h]` in the dtype of `hidden`; 0 without a part."""
         part = self.part("front")
         if part is None:
             return hidden[:, :0]
@@ -129,28 +128,28 @@ class Reader(nn.Module):
         return vectors.expand(len(hidden), -1, -1)
 
     def carried(self, places: Tensor) -> Mapping[str, Tensor]:
-        """Return what rotary and relative positions carry to the blocks, for `Embedded.places`."""
+        """Return the tensors that rotary and relative positions carry, for `Embedded.places`."""
         carried: Mapping[str, Tensor] = self.part("positions").carried(places)
         return carried
 
     def transformed(self, tokens: Tensor) -> Tensor:
-        """Return tokens `[b, n, d]` of those on their grid `[b, d, h, w]`, transformed."""
+        """Transform tokens on their grid `[b, d, h, w]`; return them as `[b, n, d]`."""
         return to_tokens(self.part("transform")(tokens)).contiguous()
 
     def untransformed(self, tokens: Tensor, num_rows: int) -> Tensor:
-        """Undo `transformed`, for a grid of so many rows: tokens `[b, n, d]`."""
+        """Apply the inverse transform to tokens `[b, n, d]` on a grid of `num_rows` rows."""
         return to_tokens(self.part("transform").inverse(to_grid(tokens, height=num_rows)))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> PackedState:
         """Embed.
 
         Args:
-            inputs: the rows, as the asking kind gives them, then conditions, then extras. For a
-                memory: what its encoder reads, or `[b, c, h]`, what that has given.
+            inputs: the rows from the asking kind, then conditions, then extras. The condition for
+                `memory` is the encoder's input, or its output `[b, c, h]`.
 
         Returns:
-            The `PackedState` of `[m, b, h]`, and the tensors of `core.carried_names`; in front of
-            an encoder, that of its patches, which has these behind.
+            The `PackedState` of `[m, b, h]` with the tensors of `core.carried_names`; before an
+            encoder, the state of the encoder's patches, which carries all of these.
         """
         rows, inputs = inputs[: self.asking.num_inputs], inputs[self.asking.num_inputs :]
         known = dict(zip(self.conditions, inputs[: len(self.conditions)], strict=True))

@@ -1,6 +1,8 @@
-"""A second stack of blocks, behind a bridge that adds the tokens that the first did not see.
+"""A second stack of blocks: the decoder of an encoder-decoder, such as MAE's.
 
-Legend: b images, n positions, w width of the second stack.
+A bridge between the stacks adds mask tokens for the positions that the encoder did not see.
+
+Legend: b images, n positions, w width of the decoder.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megavis.model.stack import LayerPlan
 
 
 class MaskTokens(Bridge):
-    """From encoder to decoder: mask tokens join the visible ones, and all learn their places."""
+    """Bridge from encoder to decoder: append mask tokens, and add positions to all tokens."""
 
     def __init__(
         self,
@@ -35,10 +37,10 @@ class MaskTokens(Bridge):
         """Build.
 
         Args:
-            below: of the encoder.
-            above: of the decoder.
+            below: core of the encoder.
+            above: core of the decoder.
             num_front: rows in front of the tokens.
-            grid: rows and columns of the tokens.
+            grid: rows and columns of the token grid.
             positions: position encoding of the decoder.
         """
         super().__init__(below, above)
@@ -49,7 +51,7 @@ class MaskTokens(Bridge):
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the rows in front, visible and hidden tokens `[b, front + n, w]`."""
+        """Return front rows, visible tokens and mask tokens, `[b, num_front + n, w]`."""
         order, front = carried[ORDER], hidden[:, : self.num_front]
         visible = hidden[:, self.num_front :]
         num_hidden = order.shape[1] - visible.shape[1]
@@ -59,7 +61,7 @@ class MaskTokens(Bridge):
 
 
 class SecondStack:
-    """A decoder in which all tokens see all, without stochastic depth."""
+    """A decoder with full attention and without stochastic depth."""
 
     def __init__(
         self,
@@ -73,11 +75,11 @@ class SecondStack:
         """Build.
 
         Args:
-            below: of the encoder.
-            asks: what the encoder sees.
-            sizes: keys of `model` that are the decoder's own.
-            grid: rows and columns of the tokens.
-            positions: their position encoding.
+            below: core of the encoder.
+            asks: asking kind of the encoder.
+            sizes: values of `model` keys that differ from the encoder's.
+            grid: rows and columns of the token grid.
+            positions: position encoding of the decoder.
         """
         model = below.model.model_copy(update={**sizes, "ffn_hidden_size": None})
         self.core = below.with_stack(name="decoder", model=model, carried_names=(), drop_path=0.0)
@@ -85,7 +87,7 @@ class SecondStack:
         self.positions = positions
 
     def layers(self, num_outputs: int, *, seed: int) -> list[LayerPlan]:
-        """Return bridge and blocks, for a head that gives so many numbers for a token."""
+        """Return bridge and blocks, below a head with `num_outputs` outputs per token."""
         rows, depth = self.num_front + self.grid[0] * self.grid[1], self.below.model.num_layers + 1
         work = Workload.of_one_stream(rows, num_outputs, causal=False)
         bridge = bridge_plan("bridge", self._bridge, seed=seed, depth=depth)

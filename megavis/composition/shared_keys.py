@@ -1,4 +1,4 @@
-"""Keys and checks that papers share, such as sizes that image or tensor group must divide by."""
+"""Config keys and checks that papers share, such as sizes that must divide."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _ADDED = ("learned", "sincos")
 
 
 class DecoderConfig(Section):
-    """Blocks above the encoder's, behind a bridge; their other keys are those of `model`."""
+    """Decoder blocks on top of an encoder; all other sizes are those of `model`."""
 
     num_layers: Positive = 8
-    """Blocks."""
+    """Number of decoder blocks."""
     hidden_size: Positive = 512
-    """Their width; 4 must divide it."""
+    """Width of the decoder, a multiple of 4."""
     num_attention_heads: Positive = 16
-    """Their attention heads."""
+    """Attention heads of the decoder."""
 
     def check(self, config: RunConfig, key: str) -> Iterator[ConfigIssue]:
-        """Check that heads divide the width, and divide by the tensor group."""
+        """Check that heads divide the width and are divisible by the tensor size."""
         width, heads = self.hidden_size, self.num_attention_heads
         if width % heads or width % 4:
             text = f"{width} is not divisible by 4 and by num_attention_heads {heads}"
@@ -42,15 +42,15 @@ def check_hiding(
     ratio_key: str,
     class_key: str,
 ) -> Iterator[ConfigIssue]:
-    """Check tokens of which an encoder sees some, and a decoder behind a bridge predicts others.
+    """Check the token counts of an encoder that sees some tokens, and of its decoder.
 
     Args:
-        config: the run's.
+        config: the run's config.
         count: tokens of an image.
-        ratio: share of them that the encoder does not see.
-        class_token: a token comes first in both.
-        ratio_key: what says `ratio`.
-        class_key: what says `class_token`.
+        ratio: share of the tokens hidden from the encoder.
+        class_token: whether a class token comes first in both.
+        ratio_key: config key of `ratio`.
+        class_key: config key of `class_token`.
     """
     seen = context_size(count, ratio)
     if count and seen == count:
@@ -70,16 +70,16 @@ def check_hiding(
 def check_placed(
     config: RunConfig, *, mask_ratio: float, given_ratio: float, ratio_key: str, given_key: str
 ) -> Iterator[ConfigIssue]:
-    """Check that tokens with a given place have positions, and those that predict it none.
+    """Check that only tokens with a given position have a position encoding.
 
-    In plain fine-tuning all may have position embeddings.
+    In fine-tuning without the paper's own loss, all tokens may have one.
 
     Args:
-        config: the run's.
-        mask_ratio: share of the hidden tokens.
-        given_ratio: share of them, all seen, whose place is given.
-        ratio_key: what says `mask_ratio`.
-        given_key: what says `given_ratio`.
+        config: the run's config.
+        mask_ratio: share of the tokens outside the context.
+        given_ratio: share of the tokens, within the context, whose position is given.
+        ratio_key: config key of `mask_ratio`.
+        given_key: config key of `given_ratio`.
     """
     tuned = config.finetune
     tells_all = tuned is not None and not tuned.generative_weight
@@ -88,13 +88,13 @@ def check_placed(
         text = f"{given_ratio} of the patches are given their position; model.positions"
         yield given_key, f"{text} must say how: learned or sincos"
     if given_ratio >= 1.0 - mask_ratio and given_ratio:
-        text = f"{given_ratio} leaves no context that does not know its place"
+        text = f"{given_ratio} leaves no context token without its position"
         yield given_key, f"{text}; lower it, or {ratio_key}"
     if kind == "none":
         return
     relative = ("relative_2d",) if config.objective.has_relative_positions else ()
     if not given_ratio and not tells_all:
-        yield "model.positions", f"{kind} gives away what the model has to predict; leave it out"
+        yield "model.positions", f"{kind} reveals what the model has to predict; leave it out"
     elif kind not in (*_ADDED, *relative):
         known = ", ".join((*_ADDED, *relative))
         yield "model.positions", f"{kind} is not for sets of patches; use {known} or none"
@@ -106,9 +106,9 @@ def check_patches(
     """Check that patches tile the image.
 
     Args:
-        config: the run's.
+        config: the run's config.
         patch_size: side of a patch in pixels.
-        key: of the objective, that says so.
+        key: key of `patch_size` in `objective`.
     """
     side = config.data.image_size
     if side % patch_size:
@@ -123,14 +123,14 @@ def check_encoder(
     num_heads: int | None,
     key: Callable[[str], str],
 ) -> Iterator[ConfigIssue]:
-    """Check that an encoder's patches tile the image, and that its sizes divide by the layout.
+    """Check that an encoder's patches tile the image, and that the layout divides its sizes.
 
     Args:
-        config: the run's.
+        config: the run's config.
         patch_size: side of its patches in pixels.
-        hidden_size: its width; that of `model` when None.
-        num_heads: likewise.
-        key: from one of these names to the key that says it.
+        hidden_size: its width; that of `model` by default.
+        num_heads: its attention heads; those of `model` by default.
+        key: maps the name of a size to its config key.
     """
     side, tensor = config.data.image_size, config.parallel.tensor_model_parallel_size
     if side % patch_size:
@@ -148,7 +148,7 @@ def check_encoder(
 
 
 def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[ConfigIssue]:
-    """Check that the tensor group can share the logits."""
+    """Check that the tensor size divides the vocabulary."""
     tensor = config.parallel.tensor_model_parallel_size
     if vocabulary_size % tensor:
         text = f"{vocabulary_size} is not divisible by tensor_model_parallel_size {tensor}"
@@ -158,13 +158,13 @@ def check_vocabulary(config: RunConfig, vocabulary_size: int) -> Iterator[Config
 def check_tokens(
     config: RunConfig, *counts: int, what: str, remedy: str = "set it to false"
 ) -> Iterator[ConfigIssue]:
-    """Check that sequence parallelism, where it is on, can share the tokens.
+    """Check that the tensor size divides the tokens under sequence parallelism.
 
     Args:
-        config: the run's.
-        counts: numbers of tokens, each of which is split.
-        what: the tokens in words, with their number.
-        remedy: what would be right.
+        config: the run's config.
+        counts: token counts, each of which is split.
+        what: description of the tokens, with their number, for the message.
+        remedy: what to do about it, for the message.
     """
     tensor = config.parallel.tensor_model_parallel_size
     if config.parallel.sequence_parallel and any(count % tensor for count in counts):
@@ -175,19 +175,19 @@ def check_tokens(
 def check_adapter(
     token_size: int, bottleneck: int | None, *, blocks_key: str, bottleneck_key: str
 ) -> Iterator[ConfigIssue]:
-    """Check that an adapter can couple the halves of a token, and that its groups divide them.
+    """Check that a token has two halves to couple, and that the norm's groups divide the channels.
 
     Args:
-        token_size: numbers of a token.
-        bottleneck: hidden channels; 4 · `token_size` when None.
-        blocks_key: what says how many blocks there are.
-        bottleneck_key: what says `bottleneck`.
+        token_size: channels of a token.
+        bottleneck: hidden channels; 4 · `token_size` by default.
+        blocks_key: config key of the number of blocks.
+        bottleneck_key: config key of `bottleneck`.
     """
     half, groups = token_size // 2, min(32, token_size // 2)
     hidden = (bottleneck or 4 * token_size) // 2
     if token_size % 2:
-        text = f"an adapter couples halves of a token, and {token_size} numbers are odd"
-        yield blocks_key, f"{text}; do without"
+        text = f"an adapter couples halves of a token, but {token_size} channels are odd"
+        yield blocks_key, f"{text}; set it to 0"
     elif half % groups or hidden % groups:
-        text = f"half of it and of the {token_size} numbers of a token must divide by"
+        text = f"half of it and half of a token's {token_size} channels must be divisible by"
         yield bottleneck_key, f"{text} {groups}"

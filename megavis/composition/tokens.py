@@ -1,11 +1,12 @@
-"""Tokens that a model reads or predicts, and the way back to an image.
+"""Tokens that a model reads or predicts, and how to decode them to images.
 
-- `Colors`: palette ids, a token a pixel.
-- `Patches`: squares of standardised pixels; `Frames`: those of a spectrogram.
-- `Ids`: of a codebook, as shards hold them or as a frozen tokenizer makes them (`codebook.py`).
+- `Colors`: palette ids, one per pixel.
+- `Patches`: squares of standardised pixels. `Frames`: frames of a spectrogram.
+- `TokenIds`: codebook ids, from shards or from a frozen tokenizer (`codebook.py`).
 - `Latents`: real-valued, drawn from a frozen VAE's posterior (`latents.py`).
 
-Legend: b images, n tokens of an image, d numbers of a token, v ids.
+Legend: b images, n tokens of an image, d values of a token, v vocabulary size, H and W pixels, h
+hidden size.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from megavis.tokenizers.patches import (
 
 
 class Tokens(ABC):
-    """One kind of token.
+    """A kind of token.
 
     Attributes:
-        grid: rows and columns of the tokens of an image.
-        sample_shape: of a sample as shards hold it.
-        sample_type: likewise.
+        grid: rows and columns of the token grid.
+        sample_shape: shape of a sample in the shards.
+        sample_type: dtype of a sample in the shards.
     """
 
     grid: tuple[int, int]
@@ -54,67 +55,67 @@ class Tokens(ABC):
 
     @property
     def is_random(self) -> bool:
-        """True where the tokens of an image are drawn."""
+        """True if the tokens of an image are drawn."""
         return False
 
     @property
     def identity(self) -> str | None:
-        """SHA-256 of the frozen network that makes the tokens; None where none does."""
+        """SHA-256 of the frozen tokenizer; None without one."""
         return None
 
     @abstractmethod
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return the tokens of samples `[b, ...]`, as what makes them gives them.
+        """Return the tokens of samples `[b, ...]`, in the tokenizer's form.
 
         Args:
-            samples: as shards hold them, or tokens already.
-            index: int64 `[b]`, of the samples, where tokens are drawn.
+            samples: samples as in the shards, or tokens, which are returned.
+            index: int64 `[b]`, the samples, if tokens are drawn.
 
         Raises:
-            UserError: samples of another form.
+            UserError: the samples have the wrong shape or type.
         """
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Return them in raster order, `[b, n]` or `[b, n, d]`."""
+        """Return the tokens in raster order, `[b, n]` or `[b, n, d]`."""
         return tokens
 
     def from_sequence(self, tokens: Tensor) -> Tensor:
-        """Undo `sequence`."""
+        """Invert `sequence`."""
         return tokens
 
     @abstractmethod
     def check_values(self, tokens: Tensor) -> None:
-        """Check that tokens can be embedded. Raises UserError otherwise.
+        """Raise UserError unless tokens can be embedded.
 
-        Reads numbers off the device: not for a step of training.
+        Synchronizes with the device, so not for training steps.
         """
 
     @abstractmethod
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Yield what is wrong with shards for a paper of this name, a sentence each."""
+        """Yield a message for each reason why shards do not suit paper `name`."""
 
     @abstractmethod
     def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a map of tokens `[b, c, ...]` to `[b, c, h]`."""
+        """Build the embedding of tokens `[b, c, ...]` as `[b, c, h]`."""
 
     @abstractmethod
     def blank(self, images: Tensor) -> Tensor:
-        """Return tokens of zeros in raster order for images `[b]`, on their device."""
+        """Return zeros as tokens in raster order for images `[b]`, on their device."""
 
     def prior(self, images: Tensor, *, seed: int) -> Tensor | None:
-        """Draw tokens as their tokenizer's training assumed them; None where it assumed nothing."""
+        """Draw tokens from the tokenizer's prior; None if it has none."""
         return None
 
     @abstractmethod
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Undo `of`: uint8 `[b, h, w, 3]`.
+        """Decode tokens to images, uint8 `[b, H, W, 3]`.
 
         Args:
-            tokens: as `of` gives them.
-            folder: of the run, which may hold what decodes them.
+            tokens: output of `of`.
+            folder: the run folder, which may contain a palette.
 
         Raises:
-            UserError: nothing does.
+            UserError: there is no decoder.
         """
 
     def shown(self, images: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ class Tokens(ABC):
         return images
 
     def check_images(self, folder: Path) -> None:
-        """Raise UserError where nothing makes images of these tokens."""
+        """Raise UserError if these tokens cannot be decoded to images."""
         self.to_images(self.of(self.blank_batch(1, torch.device("cpu")).inputs), folder)
 
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
@@ -140,25 +141,25 @@ class Vocabulary(Tokens):
     vocabulary_size: int
 
     def check_values(self, tokens: Tensor) -> None:
-        """Check that ids are of the vocabulary."""
+        """Raise UserError unless all ids are in the vocabulary."""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocabulary_size:
             raise UserError(
-                f"the ids reach from {smallest} to {largest}; objective.vocabulary_size"
+                f"the ids range from {smallest} to {largest}; objective.vocabulary_size"
                 f" {self.vocabulary_size} allows 0 to {self.vocabulary_size - 1}"
             )
 
     def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a table, split over the tensor group."""
+        """Build an embedding table, split over the tensor group."""
         return token_embedding(core, self.vocabulary_size, fill or normal(0.02))
 
     def blank(self, images: Tensor) -> Tensor:
-        """Return ids int64 `[b, n]`, all 0."""
+        """Return zeros int64 `[b, n]`."""
         return images.new_zeros(len(images), self.num_tokens)
 
 
 class Vectors(Tokens):
-    """Tokens of several numbers.
+    """Real-valued tokens.
 
     Attributes:
         width: d.
@@ -167,19 +168,19 @@ class Vectors(Tokens):
     width: int
 
     def check_values(self, tokens: Tensor) -> None:
-        """Accept any numbers."""
+        """Accept any values."""
 
     def embedding(self, core: Core, fill: Fill | None = None) -> nn.Module:
-        """Return a linear map."""
+        """Build a linear map."""
         return PatchEmbedding(self.width, core.megatron.hidden_size, fill or xavier_uniform)
 
     def blank(self, images: Tensor) -> Tensor:
-        """Return tokens `[b, n, d]` of zeros."""
+        """Return zeros `[b, n, d]`."""
         return torch.zeros(len(images), self.num_tokens, self.width, device=images.device)
 
 
 class Colors(Vocabulary):
-    """Ids of a palette: a pixel each, as palette shards hold them."""
+    """Palette ids, one per pixel, as in palette shards."""
 
     sample_type = torch.int64
 
@@ -188,24 +189,24 @@ class Colors(Vocabulary):
 
         Args:
             image_size: side of the images in pixels.
-            vocabulary_size: v, most colours that a palette may have.
-            windows: samples are cut out of larger images.
+            vocabulary_size: v, the maximum number of colours.
+            windows: whether samples are windows of larger images.
         """
         self.grid, self.vocabulary_size = (image_size, image_size), vocabulary_size
         self.sample_shape, self.windows = (image_size**2,), windows
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return ids int64 `[b, n]`."""
+        """Return the samples as int64 `[b, n]`."""
         if samples.shape[1:] != self.sample_shape or samples.is_floating_point():
             raise UserError(
                 f"the images have shape {list(samples.shape)} and type {samples.dtype}; this run"
-                f" takes ids [b, {self.num_tokens}]"
+                f" expects ids [b, {self.num_tokens}]"
             )
         ids: Tensor = samples.long()
         return ids
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Check for palette shards of this size, with no more colours than logits."""
+        """Check that shards hold palette ids of this size, with no more colours than logits."""
         size = self.grid[0]
         if manifest.kind != "palette":
             text = f"holds {manifest.kind} shards; {name} needs palette shards"
@@ -219,13 +220,13 @@ class Colors(Vocabulary):
             )
 
     def check_images(self, folder: Path) -> None:
-        """Raise UserError where the run folder has no palette."""
+        """Raise UserError if the run folder has no palette."""
         Palette.load(folder / PALETTE_NAME)
 
     def to_images(self, tokens: Tensor, folder: Path) -> Tensor:
-        """Return the colours of ids; raises UserError where the run folder has no palette."""
+        """Return the colours of ids; raise UserError if the run folder has no palette."""
         palette = Palette.load(folder / PALETTE_NAME)
-        # A model may have more outputs than the palette colours; it learns never to use them.
+        # A model may have more logits than there are colours; training makes the rest unlikely.
         known = tokens.clamp(max=palette.num_tokens - 1)
         colours = palette.decode(known.cpu().numpy()).reshape(-1, *self.grid, 3)
         return torch.from_numpy(colours)
@@ -240,10 +241,10 @@ class Patches(Vectors):
         self.width, self.sample_shape = 3 * patch_size**2, (image_size, image_size, 3)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
-        """Return patches float32 `[b, n, d]` of images uint8 `[b, h, w, 3]`.
+        """Return patches float32 `[b, n, d]` of images uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: they have another size or type.
+            UserError: the images have the wrong size or type.
         """
         check_images(samples, self.image_size)
         return patchify(standardize(samples), self.patch_size)
@@ -257,17 +258,17 @@ class Patches(Vectors):
         """Accept any run: patches are pixels."""
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
-        """Return the nearest images uint8 `[b, h, w, 3]`."""
+        """Return the nearest images uint8 `[b, H, W, 3]`."""
         return to_uint8(unpatchify(tokens, self.patch_size))
 
 
 class Frames(Vectors):
-    """Frames of spectrograms, each a one-dimensional patch."""
+    """Frames of a spectrogram, each a token."""
 
     sample_type = torch.float32
 
     def __init__(self, count: int, width: int) -> None:
-        """Build for so many frames of `width` numbers."""
+        """Build for `count` frames of `width` values."""
         self.grid, self.width, self.sample_shape = (1, count), width, (count, width)
 
     def of(self, samples: Any, index: Tensor | None = None) -> Tensor:
@@ -275,7 +276,7 @@ class Frames(Vectors):
         return standardize_frames(samples)
 
     def check(self, manifest: Manifest, name: str) -> Iterator[str]:
-        """Check that the shards hold frames of this number and width."""
+        """Check that shards hold frames of this count and width."""
         if manifest.kind != "frames":
             yield f"holds {manifest.kind} shards; {name} needs frames shards here"
         elif manifest.frame_shape != self.sample_shape:
@@ -285,22 +286,22 @@ class Frames(Vectors):
             )
 
     def to_images(self, tokens: Tensor, folder: Path | None = None) -> Tensor:
-        """Raise UserError: frames have no picture."""
-        raise UserError("frames of a spectrogram are no images that could be drawn")
+        """Raise UserError: frames are not images."""
+        raise UserError("frames of a spectrogram cannot be shown as images")
 
 
 def blank_batch(
     num_images: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Batch:
-    """Return a batch of zeros: inputs `[num_images, *shape]`, all of class 0."""
+    """Return a batch with inputs `[num_images, *shape]` of zeros, all of class 0."""
     zeros = torch.zeros(num_images, dtype=torch.int64, device=device)
     return Batch(torch.zeros(num_images, *shape, dtype=dtype, device=device), zeros, zeros)
 
 
 def check_images(images: Any, side: int) -> None:
-    """Check for uint8 `[b, side, side, 3]`. Raises UserError for anything else."""
+    """Raise UserError unless images are uint8 `[b, side, side, 3]`."""
     if images.dtype != torch.uint8 or images.shape[1:] != (side, side, 3):
         raise UserError(
             f"the images have shape {list(images.shape)} and type {images.dtype}; a run of"
-            f" {side}² pixels takes uint8 [b, {side}, {side}, 3]"
+            f" {side}² pixels expects uint8 [b, {side}, {side}, 3]"
         )

@@ -1,7 +1,7 @@
 """Interface between a model and the engine, the training loop and its callbacks.
 
-A paper with Transformer blocks is an `Objective` (`objective.py`), which fills in most of this; a
-tokenizer in training, which has none, is a `Trainable` of its own.
+Papers with Transformer blocks derive from `Objective` (`objective.py`), which implements most of
+it; autoencoders implement it in `autoencoder.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """An image as the model sees it.
+    """Inputs and targets of a batch; every tensor has the batch as its first dimension.
 
     Attributes:
-        inputs: what the first layer takes; every tensor has the batch as its first dimension.
-        targets: what the loss takes besides the head's output, likewise.
+        inputs: inputs of the first layer.
+        targets: inputs of the loss besides the head's output.
     """
 
     inputs: tuple[Tensor, ...]
@@ -43,13 +43,13 @@ class SequenceBatch:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How a loss is read as the likelihood of what the model predicts.
+    """How to convert a loss to the likelihood of an image.
 
     Attributes:
-        dimension: what one dimension is, in words: `token of the 512-colour palette`.
+        dimension: description of one dimension, such as `token of the 512-colour palette`.
         per_image: dimensions of an image.
-        per_loss: dimensions whose nats the loss adds up; it is a mean over all else.
-        given: what the model is conditioned on, in words; None: nothing.
+        per_loss: dimensions over which the loss sums nats; it averages over everything else.
+        given: description of what the model is conditioned on; None: nothing.
     """
 
     dimension: str
@@ -59,10 +59,10 @@ class Likelihood:
 
 
 class Backbone(ABC):
-    """What takes inputs in, and what is read off it, whatever is trained on top.
+    """The part of a trained model that takes inputs and provides features.
 
     Attributes:
-        config: the run's.
+        config: the run's config.
     """
 
     config: RunConfig
@@ -70,7 +70,7 @@ class Backbone(ABC):
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """Places of the sequence."""
+        """Positions of the sequence."""
 
     @abstractmethod
     def blank_batch(self, num_images: int, device: torch.device) -> Batch:
@@ -78,7 +78,7 @@ class Backbone(ABC):
 
     @property
     def tokenizer_identity(self) -> str | None:
-        """SHA-256 of the network that makes tokens of images as they are read; None for none.
+        """SHA-256 of the frozen tokenizer that encodes images during training; None without one.
 
         Raises:
             UserError: it cannot be opened, or does not fit the config.
@@ -87,14 +87,14 @@ class Backbone(ABC):
 
     @property
     def needs_labels(self) -> bool:
-        """True where every sample must have a class."""
+        """True if every sample must have a class."""
         return self.config.objective.missing_null_label is not None
 
     def check_unlabelled(self) -> None:
-        """Check that the model can be run on samples without their class.
+        """Check that the model can run on samples without their class.
 
         Raises:
-            UserError: there is no input for "no class"; names the key that would give one.
+            UserError: there is no input for "no class"; names the key that would add one.
         """
         key = self.config.objective.missing_null_label
         if key is not None:
@@ -102,34 +102,34 @@ class Backbone(ABC):
 
     @property
     def has_random_features(self) -> bool:
-        """True where inputs for features hold random draws of each sample, as BERT's masks."""
+        """True if the inputs for features depend on random draws, such as BERT's masks."""
         return False
 
     @property
     def carries_gradient(self) -> bool:
-        """True where a tensor other than the hidden states has a gradient that travels back."""
+        """True if tensors other than the hidden states carry a gradient between layers."""
         return False
 
     def composition(self) -> Composition:
-        """Return the paper whose Transformer blocks these are.
+        """Return the paper as a composition.
 
         Raises:
-            UserError: it has none.
+            UserError: it has no Transformer blocks.
         """
         raise UserError(f"runs of {self.config.objective.name} have no Transformer blocks")
 
     def feature_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for features of the blocks, without the label.
+        """Return `SequenceBatch.inputs` for features of the blocks, without labels.
 
         Raises:
             UserError: there are no blocks, or the model has no input for "no class".
         """
         name = self.config.objective.name
-        raise UserError(f"{name} has no Transformer blocks whose features could be read")
+        raise UserError(f"{name} has no Transformer blocks, and so no features")
 
 
 class Trainable(ABC):
-    """A list of layers, what goes in, and how what comes out is scored."""
+    """A list of layers with their inputs and loss."""
 
     config_type: ClassVar[type[ObjectiveConfig]]
 
@@ -139,26 +139,26 @@ class Trainable(ABC):
     @property
     @abstractmethod
     def backbone(self) -> Backbone:
-        """What takes the inputs in: this itself, or what an operator has put something on."""
+        """The model that takes the inputs: this one, or the one that a fine-tuning run wraps."""
 
     @abstractmethod
     def flops_per_image(self) -> float:
-        """Return the floating-point operations of a training step for one image."""
+        """Return the FLOPs of a training step for one image."""
 
     @abstractmethod
     def check_data(self, manifest: Manifest) -> Iterator[str]:
-        """Yield what is wrong with shards of this kind for this config, a sentence each."""
+        """Yield a message for each reason why such shards do not fit this config."""
 
     @abstractmethod
     def layer_plans(self) -> list[LayerPlan]:
-        """Return the model, first layer first."""
+        """Return the layers of the model, in order."""
 
     @abstractmethod
     def sequence(self, batch: Batch) -> SequenceBatch:
-        """Turn a batch into a sequence; random draws depend on seed and sample alone."""
+        """Turn a batch into a sequence; random draws are functions of seed and sample."""
 
     def training_sequence(self, batch: Batch) -> SequenceBatch:
-        """Turn a batch into the sequence that is trained on; that of evaluation by default."""
+        """Turn a batch into a sequence for training, by default the same as for evaluation."""
         return self.sequence(batch)
 
     def blank_sequence(self, num_images: int, device: torch.device) -> SequenceBatch:
@@ -170,29 +170,29 @@ class Trainable(ABC):
 
     @abstractmethod
     def loss(self, predictions: Any, targets: tuple[Tensor, ...]) -> Tensor:
-        """Score the last layer's output; a float32 scalar, the mean over the images."""
+        """Return the mean loss over the images, a float32 scalar."""
 
     @abstractmethod
     def outputs(self, predictions: Any) -> Tensor:
-        """Turn the last layer's output into the paper's own form, whole and batch first."""
+        """Return the last layer's output gathered and batch first."""
 
     @abstractmethod
     def inputs_from(
         self, inputs: Any, *, sample_index: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return `SequenceBatch.inputs` for a user's own inputs in the paper's form.
+        """Return `SequenceBatch.inputs` for a user's own data.
 
         Args:
-            inputs: as shards hold them (`Batch.inputs`), or tokens.
-            sample_index: int64 `[b]`, the samples whose draws these are.
-            **options: of the paper, by name.
+            inputs: samples in the form of the shards (`Batch.inputs`), or tokens.
+            sample_index: int64 `[b]`, the samples that determine random draws.
+            **options: options of the paper.
 
         Raises:
-            UserError: an option does not apply, or something does not fit.
+            UserError: an option does not apply, or a value does not fit.
         """
 
     def check_options(self, given: Iterable[str], known: tuple[str, ...] = ()) -> None:
-        """Raise UserError for options of `inputs_from` that are none of those known."""
+        """Raise UserError for options of `inputs_from` that are not in `known`."""
         for name in given:
             if name not in known:
                 raise UserError(
@@ -202,11 +202,11 @@ class Trainable(ABC):
 
     @property
     def likelihood(self) -> Likelihood | None:
-        """How the loss of evaluation is read as -log p of whole images; None where it is not."""
+        """How to convert the evaluation loss to -log p of images; None if it is no likelihood."""
         return None
 
     def generation(self) -> Composition:
-        """Return this paper as what its images are generated by.
+        """Return the paper as a composition that generates images.
 
         Raises:
             UserError: models of this config generate no images.
@@ -214,21 +214,21 @@ class Trainable(ABC):
         raise UserError(f"runs of {self.config.objective.name} generate no images")
 
     def classification(self) -> Classification | None:
-        """Return this as a network that names classes, which a fine-tuning run trains."""
+        """Return the classifier that a fine-tuning run trains; None otherwise."""
         return None
 
     def places(self) -> Places:
-        """Return the words of a model that names the place of every patch.
+        """Return the position predictor of a paper that predicts the position of every patch.
 
         Raises:
             UserError: it does not.
         """
         name = self.config.objective.name
-        raise UserError(f"{name} does not name the places of patches")
+        raise UserError(f"{name} does not predict the positions of patches")
 
     @property
     def reconstructs(self) -> bool:
-        """True where images go in and the same images come out, as of a tokenizer in training."""
+        """True for autoencoders."""
         return False
 
     def shown(self, inputs: Tensor) -> Tensor:
@@ -236,10 +236,10 @@ class Trainable(ABC):
         return inputs
 
     def reconstruction(self, predictions: Any) -> Tensor:
-        """Return the images that came out, uint8 `[b, H, W, 3]`, where the model reconstructs.
+        """Return an autoencoder's reconstructed images, uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: it does not.
+            UserError: it is not an autoencoder.
         """
         name = self.config.objective.name
         raise UserError(f"runs of {name} do not reconstruct images; those of vae and vqgan do")
@@ -253,5 +253,5 @@ class Trainable(ABC):
         raise UserError(f"runs of {self.config.objective.name} do not reconstruct label maps")
 
     def measures(self, predictions: Any, targets: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
-        """Return other numbers of a batch, means over its images, that validation records."""
+        """Return further validation metrics of a batch, averaged over its images."""
         return {}

@@ -1,6 +1,6 @@
-"""Asking from outside: the blocks see known tokens alone, and a bridge above them adds the others.
+"""Asking of encoder-decoders: the encoder sees only known tokens, and a bridge adds the others.
 
-Legend: b images, n positions, c known ones, m rows, h hidden size.
+Legend: b images, n positions.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from megavis.composition.reader import Reader, Role
 
 ORDER = "order"
-"""Name under which the places of all positions travel to the bridge, int64 `[b, n]`."""
+"""Name under which the places of all positions, int64 `[b, n]`, are carried to the bridge."""
 
 
 class Visible(Asking):
-    """A row for each known token, in the order of the arrangement."""
+    """One row per known token, in the order of the arrangement."""
 
     num_inputs = 2
     visibility: VisibilityKind = "full"
     extra_tensors = (ORDER,)
 
     def __init__(self, *, num_front: int = 0) -> None:
-        """Build with so many condition rows in front."""
+        """Build with `num_front` condition rows in front."""
         self.num_front = num_front
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Tokens and places."""
+        """Content, positions and front rows."""
         return ("content", "positions", *self._front)
 
     def rows(self, tokens: Tensor, question: Question, since: int = 0) -> AskedRows:
@@ -59,6 +59,6 @@ class Visible(Asking):
         return Embedded(hidden, F.pad(places, (front.shape[1], 0)), {ORDER: order})
 
     def workload(self, plan: Arrangement, num_outputs: int) -> Workload:
-        """Return that of the known tokens, which all see each other."""
+        """Return the workload of full attention over the known tokens."""
         rows = plan.num_content + self.num_front
         return Workload.of_one_stream(rows, num_outputs, causal=False)

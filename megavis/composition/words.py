@@ -1,8 +1,8 @@
-"""The words of a paper, and the first layer that follows from them.
+"""The choices that define a paper, and the first layer derived from them.
 
-A paper names its words: what it reads and predicts (tokens), what is known when (schedule), how a
-token asks to be predicted, how it is predicted (density), and what else is known (condition); and
-the parts of its first layer. What else follows from them is in `composition.py`.
+A paper chooses the tokens that it reads and predicts, a schedule (what is known when), an asking
+kind (which row predicts a token), a density (how a token is predicted), a condition (what else is
+known), and the parts of its first layer. Everything else is derived in `composition.py`.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from megavis.model.visibility import VisibilityKind
 
 
 class Words(Objective):
-    """The words of a paper, which its class defines."""
+    """The choices of a paper, defined by its class."""
 
     @property
     def has_transform(self) -> bool:
-        """True where the first layer holds a learned, invertible transform of the tokens."""
+        """True if the first layer contains a learned, invertible transform of the tokens."""
         return False
 
     @property
     @abstractmethod
     def reads(self) -> Tokens:
-        """What goes in."""
+        """The input tokens."""
 
     @property
     def predicts(self) -> Tokens:
-        """What comes out: what is read, unless a paper says otherwise."""
+        """The predicted tokens, by default the input tokens."""
         return self.reads
 
     @property
     @abstractmethod
     def asks(self) -> Asking:
-        """How a token asks to be predicted."""
+        """Which row predicts a token."""
 
     @cached_property
     def condition(self) -> Condition:
-        """What else is known: nothing, unless a paper says otherwise."""
+        """What the model is conditioned on, by default nothing."""
         return Condition()
 
     @property
     def part_names(self) -> Mapping[Role, str]:
-        """Names of the first layer's parts, which are their parameters', in the order of building.
+        """Names of the first layer's parts, which begin their parameters', in building order.
 
-        Parts that nothing asks for are left out.
+        Parts that are not needed are not built.
         """
         return {}
 
     @property
     def deviations(self) -> Mapping[Role, float]:
-        """Deviation of learned positions and vectors at the start, where it is not 0.02."""
+        """Initial standard deviation of learned positions and vectors, where it is not 0.02."""
         return {}
 
     def initialization(self) -> Initialization:
-        """Return how the matrices of a block start: those of MAE's released code by default."""
+        """Return the initialization of a block's matrices, by default that of MAE's code."""
         return vision_transformer()
 
     def patches(self) -> Patches:
@@ -76,7 +76,7 @@ class Words(Objective):
         return Patches(image_size=self.config.data.image_size, patch_size=self.paper.patch_size)
 
     def ids(self) -> TokenIds:
-        """Return ids of `objective.tokenizer`, each of which represents such a patch."""
+        """Return ids of `objective.tokenizer`, one per patch of that size."""
         paper, size = self.paper, self.config.data.image_size
         return TokenIds(
             image_size=size,
@@ -93,19 +93,19 @@ class Words(Objective):
 
     @property
     def extra_tensors(self) -> tuple[str, ...]:
-        """Names of what the density's head reads besides hidden states."""
+        """Names of the density's head inputs besides hidden states."""
         return ()
 
-    # The first layer, which follows.
+    # The first layer, derived from the choices above.
 
     @property
     def visibility_kind(self) -> VisibilityKind:
-        """That of the asking kind."""
+        """Visibility of the asking kind."""
         return self.asks.visibility
 
     @property
     def carried_names(self) -> tuple[str, ...]:
-        """Who sees whom, transformed tokens, coordinates, what the head reads, a memory."""
+        """Names for visibility, transformed tokens, coordinates, head inputs and memory."""
         return (
             *self.asks.extra_tensors,
             *((TRANSFORMED,) if self.has_transform else ()),
@@ -116,11 +116,11 @@ class Words(Objective):
 
     @property
     def carries_gradient(self) -> bool:
-        """A transform learns from the loss on its tokens, an encoder from what reads its memory."""
+        """True with a transform, trained by the loss on its tokens, or an encoder's memory."""
         return self.has_transform or "memory" in self.condition.roles
 
     def slots(self) -> dict[str, Slot]:
-        """Return the parts of the first layer, by the names of their parameters."""
+        """Return the parts of the first layer by name."""
         needed = {*self.asks.roles, *self.condition.roles}
         needed |= {"transform"} if self.has_transform else set()
         names = {role: name for role, name in self.part_names.items() if role in needed}

@@ -1,1 +1,1 @@
-"""Runs as folders that other libraries open."""
+"""Export runs as folders that other libraries can open."""

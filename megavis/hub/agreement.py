@@ -1,4 +1,4 @@
-"""Check that a converted network computes what the original does, on random input."""
+"""Check that a converted network matches the original on random inputs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ TOLERANCE = 1e-4
 
 
 def check_agreement(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of two networks' outputs, of equal shapes.
+    """Return the maximum absolute difference of two networks' outputs of equal shape.
 
     Raises:
-        UserError: when it is above 1e-4.
+        UserError: it exceeds 1e-4.
     """
     difference = float((ours - theirs).abs().max())
     if not difference <= TOLERANCE:
         raise UserError(
             f"the converted network's outputs differ by {difference:.1e} from the original's on"
-            f" random input, more than {TOLERANCE:.0e}; nothing was kept"
+            f" random inputs, more than {TOLERANCE:.0e}; the result was discarded"
         )
     return difference

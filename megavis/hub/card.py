@@ -1,4 +1,4 @@
-"""The model card of an exported run, made of what the run folder holds."""
+"""Model cards of exported runs, generated from the run folder."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def model_card(
     Args:
         run: the run.
         weights: its parameters.
-        library: that opens the folder, in the Hub's words.
-        task: likewise.
-        use: Python that opens it; `DIR` stands for the folder.
-        limits: sentences about this form of the weights.
+        library: the Hub's `library_name`.
+        task: the Hub's `pipeline_tag`.
+        use: Python code that opens the folder, which it calls `DIR`.
+        limits: sentences about limitations of this format.
     """
     name, paper = run.config.name, run.config.objective.name
     total = sum(tensor.numel() for tensor in weights.values())
@@ -84,7 +84,7 @@ def _data(run: Run) -> Iterator[tuple[str, object]]:
         try:
             manifest = Manifest.read(path)
         except (UserError, OSError):
-            continue  # They lie elsewhere.
+            continue  # The shards are not on this machine.
         yield "source", manifest.source.description
         yield "images", f"{manifest.num_samples:,}"
         if manifest.class_names:
@@ -135,7 +135,7 @@ def _limits(run: Run) -> Iterator[str]:
 
 
 def _record(run: Run) -> RunRecord | None:
-    """Return what the run's folder says; None for an imported run, which has trained nothing."""
+    """Return the run's records; None for an imported run, which was not trained here."""
     try:
         return RunRecord.read(run.folder)
     except UserError:
@@ -143,7 +143,7 @@ def _record(run: Run) -> RunRecord | None:
 
 
 def _config(run: Run) -> str:
-    """Return the config without the folders of the machine that it ran on."""
+    """Return the config without paths of the machine that it ran on."""
     data = run.config.data
     names = {
         key: Path(value).name

@@ -1,4 +1,4 @@
-"""A run as a folder for the Hub: the form that other libraries know, or else one of its own."""
+"""Export a run as a folder for the Hub, in another library's format or in megavis' own."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from megavis.tokenizers.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SETTINGS = "config.json"
 PROCESSOR = "preprocessor_config.json"
-_BICUBIC = 3  # Pillow's number
+_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
 class Exported(NamedTuple):
-    """What was written.
+    """A folder that was written.
 
     Attributes:
-        form: what opens it.
-        difference: from the run on random input; None where nothing was compared.
+        form: the class or function that opens it.
+        difference: maximum difference from the run on random inputs; None if not compared.
     """
 
     form: str
@@ -55,10 +55,10 @@ class Exported(NamedTuple):
 
 
 def write_huggingface(run: Run, folder: Path) -> Exported:
-    """Write ImageGPT, ViTMAE, ViT, or where the run is none of them a folder of megavis.
+    """Write a folder for ImageGPT, ViTMAE or ViT, or one for megavis if none of them fits.
 
     Raises:
-        UserError: the written network and the run do not agree.
+        UserError: the exported network does not match the run.
     """
     weights = read_weights(step_folder(run.folder, run.step))
     for fits, write in ((_is_imagegpt, _write_imagegpt), (_is_vit_mae, _write_vit_mae)):
@@ -81,10 +81,10 @@ def write_huggingface(run: Run, folder: Path) -> Exported:
 
 
 def write_timm(run: Run, folder: Path) -> Exported:
-    """Write a Vision Transformer of timm.
+    """Write a folder for timm's Vision Transformer.
 
     Raises:
-        UserError: the run is no plain ViT.
+        UserError: the run is not a plain ViT, or the exported network does not match it.
     """
     weights = read_weights(step_folder(run.folder, run.step))
     try:
@@ -159,18 +159,18 @@ def _write_own(run: Run, weights: Mapping[str, Tensor], folder: Path, *, why: st
 
 
 def _loader() -> str:
-    """Return the loader's text without its first lines, which say where it stands."""
+    """Return the loader's source without its module docstring."""
     return inspect.getsource(plain_loader).split('"""\n', 1)[1].strip()
 
 
 def _sees_more(run: Run) -> tuple[str, ...]:
-    """Return the limit of a network in which all see all, where training hid more."""
+    """Return a limitation if the run was pretrained with another visibility than the export."""
     causal = getattr(run.objective.backbone, "visibility_kind", "full") in ("causal", "two_stream")
     if run.config.finetune is not None or not causal:
         return ()
     return (
-        "In pretraining a token saw only tokens before it; in this network all see all, as in"
-        " fine-tuning.",
+        "In pretraining each token attended only to earlier tokens; this network uses full"
+        " attention, as in fine-tuning.",
     )
 
 

@@ -1,10 +1,10 @@
-"""Any run as a folder that `megavis.load` opens, and where it can a page of plain PyTorch.
+"""Export any run as a folder for `megavis.load`, and if possible for a page of plain PyTorch.
 
-The folder is a run folder whose one file of weights lies at its top, as on the Hub. What the first
-layer adds (positions, a start or class token, "no class") and who sees whom are written as tensors
-with the weights, so `plain_loader.py` needs no code specific to a paper.
+The folder is a run folder with one file of weights at its top level, as on the Hub. What the first
+layer adds (positions, a start or class token, "no class") and the attention mask are stored as
+tensors with the weights, so that `plain_loader.py` needs no code specific to a paper.
 
-Legend: s rows, n tokens, h hidden size, d head size.
+Legend: b images, s rows, n tokens, h hidden size.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PREFIX = "plain."
 def write_run(
     folder: Path, run: Run, weights: Mapping[str, Tensor], extra: Mapping[str, Tensor]
 ) -> None:
-    """Write a run folder whose checkpoint refers to `model.safetensors` at its top.
+    """Write a run folder whose checkpoint refers to `model.safetensors` at its top level.
 
     Args:
-        folder: new.
-        run: what is written; its config and palette come along.
-        weights: whole, by megavis's names.
-        extra: further tensors of the file.
+        folder: the new folder.
+        run: the run, whose config and palette are written too.
+        weights: unsharded parameters under megavis' names.
+        extra: further tensors for the same file.
     """
     partial = partial_folder(folder, run.step)
     partial.mkdir(parents=True)
@@ -86,21 +86,21 @@ def _whole(tensor: Tensor, file: str, key: str) -> LogicalTensor:
 
 
 class PlainForm:
-    """What `plain_loader.py` needs besides the weights.
+    """The inputs of `plain_loader.py` besides the weights.
 
     Attributes:
-        settings: of `config.json`.
-        tensors: by names that begin with `plain.`.
-        tokens: two images' random ones, `[2, n]` or `[2, n, d]`.
-        expected: the last norm's output on them, `[2, s, h]`.
+        settings: section `plain` of `config.json`.
+        tensors: tensors whose names begin with `plain.`.
+        tokens: random tokens of two images, `[2, n]` or `[2, n, d]`, to compare outputs.
+        expected: the final norm's output on these tokens, `[2, s, h]`.
     """
 
     @torch.no_grad()
     def __init__(self, run: Run) -> None:
-        """Read it off a run on one process.
+        """Extract them from a run on one process.
 
         Raises:
-            UserError: a page of PyTorch cannot run this model; says why.
+            UserError: `plain_loader.py` does not support this model; says why.
         """
         paper = run.objective.backbone
         if not isinstance(paper, Composition):
@@ -154,20 +154,20 @@ class PlainForm:
         if isinstance(paper.condition, PooledFeatures):
             raise UserError("its model reads a condition besides the tokens")
         if run.config.finetune is not None and run.config.finetune.layer is not None:
-            raise UserError("its classifier stands on an inner layer")
+            raise UserError("its classifier is attached to an inner layer")
 
     @torch.no_grad()
     def check(self, folder: Path) -> float:
-        """Return the largest difference of what the loader gives.
+        """Compare the loader's output with the run's; return the maximum difference.
 
         Raises:
-            UserError: it is above 1e-4.
+            UserError: it exceeds 1e-4.
         """
         return check_agreement(plain_features(str(folder), self.tokens), self.expected)
 
 
 def norm_name(runner: Inference) -> str:
-    """Return the name of the last norm off which features are read."""
+    """Return the name of the topmost norm that provides features."""
     layers = runner.layers
     pairs = zip(layers.plans, layers.modules, strict=True)
     plan, module = [(plan, module) for plan, module in pairs if plan.gives_features][-1]
@@ -176,7 +176,7 @@ def norm_name(runner: Inference) -> str:
 
 
 def _random_tokens(paper: Composition) -> Tensor:
-    """Return tokens of two images, ids of the lower half of a vocabulary or unit normal vectors."""
+    """Return random tokens of two images: ids of the vocabulary, or standard normal vectors."""
     generator, blank = torch.Generator().manual_seed(0), paper.reads.blank(torch.zeros(2).long())
     blank = paper.reads.sequence(blank)
     if blank.is_floating_point():
@@ -188,7 +188,7 @@ def _random_tokens(paper: Composition) -> Tensor:
 def _embedded(
     reader: Reader, inputs: tuple[Tensor, ...], *, fill: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the first layer's rows `[s, h]` where every token is embedded as `fill`."""
+    """Return the first layer's rows `[s, h]`, with every token embedding replaced by `fill`."""
 
     def filled(_: Any, __: Any, output: Tensor) -> Tensor:
         return torch.full_like(output, fill)

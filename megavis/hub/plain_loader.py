@@ -1,4 +1,4 @@
-"""Features of an exported run in plain PyTorch; a model card holds what follows."""
+"""Features of an exported run in plain PyTorch; model cards contain the source below."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 
 def features(folder: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Return what the head reads, `[b, s, h]`, of ids `[b, n]` or vectors `[b, n, d]`."""
+    """Return features `[b, s, h]`, the head's input, of ids `[b, n]` or vectors `[b, n, d]`."""
     c = json.loads((Path(folder) / "config.json").read_text())["plain"]
     w = load_file(Path(folder) / "model.safetensors")
 

@@ -1,8 +1,8 @@
-"""A run's backbone as a Vision Transformer of `timm` and of `transformers`.
+"""Export a run's backbone as a Vision Transformer of `timm` or `transformers`.
 
-Which run has this form follows from the words of its paper, whatever that is called: patches are
-read, one learned token comes first, positions are added, and the blocks are those of a ViT. A
-backbone that saw less in pretraining sees all here, as with `finetune.visibility: full`.
+Any run qualifies whose model is a ViT: it reads patches, prepends one learned token, adds positions
+and has a ViT's blocks. Backbones pretrained with another visibility use full attention here, as
+with `finetune.visibility: full`.
 
 Legend: b images, s tokens (the class token and n patches), h hidden size, c classes.
 """
@@ -36,14 +36,14 @@ _ADDED = ("learned", "sincos", "none")
 
 
 def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:
-    """Return the network by timm's names.
+    """Convert a run to timm's parameter names.
 
     Args:
-        run: on one process.
-        weights: whole, by megavis's names.
+        run: the run, on one process.
+        weights: its unsharded parameters under megavis' names.
 
     Raises:
-        UserError: the run is no plain ViT with a class token; says which key has it so.
+        UserError: the run is not a plain ViT with a class token; names the config key.
     """
     paper = _paper(run)
     reader = run.runner.layers.modules[0]
@@ -73,7 +73,7 @@ def as_vit(run: Run, weights: Mapping[str, Tensor]) -> TimmViT:
 
 
 def classifies(run: Run) -> bool:
-    """True where class logits are read off the class token, as a ViT does."""
+    """Return True if the run computes class logits from the class token, like a ViT."""
     tuned = run.config.finetune
     if tuned is None or tuned.read_out != "first" or tuned.concatenate > 1:
         return False
@@ -81,7 +81,7 @@ def classifies(run: Run) -> bool:
 
 
 def _paper(run: Run) -> Composition:
-    """Return the composition of a run that has this form. Raises UserError."""
+    """Return the composition of a run; raise UserError if it is not a ViT."""
     paper, model = run.objective.backbone, run.config.model
     if not isinstance(paper, Composition):
         raise UserError(f"a run of {run.config.objective.name} has no Transformer")
@@ -98,24 +98,22 @@ def _paper(run: Run) -> Composition:
         raise UserError("a ViT has neither an adapter nor an encoder")
     sees_all = paper.core.visibility_kind in ("full", "context")
     if run.config.finetune is not None and not sees_all:
-        raise UserError("in a ViT all tokens see all; finetune.visibility is kept")
+        raise UserError("a ViT has full attention; finetune.visibility is not full")
     return paper
 
 
 def _first_token(reader: Reader) -> Tensor:
-    """Return the learned vector in front of the patches, `[h]`. Raises UserError."""
+    """Return the learned token before the patches, `[h]`; raise UserError if there is none."""
     parts = [part for role in ("start", "front") if (part := reader.part(role)) is not None]
     width = reader.core.model.hidden_size
     if len(parts) != 1 or not isinstance(parts[0], nn.Parameter) or parts[0].numel() != width:
-        raise UserError(
-            "a ViT has one learned token in front of the patches, which this run has not"
-        )
+        raise UserError("a ViT has one learned token before the patches; this run does not")
     return parts[0].view(-1)
 
 
 @torch.no_grad()
 def _positions(paper: Composition, reader: Reader) -> Tensor:
-    """Return what is added to each patch, `[n, h]`."""
+    """Return the position embedding of each patch, `[n, h]`."""
     count, width = paper.reads.num_tokens, reader.core.model.hidden_size
     return reader.add_positions(
         torch.zeros(1, count, width), torch.arange(count)[None], "positions"
@@ -126,7 +124,7 @@ def _positions(paper: Composition, reader: Reader) -> Tensor:
 def compared_vit(run: Run, vit: TimmViT) -> tuple[Tensor, Tensor]:
     """Return both networks' features of random images, `[2, b, h]`.
 
-    They are the first token and the mean over all tokens of the last norm's output.
+    They are the first token and the mean over all tokens of the final norm's output.
     """
     images = random_images(run.config.data.image_size)
     tokens = (all_seeing_tokens(run, images), timm_features(vit, images))
@@ -136,7 +134,7 @@ def compared_vit(run: Run, vit: TimmViT) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def all_seeing_tokens(run: Run, images: Tensor) -> Tensor:
-    """Return the last norm's output `[b, s, h]` on images uint8 `[b, H, W, 3]`, all seeing all."""
+    """Return the final norm's output `[b, s, h]` on images uint8 `[b, H, W, 3]`, full attention."""
     paper, runner = run.objective.backbone, run.runner
     assert isinstance(paper, Composition)
     if run.config.finetune is None:
@@ -154,10 +152,10 @@ def all_seeing_tokens(run: Run, images: Tensor) -> Tensor:
 
 
 def timm_settings(vit: TimmViT) -> dict[str, Any]:
-    """Return the `config.json` that `timm.create_model("local-dir:DIR")` reads.
+    """Return the `config.json` for `timm.create_model("local-dir:DIR")`.
 
     Raises:
-        UserError: timm's ViTs have norms with another epsilon.
+        UserError: the norms' epsilon is not that of timm's ViTs.
     """
     if vit.epsilon != EPSILON:
         raise UserError(f"timm's ViTs have model.norm_epsilon {EPSILON}, not {vit.epsilon}")

@@ -1,4 +1,4 @@
-"""The activations of the papers' MLPs."""
+"""Activation functions of the papers' MLPs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 
 class _QuickGelu(torch.autograd.Function):
-    """As SiLU of 1.702 x, whose derivative is one kernel; autograd would keep and fill more."""
+    """Quick GELU as SiLU of 1.702 x, whose derivative is one kernel; saves memory over autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class _QuickGelu(torch.autograd.Function):
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU by its tanh approximation."""
+    """Return GELU with the tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -52,4 +52,4 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
 }
-"""By the name that `model.activation` has in a config."""
+"""Activations by their names in `model.activation`."""

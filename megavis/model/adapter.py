@@ -2,7 +2,7 @@
 
 "GIVT", section 3.3 and appendix B: a stack of volume-preserving additive coupling blocks after
 i-RevNet. Each adds a function of one half of the channels to the other half and swaps the two, so
-the Jacobian's determinant is 1 up to sign and no term joins the loss.
+the Jacobian's determinant is 1 up to sign and the loss needs no additional term.
 
 Legend: b images, c channels, h and w height and width of the latents.
 """
@@ -20,11 +20,11 @@ _KERNEL = 3
 
 
 class Convolution(nn.Conv2d):
-    """A 3×3 convolution that fills itself: ZeRO-3 splits weights once their module is built."""
+    """A 3×3 convolution that initialises itself, before ZeRO-3 partitions its weights."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, _KERNEL, padding=1, bias=False)
-        # LeCun's, as the released code has it.
+        # LeCun initialization, as in the released code.
         truncated_normal((inputs * _KERNEL**2) ** -0.5)(self.weight)
 
 
@@ -34,7 +34,7 @@ class CouplingBlock(nn.Module):
     def __init__(self, half: int, hidden: int, *, is_first: bool) -> None:
         super().__init__()
         groups = min(32, half)
-        # The first block sees the latents as they are; every later one normalises them.
+        # The first block does not normalise its input.
         self.norm_0 = None if is_first else nn.GroupNorm(groups, half, eps=_EPSILON)
         self.conv_0 = Convolution(half, hidden)
         self.norm_1 = nn.GroupNorm(groups, hidden, eps=_EPSILON)
@@ -50,42 +50,45 @@ class CouplingBlock(nn.Module):
         return self.conv_2(hidden)
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Couple two halves `[b, c/2, h, w]`; sums keep the precision of the halves."""
+        """Couple two halves `[b, c/2, h, w]`; sums are in the precision of the halves."""
         return second, first + self.rounded_shift(second)
 
     def inverse(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `forward`."""
+        """Invert `forward`."""
         return second - self.rounded_shift(first), first
 
     def rounded_shift(self, half: Tensor) -> Tensor:
-        """Return `shift`, computed in the precision of the weights."""
+        """Compute `shift` in the precision of the weights."""
         return self.shift(half.to(self.conv_0.weight.dtype)).to(half.dtype)
 
 
 class Adapter(nn.Module):
-    """The stack of blocks; `inverse` undoes `forward` up to rounding."""
+    """A stack of coupling blocks; `inverse` inverts `forward` up to rounding."""
 
     def __init__(self, num_channels: int, *, num_blocks: int = 8, bottleneck: int = 64) -> None:
         """Build.
 
         Args:
             num_channels: c, even.
-            num_blocks: coupling blocks; the paper has 8.
-            bottleneck: hidden channels before they are halved like c; the paper has 4 · c.
+            num_blocks: number of coupling blocks, 8 in the paper.
+            bottleneck: hidden channels for all c channels, twice those of a block's convolutions;
+                4 · c in the paper.
 
         Raises:
-            ValueError: the sizes do not divide.
+            ValueError: c is odd, or the norms' groups do not divide the channels.
         """
         super().__init__()
         half, hidden = num_channels // 2, bottleneck // 2
         if num_channels % 2 or hidden % min(32, half) or half % min(32, half):
-            raise ValueError(f"{num_channels} channels and bottleneck {bottleneck} do not divide")
+            raise ValueError(
+                f"{num_channels} channels and bottleneck {bottleneck} do not divide into groups"
+            )
         self.blocks = nn.ModuleList(
             CouplingBlock(half, hidden, is_first=i == 0) for i in range(num_blocks)
         )
 
     def forward(self, latents: Tensor) -> Tensor:
-        """Map latents `[b, c, h, w]` to the space that is predicted."""
+        """Map latents `[b, c, h, w]` to the space in which they are predicted."""
         halves = latents.chunk(2, dim=1)
         for block in self.blocks:
             halves = block(*halves)

@@ -1,10 +1,9 @@
-"""Attention for every visibility, split over the tensor group by heads.
+"""Multi-head attention for every visibility, with heads split over the tensor group.
 
-Queries and keys-values have projections of their own: keys and values are computed only for
-tokens that someone sees, queries only for tokens that someone reads.
+Queries and keys-values have separate projections: keys and values are computed only for tokens that
+are attended to, queries only for tokens whose output is used.
 
-Legend: s tokens, q of them read, c of them seen, b images, h hidden size, n heads of this process,
-d head size.
+Legend: s tokens, q queries, c keys, b images, h hidden size, n heads of this process, d head size.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Turns = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """Multi-head attention that takes `AttentionContext` where Megatron passes its mask."""
+    """Self-attention that takes an `AttentionContext` in place of Megatron's attention mask."""
 
     def __init__(
         self,
@@ -49,8 +48,8 @@ class Attention(nn.Module):
         self.config, self.recompute = config, recompute
         self.head_size = config.hidden_size // config.num_attention_heads
         self.tensor_group, self.rotary_scale = pg_collection.tp, rotary_scale
-        # Where only some tokens are projected, they are chosen from all, so a split sequence is
-        # gathered first and the projections take whole sequences.
+        # If only some tokens are projected, a sequence split over the tensor group is gathered
+        # first, and the projections take unsplit sequences.
         self.chooses = visibility_kind in ("two_stream", "context")
         self.relative_bias: RelativeBias | None = None
         if relative_grid is not None:
@@ -68,8 +67,8 @@ class Attention(nn.Module):
             tp_group=self.tensor_group,
             **options,
         )
-        # Rows are ordered as `join_keys_values` does, so that cutting them into equal parts gives
-        # whole heads to each process.
+        # Rows are ordered by `join_keys_values`, so that splitting them assigns complete heads to
+        # each process.
         self.linear_kv = ColumnParallelLinear(
             width,
             2 * width,
@@ -118,7 +117,7 @@ class Attention(nn.Module):
         return self._project(query, key, value, attention_context, bias)
 
     def _turns(self, context: AttentionContext, places: Tensor) -> tuple[Turns, Turns]:
-        """Return by what queries and keys are turned, made once a step."""
+        """Return the rotations of queries and of keys, computed once per step."""
         start, visibility = context.query_start, context.visibility
 
         def make() -> tuple[Turns, Turns]:
@@ -134,7 +133,7 @@ class Attention(nn.Module):
         return made
 
     def _project(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        """Map what `_attend` gives for these arguments to what `forward` returns."""
+        """Apply `_attend`, recomputed in the backward pass if configured, and the output projection."""
         if self.recompute and self.training:
             mixed = checkpoint(self._attend, *arguments, use_reentrant=True)
         else:
@@ -142,10 +141,10 @@ class Attention(nn.Module):
         return self.linear_proj(mixed.permute(2, 0, 1, 3).flatten(2))
 
     def _heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Cut `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
+        """Split `[s, b, n · parts · d]` into `parts` tensors `[b, n, s, d]`.
 
-        In this order the gradients of the parts are put together in one pass, and that of a single
-        part in none.
+        In this order, the backward pass concatenates the gradients with one copy, and with none for
+        a single part.
         """
         heads = projected.unflatten(2, (-1, parts, self.head_size))
         each = heads.unbind(3) if parts > 1 else (heads.squeeze(3),)
@@ -159,14 +158,15 @@ class Attention(nn.Module):
         attention_context: AttentionContext,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Mix values `[b, n, c, d]` for queries `[b, n, q, d]` by softmax(q · k / √d + bias).
+        """Attend from queries `[b, n, q, d]` to keys and values `[b, n, c, d]`.
 
-        The bias `[b or 1, n, q, c]` is that of relative positions, where there are any.
+        Returns softmax(q · k / √d + bias) · v, where `bias` `[b or 1, n, q, c]` is that of relative
+        positions.
         """
         if attention_context.cache is not None:
             key, value = attention_context.cache.extend(self, key, value)
         dropout = self.config.attention_dropout if self.training else 0.0
-        # Every process of the tensor group has other heads.
+        # Heads are split over the tensor group, so their dropout masks must differ.
         with rank_local_rng(self.tensor_group.rank(), self.tensor_group.size() if dropout else 1):
             if bias is not None:
                 return F.scaled_dot_product_attention(
@@ -216,13 +216,13 @@ class Attention(nn.Module):
 
 
 class CrossAttention(Attention):
-    """Attention to a memory: what an encoder made of a condition, all of which every token sees."""
+    """Attention from all tokens to all of an encoder's output, the memory."""
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        # As where tokens are chosen, the projections take whole sequences: a memory is not split.
+        # Like for "context", the projections take unsplit sequences: the memory is not split.
         super().__init__(config, visibility_kind="context", **options)
 
-    # Megatron's layer passes other arguments to a cross-attention than to a self-attention.
+    # Megatron's layer passes different arguments to cross-attention than to self-attention.
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
@@ -234,12 +234,12 @@ class CrossAttention(Attention):
 
         Args:
             hidden_states: `[s, b, h]` (s split over the tensor group under sequence parallelism).
-            key_value_states: the memory `[c, b, h]`, whole on every process.
-            attention_mask: those of the tokens among themselves, of which the cache is taken: it
-                keeps the memory's keys and values, which are the same for all tokens.
+            key_value_states: the memory `[c, b, h]`, replicated on every process.
+            attention_mask: context of the self-attention; only its cache is used, which stores the
+                memory's keys and values.
 
         Returns:
-            As self-attention, for all s tokens.
+            Like self-attention, for all s tokens.
         """
         whole = all_tokens(hidden_states, self.config, self.tensor_group)
         query = self._heads(self.linear_q(whole)[0], 1)[0]
@@ -253,12 +253,12 @@ class CrossAttention(Attention):
 
 
 def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
-    """Put rows of two projections into the order of `linear_kv`.
+    """Interleave the rows of two projections in the order of `linear_kv`.
 
     Args:
-        keys: weight `[n · d, h]` or bias `[n · d]`.
-        values: likewise.
-        num_heads: n, of all processes.
+        keys: weight `[n · d, h]` or bias `[n · d]` of the key projection.
+        values: the same of the value projection.
+        num_heads: n, summed over all processes.
 
     Returns:
         `[2 · n · d, ...]`: head by head, each head's keys before its values.
@@ -268,15 +268,16 @@ def join_keys_values(keys: Tensor, values: Tensor, num_heads: int) -> Tensor:
 
 
 def split_keys_values(rows: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Undo `join_keys_values`."""
+    """Invert `join_keys_values`."""
     keys, values = rows.unflatten(0, (num_heads, 2, -1)).unbind(1)
     return keys.flatten(0, 1), values.flatten(0, 1)
 
 
 def _seen_and_blind(mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return who sees whom `[b, 1, q, c]`, and which queries see nothing `[b, 1, q, 1]`.
+    """Return a mask without empty rows `[b, 1, q, c]`, and the rows that were empty `[b, 1, q, 1]`.
 
-    A softmax over nothing is 0/0. Such a query is shown everything, and what it saw is dropped.
+    The softmax of an empty row would be 0/0. Such a query attends to everything instead, and its
+    output is zeroed.
     """
     assert mask is not None
     mask = mask[:, None]

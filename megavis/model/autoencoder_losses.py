@@ -1,20 +1,15 @@
-"""Perceptual distance of two images, in the features of VGG-16 or AlexNet.
+"""Perceptual and adversarial losses of autoencoders.
 
-"The Unreasonable Effectiveness of Deep Features as a Perceptual Metric" (Zhang et al., 2018),
-equation 1: features after five ReLUs, normalised over channels, squared differences weighted by w
-and summed over channels, averaged over places, summed over the five. With all w = 1 it trains
-tokenizers; with the published w of each level it is the metric LPIPS ("lin", version 0.1).
+Perceptual distance in the features of VGG-16 or AlexNet: "The Unreasonable Effectiveness of Deep
+Features as a Perceptual Metric" (Zhang et al., 2018), equation 1. Features after five ReLUs are
+normalised over channels; their squared differences, weighted by w, are summed over channels,
+averaged over positions and summed over the five levels. With w = 1 it trains tokenizers; with the
+published w it is the metric LPIPS ("lin", version 0.1). The user provides all weights as files;
+they are constants, not part of the trained network or its checkpoints.
 
-All weights are files that the user gives; none come with megavis. They are constants: no module of
-the trained network, no part of a checkpoint.
-
-Legend: b images, H and W pixels.
-
-A discriminator of images and reconstructions, and the losses of both sides.
-
-A residual network after StyleGAN2's discriminator (Karras et al., 2020), with average pooling in
-place of its blur. The losses are the non-saturating ones of "Generative Adversarial Nets" (2014)
-with the R1 penalty of "Which Training Methods for GANs do actually Converge?" (equation 9).
+The discriminator is a residual network after StyleGAN2's (Karras et al., 2020), with average
+pooling instead of blurring. Its losses are the non-saturating ones of "Generative Adversarial Nets"
+(2014) with the R1 penalty of "Which Training Methods for GANs do actually Converge?" (equation 9).
 
 Legend: b images, H and W pixels.
 """
@@ -39,15 +34,15 @@ class PerceptualBackbone:
     """A network of convolutions, each followed by a ReLU.
 
     Attributes:
-        name: what to call it.
-        levels: convolutions by their number in torchvision's `features`, level by level; the
-            features of a level are those after its last convolution.
-        widths: channels at the end of each level.
-        kernel: side of its first convolution, by which its weights are known.
-        stride: of its first convolution; 1 for all others.
-        pool: side of the maximum pool, of stride 2, in front of the levels in `pooled`.
-        pooled: numbers of levels.
-        smallest: side of the smallest images of which any features are left.
+        name: name of the network.
+        levels: indices of the convolutions in torchvision's `features`, by level; the features of a
+            level are those after its last convolution.
+        widths: output channels of each level.
+        kernel: kernel size of the first convolution, which identifies the network's weights.
+        stride: stride of the first convolution; it is 1 for all others.
+        pool: kernel size of the max pooling, of stride 2, before the levels in `pooled`.
+        pooled: indices of levels.
+        smallest: smallest supported image side in pixels.
     """
 
     name: str
@@ -61,7 +56,7 @@ class PerceptualBackbone:
 
     @property
     def names(self) -> list[str]:
-        """Names of its tensors."""
+        """Names of the parameters."""
         return [f"features.{n}.{part}" for level in self.levels for n in level for part in _PARTS]
 
 
@@ -90,25 +85,25 @@ BACKBONES = (
     ),
 )
 _PARTS = ("weight", "bias")
-_PADDING = {3: 1, 5: 2, 11: 2}  # by the side of a convolution
+_PADDING = {3: 1, 5: 2, 11: 2}  # by kernel size
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class PerceptualDistance:
-    """The first layers of a network as a function of two images."""
+    """Perceptual distance of two images, with constant weights."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], linear: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Keep what is needed.
+        """Build from state dicts.
 
         Args:
             weights: state dict of a VGG-16 or an AlexNet (`features.0.weight`, ...).
-            linear: w of each level, `lin0.model.1.weight` `[1, channels, 1, 1]` and so on, as the
-                package lpips has them; 1 where absent.
+            linear: w of each level, as `lin0.model.1.weight` `[1, channels, 1, 1]` and so on, as in
+                the package lpips; None for w = 1.
 
         Raises:
-            UserError: when a tensor is missing, or of another shape.
+            UserError: a tensor is missing, or has the wrong shape.
         """
         self.backbone = _backbone_of(weights)
         self._weights = {name: weights[name].float() for name in self.backbone.names}
@@ -122,7 +117,7 @@ class PerceptualDistance:
 
     @property
     def name(self) -> str:
-        """What is measured, `lpips_alexnet` or likewise: other networks give other numbers."""
+        """Name of the metric, such as `lpips_alexnet`; values depend on the network."""
         kind = "perceptual" if self._linear is None else "lpips"
         return f"{kind}_{self.backbone.name.lower().replace('-', '')}"
 
@@ -131,7 +126,7 @@ class PerceptualDistance:
         """Read `.safetensors` files, or `.pth` files of plain tensors.
 
         Raises:
-            UserError: a file is missing, or holds something else.
+            UserError: a file is missing, or contains something else.
         """
         weights = read_weights_file(path)
         given = None if linear is None else read_weights_file(linear)
@@ -151,8 +146,8 @@ class PerceptualDistance:
         if min(first.shape[2:]) < smallest:
             size = "×".join(map(str, first.shape[2:]))
             raise UserError(
-                f"{self.backbone.name} sees nothing in images of {size} pixels; its perceptual"
-                f" distance needs at least {smallest} on each side"
+                f"the perceptual distance of {self.backbone.name} needs images of at least"
+                f" {smallest} pixels on each side, not {size}"
             )
         self._move(first.device)
         distance = torch.zeros(len(first), device=first.device)
@@ -167,7 +162,7 @@ class PerceptualDistance:
         return distance
 
     def _level(self, number: int, x: Tensor) -> Tensor:
-        """Map the features of one level to those of the next."""
+        """Map the features of the previous level to those of level `number`."""
         network = self.backbone
         if number in network.pooled:
             x = F.max_pool2d(x, network.pool, stride=2)
@@ -178,7 +173,7 @@ class PerceptualDistance:
         return x
 
     def _move(self, device: torch.device) -> None:
-        """Send all constants to a device, once: no step waits for a copy from the host."""
+        """Move all constants to a device, if they are not there yet."""
         if next(iter(self._weights.values())).device == device:
             return
         self._weights = {name: w.to(device) for name, w in self._weights.items()}
@@ -193,9 +188,7 @@ def _backbone_of(weights: Mapping[str, Tensor]) -> PerceptualBackbone:
     network = next((each for each in BACKBONES if each.kernel == kernel), BACKBONES[0])
     for name in network.names:
         if name not in weights:
-            raise UserError(
-                f"the {network.name} weights have no {name}; torchvision's names are wanted"
-            )
+            raise UserError(f"the {network.name} weights have no {name}; use torchvision's names")
     return network
 
 
@@ -210,14 +203,14 @@ def _linear_of(linear: Mapping[str, Tensor], number: int, width: int) -> Tensor:
 
 
 def open_perceptual(weights: str | None, lpips_weights: str | None) -> PerceptualDistance | None:
-    """Open the distance that the options `add_perceptual_arguments` name; None where none is named.
+    """Open the distance selected by `add_perceptual_arguments`; None if there is none.
 
     Raises:
-        UserError: a file is missing or is none of weights.
+        UserError: a file is missing, or does not contain weights.
     """
     if weights is None:
         if lpips_weights:
-            raise UserError("--lpips-weights needs the network's own in --perceptual-weights")
+            raise UserError("--lpips-weights also needs --perceptual-weights")
         return None
     return PerceptualDistance.load(weights, lpips_weights)
 
@@ -228,7 +221,7 @@ _LARGEST_MULTIPLE = 8
 
 
 class _Halving(nn.Module):
-    """Two 3×3 convolutions and a skip, then half the side."""
+    """A residual block of two 3×3 convolutions that halves the resolution."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -240,12 +233,12 @@ class _Halving(nn.Module):
         """Map `[b, inputs, H, W]` to `[b, outputs, H / 2, W / 2]`."""
         hidden = F.leaky_relu(self.conv_0(x), _SLOPE)
         hidden = F.leaky_relu(self.conv_1(F.avg_pool2d(hidden, 2)), _SLOPE)
-        # Divided, so that depth does not raise the variance.
+        # Keep the variance constant over depth.
         return (hidden + self.shortcut(F.avg_pool2d(x, 2))) / 2.0**0.5
 
 
 class Discriminator(nn.Module):
-    """Images to one number each: how much it looks like an image and not a reconstruction."""
+    """Scores images; higher means more like an image than a reconstruction."""
 
     def __init__(self, image_size: int, filters: int) -> None:
         super().__init__()
@@ -270,7 +263,7 @@ class Discriminator(nn.Module):
 
 
 def frozen(network: nn.Module, pixels: Tensor) -> Tensor:
-    """Score images with the gradient going to the images alone, not to the weights."""
+    """Score images with a gradient with respect to the images only, not to the weights."""
     weights: Mapping[str, Tensor] = {n: p.detach() for n, p in network.named_parameters()}
     return functional_call(network, dict(weights), (pixels,))
 
@@ -278,7 +271,7 @@ def frozen(network: nn.Module, pixels: Tensor) -> Tensor:
 def squared_slope(network: nn.Module, pixels: Tensor) -> Tensor:
     """Return ‖∇ D(x)‖² at images `[b, 3, H, W]`: float32 `[b]`.
 
-    It can be differentiated again, unless gradients are off, as in validation.
+    The result is differentiable, unless gradients are disabled, as in validation.
     """
     learns = torch.is_grad_enabled()
     with torch.enable_grad():

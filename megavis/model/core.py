@@ -36,29 +36,28 @@ from megavis.model.visibility import (
 )
 
 BLOCKS = "blocks"
-"""Name of a paper's first stack, in the names of parameters."""
+"""Name of a paper's first stack, used in parameter names."""
 
 MEMORY = "memory"
-"""Name under which what an encoder gave travels, `[c, b, h]`: blocks then attend to it as well."""
+"""Name under which an encoder's output `[c, b, h]` is carried; blocks then have cross-attention."""
 
 
 @dataclass(frozen=True)
 class StackSpec:
-    """What one stack of equal blocks has of its own.
+    """Specification of a stack of equal blocks.
 
     Attributes:
-        name: begins the names of its blocks, and names its draws of drop path.
+        name: prefix of the blocks' names; also names the draws of drop path.
         model: width, heads, MLP, number of blocks, norms, biases and dropout.
-        visibility_kind: which token sees which.
-        initialization: how the matrices of a block start.
-        carried_names: of the tensors that travel with the hidden states; see `LayerState`. Where
-            there is a `drop_path`, `SAMPLES` is the last.
-        drop_path: probability that the last block leaves out what a part of it adds to an image;
-            those before it less often, the first never (`dropout.py`).
-        relative_grid: rows and columns of the grid on which attention has a bias for each offset.
-            Needs `coordinates` among the carried tensors.
-        may_split_tokens: sequences are split over the tensor group where the layout has sequence
-            parallelism; without, they are whole on every process.
+        visibility_kind: which token attends to which.
+        initialization: initialization of a block's matrices.
+        carried_names: names of the tensors that are carried with the hidden states; see
+            `LayerState`. With `drop_path`, the last is `SAMPLES`.
+        drop_path: probability of dropping a branch of the last block for an image; it increases
+            linearly from 0 in the first block (`dropout.py`).
+        relative_grid: rows and columns of the grid of a relative position bias; needs `coordinates`
+            among the carried tensors.
+        may_split_tokens: whether sequence parallelism, if the layout has it, splits sequences.
     """
 
     name: str
@@ -73,52 +72,52 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class Core:
-    """What is needed to build any layer around one stack: its sizes, groups, initial weights."""
+    """Everything needed to build layers of a stack: config, process groups and specification."""
 
     config: RunConfig
     groups: ProcessGroupCollection
     stack: StackSpec
     megatron: TransformerConfig
-    """The stack's sizes in Megatron's words."""
+    """Megatron's config for the stack."""
     once: OncePerStep = field(default_factory=OncePerStep, init=False, repr=False, compare=False)
 
     @classmethod
     def create(cls, config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec) -> Core:
-        """Translate the stack into Megatron's config."""
+        """Build, deriving Megatron's config."""
         return cls(config, groups, stack, megatron_config(config, groups, stack))
 
     def with_stack(self, **changes: Any) -> Core:
-        """Return a core of the same run for a stack that differs in fields of `StackSpec`."""
+        """Return a core of the same run with changed fields of `StackSpec`."""
         return self.create(self.config, self.groups, replace(self.stack, **changes))
 
     @property
     def model(self) -> ModelConfig:
-        """The stack's sizes."""
+        """Sizes of the stack."""
         return self.stack.model
 
     @property
     def initialization(self) -> Initialization:
-        """How the matrices of a block start."""
+        """Initialization of a block's matrices."""
         return self.stack.initialization
 
     @property
     def visibility_kind(self) -> VisibilityKind:
-        """Visibility: which token attends to which."""
+        """Which token attends to which."""
         return self.stack.visibility_kind
 
     @property
     def carried_names(self) -> tuple[str, ...]:
-        """Names of the tensors that travel with the hidden states."""
+        """Names of the tensors that are carried with the hidden states."""
         return self.stack.carried_names
 
     @property
     def drop_path(self) -> float:
-        """Probability that the last block leaves out what a part of it adds to an image."""
+        """Drop path rate of the last block."""
         return self.stack.drop_path
 
     @property
     def has_memory(self) -> bool:
-        """True where blocks attend to what an encoder gave, after they attend to themselves."""
+        """True if blocks have cross-attention to an encoder's output."""
         return MEMORY in self.carried_names
 
     def attention_context(
@@ -137,10 +136,10 @@ class Core:
 def megatron_config(
     config: RunConfig, groups: ProcessGroupCollection, stack: StackSpec
 ) -> TransformerConfig:
-    """Return Megatron's config for a stack's sizes, with its CUDA-only fusions off.
+    """Return Megatron's config for a stack, without CUDA-only fusions.
 
-    The tensor size is that of the groups, not of the file: an evaluation may read a run in
-    another layout than the one it was trained in.
+    The tensor size is that of the groups, not of the config file: a run may be evaluated in another
+    layout than that of its training.
     """
     model, tensor_size = stack.model, groups.tp.size()
     splits_tokens = stack.may_split_tokens and config.parallel.sequence_parallel
@@ -157,7 +156,7 @@ def megatron_config(
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=tensor_size,
         sequence_parallel=splits_tokens and tensor_size > 1,
-        # Its MLP reads these; all other layers are given theirs.
+        # Used by Megatron's MLP; other layers take their initialization as an argument.
         init_method=stack.initialization.mlp_input,
         output_layer_init_method=stack.initialization.mlp_output,
         # Weights drawn on the CPU are the same at every tensor-parallel size.
@@ -168,13 +167,13 @@ def megatron_config(
         gradient_accumulation_fusion=False,
     )
     with warnings.catch_warnings():
-        # Megatron warns of its own default for CUDA graphs, which are not used here.
+        # Megatron warns about its own default for CUDA graphs, which are not used here.
         warnings.simplefilter("ignore", UserWarning)
         return TransformerConfig(**settings)
 
 
 class FeedForward(MLP):
-    """Megatron's MLP with its two matrices initialised each in its own way."""
+    """Megatron's MLP, with separate initializations of its two matrices and inner dropout."""
 
     def __init__(self, config: TransformerConfig, core: Core, **_: Any) -> None:
         submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -191,7 +190,7 @@ class FeedForward(MLP):
 
 
 class _Activation(nn.Module):
-    """A function as a module."""
+    """Wraps a function as a module."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -202,7 +201,7 @@ class _Activation(nn.Module):
 
 
 class Block(TransformerLayer):
-    """One layer of the Transformer; what it takes and gives is what travels between stages."""
+    """A Transformer layer that maps a `PackedState` to a `PackedState`."""
 
     def __init__(self, core: Core, number: int) -> None:
         initialization, parallel = core.initialization, core.config.parallel
@@ -244,12 +243,12 @@ class Block(TransformerLayer):
 
     @property
     def feature_norm(self) -> nn.Module:
-        """The norm in front of attention."""
+        """The norm before attention."""
         norm: nn.Module = self.input_layernorm
         return norm
 
     def forward(self, state: PackedState, cache: KeyValueCache | None = None) -> PackedState:
-        """Run the layer on what the one before gave; `cache` when sequences are generated."""
+        """Run the layer; `cache` is the KV cache in generation."""
         stream = LayerState.unpack(state, self.core.carried_names)
         attention_context = self.core.attention_context(stream.carried, cache)
         if self.training and self.core.drop_path:
@@ -257,7 +256,7 @@ class Block(TransformerLayer):
                 attention_context, kept=self._draw_kept(stream.carried[SAMPLES])
             )
         if self.is_last:
-            # The others are no longer needed: the head reads only these.
+            # The head reads only the tokens from `query_start` on.
             attention_context = replace(
                 attention_context, query_start=attention_context.visibility.query_start
             )
@@ -267,10 +266,10 @@ class Block(TransformerLayer):
     def run(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None = None
     ) -> Tensor:
-        """Do what `attend` does, and once more in the backward pass where the config says so."""
+        """Apply `attend`, recomputed in the backward pass if configured."""
         if self.recomputes and self.training:
             # Reentrant: ZeRO-3 gathers and releases weights in module hooks, which the
-            # non-reentrant form's saved-tensor check takes for changed tensors.
+            # non-reentrant implementation mistakes for modified saved tensors.
             return checkpoint(self.attend, hidden, attention_context, memory, use_reentrant=True)
         return self.attend(hidden, attention_context, memory)
 
@@ -280,12 +279,12 @@ class Block(TransformerLayer):
         """Map `[s, b, h]` to `[q, b, h]`, the tokens from `attention_context.query_start` on.
 
         Args:
-            hidden: of all tokens.
-            attention_context: who sees whom.
-            memory: what an encoder gave, `[c, b, h]`, where there is one.
+            hidden: hidden states of all tokens.
+            attention_context: visibility, positions and cache.
+            memory: output of an encoder, `[c, b, h]`, if there is one.
         """
         if attention_context.query_start == 0 and attention_context.kept is None:
-            # What Megatron calls the context's mask is handed to the cross-attention.
+            # Megatron passes `context_mask` to the cross-attention.
             return super().forward(
                 hidden,
                 attention_mask=attention_context,
@@ -297,9 +296,9 @@ class Block(TransformerLayer):
     def _attend_for_some(
         self, hidden: Tensor, attention_context: AttentionContext, memory: Tensor | None
     ) -> Tensor:
-        """Do what Megatron's layer does, for those tokens alone, and for the images that are kept.
+        """Do what Megatron's layer does, only for some tokens and with drop path.
 
-        What a part adds is summed up apart from the residual, which it may be left out of.
+        Each branch is computed separately from the residual stream, so that it can be dropped.
         """
         residual = self._from(attention_context.query_start, hidden)
         mixed = self.self_attention(self.input_layernorm(hidden), attention_mask=attention_context)
@@ -316,21 +315,21 @@ class Block(TransformerLayer):
         return hidden + attention_context.keep(self._added(self.mlp_bda, mixed), part=1)
 
     def _added(self, add: Callable[..., Any], mixed: tuple[Tensor, Tensor | None]) -> Tensor:
-        """Return what a part adds: `mixed`, its bias, and dropout."""
+        """Return the output of a branch, with its bias added and dropout applied."""
         added: Tensor = add(self.training, False)(
             mixed, mixed[0].new_zeros(()), self.hidden_dropout
         )
         return added
 
     def _from(self, first: int, hidden: Tensor) -> Tensor:
-        """Return the tokens from `first` on, of all that the tensor group holds."""
+        """Return the tokens from `first` on, split again under sequence parallelism."""
         if first == 0:
             return hidden
         group, config = self.core.groups.tp, self.config
         return own_tokens(all_tokens(hidden, config, group)[first:], config, group)
 
     def _draw_kept(self, samples: Tensor) -> Tensor:
-        """Return what attention, MLP and cross-attention are multiplied by for each image."""
+        """Return the drop path factors of attention, MLP and cross-attention: `[p, b, 1]`."""
         core, number = self.core, self.layer_number
         return draw_kept(
             samples,
@@ -344,8 +343,8 @@ class Block(TransformerLayer):
 def _feed_forward_type(core: Core) -> type:
     """Return `FeedForward` bound to this core.
 
-    Megatron 0.16 builds the MLP from a class or a spec, 0.19 calls what it is given with other
-    keywords; a class with one constructor suits both.
+    Megatron 0.16 builds the MLP from a class or a spec, 0.19 calls it with other keyword arguments;
+    a class that ignores them works for both.
     """
 
     class BoundFeedForward(FeedForward):

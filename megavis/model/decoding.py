@@ -1,16 +1,12 @@
 """Decode one token at a time through the blocks of a causal model, bypassing their modules.
 
-A token of a small batch costs little arithmetic: calling modules, masks and views around it would
-take longer than the products. So the weights of the blocks are taken once, in the form that the
-products need, and keys and values lie in one tensor that is as long as the sequence will be. This
-follows Megatron's layer step by step; nothing is left out but what does nothing here.
+For single tokens of a small batch, calling modules takes longer than the matrix products. So the
+blocks' weights are collected once, in the layout that the products need, and the KV cache is one
+preallocated tensor. The computation follows Megatron's layer step by step, and constant factors are
+folded into the weights: a norm's gain and bias into the projection after it, the 1/√d of attention
+into the query projection, and the 1.702 of iGPT's activation into the matrices around it.
 
-What can be multiplied beforehand is: a norm's gain and bias go into the projection after it, the
-1/√d of attention into the queries' projection, the 1.702 of iGPT's activation into the matrices
-around it.
-
-Legend: l blocks, b images, n heads of this process, d head size, h hidden size, s capacity, t
-tokens so far.
+Legend: b images, n heads of this process, d head size, h hidden size, t tokens so far.
 """
 
 from __future__ import annotations
@@ -36,10 +32,9 @@ from megavis.model.visibility import KeyValueCache
 
 
 class IncrementalDecoder(KeyValueCache):
-    """Keys and values of the tokens so far, and the blocks that continue from them.
+    """A KV cache, together with the blocks that extend it.
 
-    The weights are those of the moment in which it is made: make one for each batch of sequences.
-    It holds a copy of the blocks' matrices.
+    Copies the blocks' current weights, so create a new one for each batch of sequences.
     """
 
     def __init__(self, blocks: Sequence[Block], capacity: int) -> None:
@@ -51,9 +46,9 @@ class IncrementalDecoder(KeyValueCache):
 
     @staticmethod
     def suits(blocks: Sequence[Block]) -> bool:
-        """True for one stack whose tokens see those before them alone, with weights at hand.
+        """Return True for a single causal stack without cross-attention, whose weights are present.
 
-        Under ZeRO-3 it has them only while a module runs.
+        Under ZeRO-3 they are not: weights are gathered only while a module runs.
         """
         return bool(blocks) and all(
             block.core is blocks[0].core
@@ -64,12 +59,12 @@ class IncrementalDecoder(KeyValueCache):
         )
 
     def is_next(self, state: PackedState) -> bool:
-        """True where a single token follows others: what `step` takes."""
+        """Return True if `state` is a single token after the first, as `step` requires."""
         hidden = state if isinstance(state, Tensor) else state[0]
         return self.length > 0 and len(hidden) == 1
 
     def step(self, state: PackedState) -> PackedState:
-        """Run all blocks on the next token: hidden states `[1, b, h]`, and what is carried."""
+        """Run all blocks on the next token, a state of `[1, b, h]`."""
         stream = LayerState.unpack(state, self._carried_names)
         hidden, coordinates = stream.hidden[0].clone(), stream.carried.get("coordinates")
         turn = None if coordinates is None else self._blocks[0].turn(coordinates[:, 0])
@@ -79,10 +74,10 @@ class IncrementalDecoder(KeyValueCache):
         return stream.with_hidden(hidden[None]).pack()
 
     def _places(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each block where the new token's keys and values go, and all up to it.
+        """Yield views of each block's cache: the new token's entry, and all up to it.
 
         Yields:
-            `[2, b, n, d]`, keys transposed `[b · n, d, t]` and values `[b · n, t, d]`.
+            The new entry `[2, b, n, d]`, transposed keys `[b · n, d, t]`, values `[b · n, t, d]`.
         """
         assert self._all is not None
         new = self._all.select(4, self.length).unbind()
@@ -102,7 +97,7 @@ class _Projection:
     """One of a block's four projections of single tokens, `[b, in]` to `[b, out]`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Copy a weight `[out, in]`; the bias is `[out]`."""
+        """Copy a weight `[out, in]` and keep a bias `[out]`."""
         self._weight, self._bias = weight.t().contiguous(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,14 +116,14 @@ class _Projection:
         gain: float,
         factor: float = 1.0,
     ) -> _Projection:
-        """Take weights `[out, in]` and what the norm in front multiplies with and adds.
+        """Build from a projection, with the gain and bias of the preceding norm folded in.
 
         Args:
-            norm: see `_Block.normalise` for what is left of it.
-            weight: of the projection.
-            bias: likewise, `[out]`.
-            gain: multiplies the norm's own.
-            factor: multiplies what the projection gives.
+            norm: the norm; the rest of it is `_Block.normalise`.
+            weight: weight of the projection, `[out, in]`.
+            bias: bias of the projection, `[out]`.
+            gain: multiplies the norm's gain.
+            factor: multiplies the projection's output.
         """
         wide = weight.float() * factor
         bias = None if bias is None else bias.float() * factor
@@ -140,15 +135,15 @@ class _Projection:
 
     @classmethod
     def of_part(cls, linear: Any, group: dist.ProcessGroup, *, factor: float = 1.0) -> _Projection:
-        """Take a layer that is split over its inputs; the weight, not the bias, is multiplied.
+        """Build from a row-parallel layer, with its weight but not its bias scaled by `factor`.
 
-        The bias is on the first process alone, since `add_to_` sums over the group.
+        Only the first process has the bias, since `add_to_` sums over the group.
         """
         bias = linear.bias if group.rank() == 0 else None
         return cls(linear.weight * factor, bias)
 
     def add_to_(self, hidden: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-        """Add what `x` `[b, in]` gives to hidden states `[b, out]`, summed over the group."""
+        """Add the projection of `x` `[b, in]`, all-reduced, to hidden states `[b, out]`."""
         part = self(x)
         if group.size() > 1:
             dist.all_reduce(part, group=group)
@@ -157,23 +152,23 @@ class _Projection:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block as four projections and what happens between them."""
+    """A block as four projections and the operations between them."""
 
     query_key_value: _Projection
-    """Its outputs are ordered queries, keys, values, and within each by head."""
+    """Outputs are ordered queries, keys, values, and by head within each."""
     attention_output: _Projection
     mlp_input: _Projection
     mlp_output: _Projection
     activation: Callable[[Tensor], Tensor]
     normalise: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-    """Of attention and MLP: what their norms do to `[b, h]` but for gain and bias."""
+    """The norms of attention and MLP on `[b, h]`, without gain and bias."""
     group: dist.ProcessGroup
     head_size: int
     rotary_scale: float
 
     @classmethod
     def of(cls, block: Block) -> _Block:
-        """Take the weights of a block as they are now."""
+        """Copy the current weights of a block."""
         with torch.no_grad():
             attention, mlp = block.self_attention, block.mlp
             assert isinstance(attention, Attention)
@@ -202,14 +197,14 @@ class _Block:
     def run_(
         self, hidden: Tensor, new: Tensor, keys: Tensor, values: Tensor, turn: Tensor | None
     ) -> None:
-        """Add to hidden states `[b, h]` what the block adds; the rest as `_places` yields it.
+        """Apply the block to hidden states `[b, h]` of the new tokens, in place.
 
         Args:
-            hidden: of the new tokens.
-            new: takes their keys and values.
-            keys: with `new` as the last.
-            values: likewise.
-            turn: see `turn`; None where positions do not turn queries and keys.
+            hidden: hidden states of the new tokens.
+            new: cache entry to write, as from `_places`.
+            keys: all keys including the new ones, as from `_places`.
+            values: all values including the new ones, as from `_places`.
+            turn: rotations from `turn`; None without rotary positions.
         """
         batch, size = hidden.shape[0], self.head_size
         heads = self.query_key_value(self.normalise[0](hidden)).view(batch, 3, -1, size)
@@ -223,13 +218,13 @@ class _Block:
         self.mlp_output.add_to_(hidden, inner, self.group)
 
     def turn(self, coordinates: Tensor) -> Tensor:
-        """Return by what tokens at `[b or 1, axes]` are turned: complex `[b or 1, 1, 1, d / 2]`."""
+        """Return rotations for coordinates `[b or 1, axes]`: complex `[b or 1, 1, 1, d / 2]`."""
         turned = angles(coordinates, self.head_size, scale=self.rotary_scale)
         return torch.polar(torch.ones_like(turned), turned)[:, None, None]
 
 
 def _queries_keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
-    """Return weight `[3 · n · d, h]` and bias of one projection in the place of two."""
+    """Merge two projections: weight `[3 · n · d, h]` and bias, with 1/√d folded in."""
     size = attention.head_size
 
     def joined(query: Tensor, key_value: Tensor) -> Tensor:
@@ -242,16 +237,16 @@ def _queries_keys_values(attention: Attention) -> tuple[Tensor, Tensor | None]:
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], float]:
-    """Return a function f and a factor a such that the activation of x is f(a · x) / a."""
+    """Return a function f and a factor a such that the activation is f(a · x) / a."""
     if function is quick_gelu:
         return functools.partial(F.silu, inplace=True), QUICK_GELU_FACTOR
     return function, 1.0
 
 
 def _normalisation(norm: Norm) -> tuple[Callable[[Tensor], Tensor], float]:
-    """Return what a norm does but for gain and bias, and a factor that is left for the gain.
+    """Return a norm without gain and bias, and a factor for the gain.
 
-    x / √(mean x² + ε) is √h · x / √(Σx² + h · ε).
+    For the RMS norm the factor is √h, since x / √(mean x² + ε) = √h · x / √(Σx² + h · ε).
     """
     width = len(norm.weight)
     if norm.subtracts_mean:
@@ -266,15 +261,15 @@ def _normalisation(norm: Norm) -> tuple[Callable[[Tensor], Tensor], float]:
 
 
 def _rotate_(heads: Tensor, turn: Tensor) -> None:
-    """Turn queries and keys `[b, 2, n, d]` as `kernels.turn` does."""
+    """Rotate queries and keys `[b, 2, n, d]` in place, like `kernels.turn`."""
     pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
     heads.copy_(torch.view_as_real(pairs * turn).flatten(-2))
 
 
 def _mix(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Mix values for scaled queries `[b · n, 1, d]`; shapes as in `IncrementalDecoder._places`."""
+    """Attend with scaled queries `[b · n, 1, d]`; shapes as in `IncrementalDecoder._places`."""
     if query.dtype == torch.float32:
-        # For one query SDPA's kernel is slower than the two products that it is made of.
+        # For one query, two matrix products are faster than SDPA.
         return torch.bmm(torch.bmm(query, keys).softmax(-1), values)
-    # Scores in half precision would be too coarse; SDPA has them in float32.
+    # Half-precision scores would be too coarse; SDPA computes them in float32.
     return F.scaled_dot_product_attention(query, keys.transpose(1, 2), values, scale=1.0)

@@ -1,1 +1,1 @@
-"""Processes, groups and randomness."""
+"""Processes, process groups and random numbers."""

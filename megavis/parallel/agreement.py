@@ -1,4 +1,4 @@
-"""Share flags and means between processes without making one of them wait."""
+"""Exchange flags and means between processes asynchronously."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class AsyncFlag:
-    """A flag that any process raises after one step and that all see after the next.
+    """A flag that any process can raise after one step and that all see after the next.
 
-    It travels over the hosts' network in parallel with the step, so no device is waited for. All
-    processes get the same answer from the same call, so they can act on it together.
+    The all-reduce runs over gloo while the next step computes, so it never blocks a device. All
+    processes get the same result from the same call and can act on it together.
     """
 
     def __init__(self) -> None:
-        """Join the other processes of the job; every process calls this."""
+        """Create the process group; collective over all processes of the job."""
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup), "every process is a member"
         self._group = group
@@ -25,9 +25,9 @@ class AsyncFlag:
         self._work: dist.Work | None = None
 
     def exchange(self, raised: bool) -> bool | None:
-        """Say whether this process raises the flag; return whether any did the last time.
+        """Start an exchange of this process's flag; return whether any raised it in the last one.
 
-        None where there was no last time.
+        Returns None if there was no previous exchange.
         """
         before = self._answer()
         self._flag = torch.tensor(int(raised), dtype=torch.uint8)
@@ -37,12 +37,12 @@ class AsyncFlag:
         return before
 
     def settle(self, raised: bool) -> bool:
-        """Say likewise and wait: return whether any process raises the flag now or did before."""
+        """Exchange and wait: return whether any process raises the flag now or did last time."""
         before = self.exchange(raised)
         return bool(self._answer() or before)
 
     def forget(self) -> None:
-        """Drop the last answer: the next exchange begins anew."""
+        """Discard the pending exchange."""
         self._answer()
 
     def _answer(self) -> bool | None:
@@ -54,15 +54,14 @@ class AsyncFlag:
 
 
 class DelayedMean:
-    """Means over all processes of what each has on its device, known two calls later.
+    """Means of device tensors over all processes, available two calls later.
 
-    The first call copies the numbers to the host while the device works, the second sends them
-    over the hosts' network, the third has their means: no step waits, and all processes have equal
-    means at the same call.
+    The first call starts a copy to the host, the second an all-reduce over gloo, and the third
+    returns the means, so that no step waits. All processes get the same means from the same call.
     """
 
     def __init__(self) -> None:
-        """Join the other processes of the job; every process calls this."""
+        """Create the process group; collective over all processes of the job."""
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup), "every process is a member"
         self._group = group
@@ -70,7 +69,7 @@ class DelayedMean:
         self._sent: deque[tuple[int, Tensor, dist.Work]] = deque()
 
     def exchange(self, key: int, values: Tensor) -> list[tuple[int, list[float]]]:
-        """Give numbers `[n]` under a key; return the keys and means that are known by now."""
+        """Submit values `[n]` under a key; return the keys and means that are complete."""
         known = self._receive()
         self._send()
         copied = values.detach().double().to("cpu", non_blocking=True)
@@ -82,7 +81,7 @@ class DelayedMean:
         return known
 
     def settle(self) -> list[tuple[int, list[float]]]:
-        """Wait for all that is on its way and return it; every process calls this."""
+        """Complete and return all pending exchanges; collective over all processes."""
         known = self._receive()
         self._send()
         return known + self._receive()

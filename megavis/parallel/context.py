@@ -1,9 +1,8 @@
-"""Sizes, ranks and groups of this process: the only file that touches Megatron's parallel_state.
+"""Ranks and process groups of this process; the only file that uses Megatron's parallel_state.
 
-Rank order is Megatron's default and DeepSpeed's `PipeModelDataParallelTopology`: tensor fastest,
-then data, then pipeline.
-
-Process groups under the names that DeepSpeed expects.
+The rank order is that of Megatron's default and of DeepSpeed's `PipeModelDataParallelTopology`:
+tensor varies fastest, then data, then pipeline. `ModelParallelUnit` provides the groups to
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ Group = dist.ProcessGroup
 _Value = TypeVar("_Value")
 
 MEETING_SECONDS = 600.0
-"""How long processes wait for one another where they meet; and in a collective at least."""
+"""Rendezvous timeout, and minimum timeout of collectives."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One way of dividing the work: a group of processes and this one's place in it."""
+    """An axis of parallelism: a process group with its size and this process's rank."""
 
     group: Group
     size: int
@@ -48,7 +47,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Ranks and groups of this process on each axis, and its device."""
+    """The axes of parallelism as seen by this process, and its device."""
 
     tensor: Axis
     pipeline: Axis
@@ -60,31 +59,31 @@ class ParallelContext:
 
     @property
     def is_first_stage(self) -> bool:
-        """True where the embedding lives."""
+        """True on the pipeline stage with the embedding."""
         return self.pipeline.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the head and the loss live."""
+        """True on the pipeline stage with the head and the loss."""
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that writes logs."""
+        """True on rank 0, which writes logs."""
         return self.world.rank == 0
 
     def from_main(self, value: _Value) -> _Value:
-        """Return the main process's value on every process; every process calls this.
+        """Broadcast the main process's value; collective over all processes.
 
         Args:
-            value: anything that can be pickled; those of other processes are ignored.
+            value: a picklable object; ignored on other processes.
         """
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.world.group, device=self.device)
         return values[0]
 
     def megatron_groups(self) -> ProcessGroupCollection:
-        """Return the groups in the form that Megatron's modules take as an argument."""
+        """Return the groups as Megatron's modules take them."""
         return ProcessGroupCollection(
             tp=self.tensor.group, pp=self.pipeline.group, cp=_group_of_self(), mp=self.model.group
         )
@@ -100,23 +99,23 @@ def open_context(
     tf32: bool = False,
     deterministic: bool = False,
 ) -> ParallelContext:
-    """Join the job's processes and divide them over the axes.
+    """Initialise the job's process groups.
 
     Args:
-        launch: this process's place.
+        launch: rank and rendezvous of this process.
         tensor_model_parallel_size: processes that share each layer.
-        pipeline_model_parallel_size: processes that hold consecutive layers.
-        device: `cpu` or `cuda`; CUDA where there is one when absent.
-        timeout_seconds: how long a collective may wait for the slowest process.
-        tf32: as `set_arithmetic` says.
-        deterministic: likewise.
+        pipeline_model_parallel_size: pipeline stages.
+        device: `cpu` or `cuda`; by default CUDA if available.
+        timeout_seconds: timeout of collectives.
+        tf32: see `set_arithmetic`.
+        deterministic: see `set_arithmetic`.
 
     Raises:
         UserError: there is no GPU for this process.
     """
     import deepspeed
 
-    # DeepSpeed logs each of its settings at INFO, about a hundred lines a start.
+    # DeepSpeed logs each of its settings at INFO, about a hundred lines.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     place = choose_device(device, local_rank=launch.local_rank)
@@ -124,7 +123,7 @@ def open_context(
     set_arithmetic(tf32=tf32, deterministic=deterministic)
     os.environ.update(launch.environment())
     if place.type == "cuda":
-        # DeepSpeed takes it for the index of the GPU.
+        # DeepSpeed uses it as the index of the GPU.
         os.environ["LOCAL_RANK"] = str(place.index)
     else:
         _skip_inference_collectives()
@@ -147,20 +146,20 @@ def open_context(
 
 
 def set_timeouts(seconds: float) -> None:
-    """Let collectives of every group that is open wait so long.
+    """Set the timeout of collectives for all existing process groups.
 
-    Those that others have opened have torch's default, ten minutes with NCCL.
+    Groups created by other libraries have torch's default, ten minutes with NCCL.
     """
-    # torch has a public name for it since 2.14, and warns of the old one.
+    # Public since torch 2.14, which deprecates the private name.
     change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
         change(timedelta(seconds=seconds), group)
 
 
 def _store_of_this_machine(launch: Launch, timeout: timedelta) -> dist.Store | None:
-    """Return where processes of one machine meet; None where torch's own way is wanted.
+    """Return a loopback store if all processes are on this machine; None for torch's default.
 
-    torch's own listens on every network of the machine, and has no password.
+    torch's default store listens on all network interfaces without authentication.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -188,16 +187,16 @@ def open_virtual_context(
     pipeline_model_parallel_size: int = 1,
     device: Literal["cpu", "meta"] = "cpu",
 ) -> ParallelContext:
-    """Take one process's place in a job of any size, alone, to look at what it would build.
+    """Act as one rank of a job of any size, to inspect what it would build.
 
-    The groups have their sizes; collectives return at once and move nothing.
+    Groups have their sizes, but collectives return at once and communicate nothing.
 
     Args:
-        rank: whose place.
+        rank: the rank.
         world_size: processes of the job.
         tensor_model_parallel_size: processes that share each layer.
-        pipeline_model_parallel_size: processes that hold consecutive layers.
-        device: `meta` to run layers without numbers.
+        pipeline_model_parallel_size: pipeline stages.
+        device: `meta` to run layers on shapes only.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -212,7 +211,7 @@ def open_virtual_context(
 
 
 def current_context() -> ParallelContext | None:
-    """Return the context that this process has open; None where it has none."""
+    """Return the open context of this process, or None."""
     if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
         return None
     if dist.get_backend() == "nccl":
@@ -221,7 +220,7 @@ def current_context() -> ParallelContext | None:
 
 
 def tensor_rank() -> int:
-    """Return this process's place in the tensor group of the context that is open."""
+    """Return this process's rank in the tensor group of the open context."""
     return parallel_state.get_tensor_model_parallel_rank()
 
 
@@ -237,7 +236,7 @@ def _context_on(device: torch.device) -> ParallelContext:
 
 
 def close_context() -> None:
-    """Leave the job, so that this process can join another one."""
+    """Destroy all process groups, so that this process can join another job."""
     import deepspeed.comm.comm as deepspeed_comm
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -245,12 +244,12 @@ def close_context() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    # DeepSpeed keeps its groups in module globals and has no call that forgets them.
+    # DeepSpeed keeps its groups in module globals and has no function to reset them.
     deepspeed_comm.cdb = None
     for name in ("mpu", "_WORLD_GROUP", "mesh_device"):
         setattr(groups, name, None)
-    # ZeRO-3 numbers modules and parameters in counters of the process, and asserts that all ranks
-    # have the same numbers; ranks that were in different jobs before would not.
+    # ZeRO-3 numbers modules and parameters with process-wide counters and asserts that all ranks
+    # agree; ranks that ran different jobs before would not.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     Init.param_id = 0
 
@@ -264,10 +263,10 @@ def _group_of_self() -> Group:
 
 
 def _skip_inference_collectives() -> None:
-    """Keep DeepSpeed from compiling a shared-memory all-reduce that only its inference calls.
+    """Keep DeepSpeed from compiling a shared-memory all-reduce that only its inference uses.
 
-    It would be built with g++ at every first start, and a process that is killed in the middle
-    leaves a lock file for which every later start waits forever.
+    It would be built with g++ at the first start, and a process killed during the build leaves a
+    lock file on which every later start blocks.
     """
     import deepspeed.ops
 
@@ -275,10 +274,10 @@ def _skip_inference_collectives() -> None:
 
 
 class ModelParallelUnit:
-    """The groups under the names that `deepspeed.initialize(mpu=...)` asks for.
+    """The process groups with the interface of `deepspeed.initialize(mpu=...)`.
 
-    Without a pipeline the model-parallel group is the tensor group; with one, DeepSpeed makes its
-    own view from the topology.
+    Without a pipeline the model-parallel group is the tensor group; with one, DeepSpeed derives its
+    groups from the topology.
     """
 
     def __init__(self, context: ParallelContext) -> None:
@@ -293,7 +292,7 @@ class ModelParallelUnit:
         return self._tensor.size
 
     def get_model_parallel_rank(self) -> int:
-        """Return this process's place in that group."""
+        """Return this process's rank in that group."""
         return self._tensor.rank
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -309,7 +308,7 @@ class ModelParallelUnit:
         return self._data.size
 
     def get_data_parallel_rank(self) -> int:
-        """Return which copy this process belongs to."""
+        """Return the index of this process's model copy."""
         return self._data.rank
 
     def get_pipeline_model_parallel_group(self) -> Group:

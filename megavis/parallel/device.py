@@ -1,4 +1,4 @@
-"""Select the device that a process computes on, and its numerical precision."""
+"""Select the device of a process, and the arithmetic of its kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CURRENT_CUDA_DEVICE = torch.cuda.current_device
 
 
 def choose_device(name: str | None, *, local_rank: int) -> torch.device:
-    """Return the device of a process; the same answer on every kind of launcher.
+    """Return the device of a process under any launcher.
 
-    A launcher may show each process a GPU of its own (`srun --gpus-per-task=1`, `--gpu-bind`),
-    which is `cuda:0` whatever the local rank.
+    If only one GPU is visible to the process (`srun --gpus-per-task=1`, `--gpu-bind`), it is
+    `cuda:0` for every local rank.
 
     Args:
-        name: `cpu` or `cuda`; what the machine has when None.
-        local_rank: of the process on its node.
+        name: `cpu` or `cuda`; by default CUDA if available.
+        local_rank: rank of the process on its node.
 
     Raises:
         UserError: no GPU is visible, or none for this process.
@@ -36,18 +36,18 @@ def choose_device(name: str | None, *, local_rank: int) -> torch.device:
         return torch.device("cuda", 0)
     if local_rank >= visible:
         raise UserError(
-            f"process {local_rank} of this node, counted from 0, has no GPU: {visible} are visible;"
-            f" start {visible} processes a node, or use --device cpu"
+            f"local rank {local_rank} has no GPU: {visible} are visible; start {visible} processes"
+            " per node, or use --device cpu"
         )
     return torch.device("cuda", local_rank)
 
 
 def select_device(device: torch.device) -> None:
-    """Let torch, DeepSpeed and Megatron-Core compute on a device.
+    """Make torch, DeepSpeed and Megatron-Core use a device.
 
-    DeepSpeed takes CUDA wherever there is a GPU. Megatron's collectives allocate buffers on
-    `torch.cuda.current_device()`, which raises without CUDA: on a CPU it answers `cpu`, so that
-    the same code runs.
+    By default DeepSpeed uses CUDA whenever there is a GPU. Megatron's collectives allocate buffers
+    on `torch.cuda.current_device()`, which raises without CUDA; on a CPU it is replaced by a
+    function that returns `cpu`.
     """
     _select_accelerator(device.type)
     if device.type == "cuda":
@@ -58,8 +58,8 @@ def select_device(device: torch.device) -> None:
 
 
 def answer_megatron(device: str) -> None:
-    """Let Megatron's collectives allocate their buffers on a device that is not CUDA's."""
-    # torch declares an index; the allocations that Megatron makes take a device as well.
+    """Make Megatron's collectives allocate their buffers on a device other than CUDA."""
+    # torch declares an index, but Megatron's allocations also accept a device.
     torch.cuda.current_device = lambda: torch.device(device)  # type: ignore[assignment,return-value]
 
 
@@ -71,37 +71,37 @@ def _select_accelerator(name: str) -> None:
         kind = "CUDA_Accelerator" if name == "cuda" else "CPU_Accelerator"
         module = getattr(accelerator, f"{name}_accelerator")
         accelerator.set_accelerator(getattr(module, kind)())
-    # A default argument, which holds the accelerator that was found when DeepSpeed was imported.
+    # This default argument was bound to the accelerator found when DeepSpeed was imported.
     PartitionedTensor.from_meta.__func__.__defaults__ = (name,)
 
 
 def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
-    """Choose how exact float32 is on GPUs, and whether equal steps give equal bits.
+    """Set float32 precision and determinism on GPUs; call before the first matrix product.
 
     Args:
-        tf32: round the factors of float32 products and convolutions to TensorFloat-32.
-        deterministic: only kernels that give the same bits every time. An operation that has none
-            raises `RuntimeError`. Call this before the first product on a GPU.
+        tf32: allow TensorFloat-32 in float32 matrix products and convolutions.
+        deterministic: use only bitwise deterministic kernels. Operations without one raise
+            `RuntimeError`.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.deterministic = deterministic
-    # First choice on Hopper, and its backward pass sums in any order.
+    # cuDNN's attention, preferred on Hopper, has a nondeterministic backward pass.
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
-    # What nobody reads need not be filled. torch's types do not know this attribute.
+    # Uninitialised memory is never read. torch's types do not declare this attribute.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Switches that add up (NVLS) do so in the order of arrival.
+        # In-switch reductions (NVLS) add in the order of arrival.
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
 
 
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
-    """Compute float32 products and convolutions exactly inside the block, whatever a run chose.
+    """Disable TensorFloat-32 inside the block, whatever the run's setting.
 
-    For frozen networks whose outputs are kept or compared: TensorFloat-32 moves them by 1e-3.
+    For frozen networks whose outputs are stored or compared: TensorFloat-32 changes them by 1e-3.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

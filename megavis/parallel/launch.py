@@ -17,7 +17,7 @@ from megavis.config.errors import UserError
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in the job, and where the processes meet."""
+    """Rank and world size of this process, and the rendezvous address of the job."""
 
     rank: int
     world_size: int
@@ -37,14 +37,14 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return this process's place, from whichever launcher started it.
+    """Read the launch of this process from the environment of any launcher.
 
     Raises:
-        UserError: when a launcher left only some of its variables.
+        UserError: some of a launcher's variables are missing.
     """
     if "RANK" in environment:
         return _from_torchrun(environment)
-    # Inside an allocation but outside of srun, SLURM_PROCID is absent and this is one process.
+    # Inside an allocation but outside srun, SLURM_PROCID is absent and there is one process.
     if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
         return _from_slurm(environment)
     return Launch(0, 1, 0, "127.0.0.1", free_port())
@@ -55,8 +55,8 @@ def _from_torchrun(environment: Mapping[str, str]) -> Launch:
     missing = [name for name in needed if name not in environment]
     if missing:
         raise UserError(
-            f"the environment has RANK but not {', '.join(missing)}; start with torchrun,"
-            " deepspeed or srun, which set them all"
+            f"RANK is set but not {', '.join(missing)}; start with torchrun, deepspeed or srun,"
+            " which set all of them"
         )
     return Launch(
         rank=int(environment["RANK"]),
@@ -75,12 +75,12 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch:
         world_size=int(environment["SLURM_NTASKS"]),
         local_rank=int(environment.get("SLURM_LOCALID", "0")),
         master_address=environment.get("MASTER_ADDR") or first_host(nodes),
-        # Every task computes the same port, and two jobs on a node rarely share one.
+        # Derived from the job ID: equal for all tasks, and rarely equal for two jobs on a node.
         master_port=int(environment.get("MASTER_PORT") or 20000 + job % 12768),
     )
 
 
-# The text before the first comma outside of brackets, and the first number of a bracket.
+# The text before the first comma outside brackets, and the first number of a bracket.
 _FIRST_ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
 _BRACKET = re.compile(r"\[([0-9]+)[^\]]*\]")
 
@@ -89,26 +89,26 @@ def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list.
 
     Args:
-        nodes: hosts and ranges with commas between them; an entry may have several brackets, and
-            text after them. `gpu[03-05,9],login` gives `gpu03`, `rack[1-2]node[3-4]` `rack1node3`.
+        nodes: comma-separated hosts and ranges, such as `gpu[03-05,9],login`, for which this
+            returns `gpu03`, or `rack[1-2]node[3-4]`, for which it returns `rack1node3`.
 
     Raises:
-        UserError: when the list is empty or is not of this form.
+        UserError: the list is empty or malformed.
     """
     entry = _FIRST_ENTRY.match(nodes)
     host = _BRACKET.sub(r"\1", entry.group()) if entry else ""
-    # What the pattern leaves must be the end or another host, not a bracket that never closes.
+    # The match must end at a comma or at the end; anything else is an unclosed bracket.
     if not entry or nodes[entry.end() : entry.end() + 1] not in ("", ",") or "[" in host:
-        state = f"{nodes!r} names no host" if nodes else "is empty"
+        state = f"{nodes!r} is malformed" if nodes else "is empty"
         raise UserError(f"SLURM_STEP_NODELIST {state}; start with srun, or set MASTER_ADDR")
     return host
 
 
 def free_port() -> int:
-    """Return a port below those that the system gives to connections on their way out.
+    """Return a free port below the system's range of ephemeral ports.
 
-    A port that the system names as free may be gone when rank 0 listens on it: each connection
-    that any process makes takes one from the same range.
+    An ephemeral port that is free now may be taken by any outgoing connection before rank 0
+    listens on it.
     """
     while True:
         port = random.SystemRandom().randrange(20000, 32768)

@@ -1,8 +1,7 @@
-"""Random numbers that are a function of seed, sample and purpose, on any device and layout.
+"""Counter-based random numbers: functions of seed, sample and purpose, on any device and layout.
 
-A mask or a noise vector drawn here depends on which sample it is for and on nothing else: not on
-the rank, the micro-batch, or what was drawn before. So every layout draws the same numbers, a
-resumed run needs no generator state, and nothing waits for the host.
+A mask or noise vector does not depend on rank, micro-batch or earlier draws. So all layouts draw
+the same values, a resumed run needs no generator state, and draws never synchronize with the host.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first: int = 0) -> Tensor:
-    """Draw `count` numbers in [0, 1) for each sample.
+    """Draw `count` uniform values in [0, 1) for each sample.
 
     Args:
-        sample_index: int64 `[b]`, the position of each sample in the endless stream.
-        count: numbers a sample.
+        sample_index: int64 `[b]`, the position of each sample in the sample stream.
+        count: values per sample.
         seed: the run's seed.
-        purpose: what the numbers are for; different purposes are independent.
-        first: which of a sample's numbers is the first; those before it are left out.
+        purpose: names the draws; different purposes are independent.
+        first: index of the first value to return.
 
     Returns:
         float32 `[b, count]`, multiples of 2^-24.
@@ -42,32 +41,32 @@ def uniform(sample_index: Tensor, count: int, *, seed: int, purpose: str, first:
 
 
 def normal(sample_index: Tensor, count: int, *, seed: int, purpose: str) -> Tensor:
-    """Draw `count` standard normals for each sample; arguments as `uniform` has them.
+    """Draw `count` standard normal values for each sample; for the arguments see `uniform`.
 
-    By the transform of Box and Muller (1958) from two uniform numbers each, within ±5.8.
+    Uses the Box-Muller transform (1958), with two uniform values for each; they are within ±5.8.
 
     Returns:
         float32 `[b, count]`.
     """
     draws = uniform(sample_index, 2 * count, seed=seed, purpose=purpose)
-    # The radius needs (0, 1], since log 0 is infinite.
+    # 1 - u is in (0, 1], so the logarithm is finite.
     radius = torch.sqrt(-2.0 * torch.log(1.0 - draws[:, :count]))
     return radius * torch.cos((2.0 * math.pi) * draws[:, count:])
 
 
 def derive_seed(seed: int, *names: object) -> int:
-    """Return a signed 64-bit seed for a named use of the run's seed."""
+    """Derive a signed 64-bit seed from the run's seed and a name."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 @contextlib.contextmanager
 def seeded(seed: int, *names: object) -> Iterator[None]:
-    """Seed the CPU's global generator inside the block and restore it after it.
+    """Seed torch's global CPU generator inside the block, and restore it afterwards.
 
-    Megatron and torch initialise weights from the global generator; a seed for each layer makes
-    the weights independent of which process builds which layers. Weights are drawn on the CPU
-    everywhere, so the generators of GPUs are left alone.
+    Megatron and torch initialise weights from the global generator; seeding it per layer makes the
+    weights independent of which process builds which layers. Weights are always drawn on the CPU,
+    so CUDA generators are not seeded.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, *names) & (2**63 - 1))
@@ -76,23 +75,23 @@ def seeded(seed: int, *names: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_local_rng(rank: int, size: int) -> Iterator[None]:
-    """Draw inside the block as no other process of a group does, and as before after it.
+    """Use independent random numbers on each process of a group inside the block.
 
-    Dropout on what every process of the tensor group holds must agree between them, dropout on
-    what is split (heads, features of the MLP) must not. The processes share torch's generators;
-    here each takes a seed of its own that depends on the CPU's. Activation checkpointing restores
-    that one, and so repeats what was dropped.
+    Within a tensor group, dropout must agree on replicated activations and must not on partitioned
+    ones (heads, features of the MLP). All processes seed torch's generators equally; inside the
+    block each uses its own seed, derived from the CPU generator. Activation checkpointing restores
+    that generator, and so repeats the dropout mask.
 
     Args:
-        rank: of this process in the group.
-        size: of the group.
+        rank: rank of this process in the group.
+        size: size of the group.
     """
     if size == 1:
         yield
         return
-    # On the CPU, so that nothing waits for the device.
+    # On the CPU, to avoid synchronizing with the device.
     shared = int(torch.randint(2**62, (), device="cpu"))
-    # On a CPU the current device is no index (`select_device`), and CUDA's generators are not used.
+    # Without CUDA the current device is not an index (`select_device`).
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     with torch.random.fork_rng([device] if isinstance(device, int) else []):
         torch.manual_seed(derive_seed(shared, "tensor", rank) & (2**63 - 1))
@@ -106,5 +105,5 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, places: int) -> Tensor:
-    """Shift right and fill with zeros; torch's own shift keeps the sign."""
+    """Logical right shift; torch's own is arithmetic."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

@@ -1,7 +1,7 @@
-"""Local worker processes that persist between jobs.
+"""A pool of local worker processes that persist between jobs.
 
-Importing torch, DeepSpeed and Megatron takes about ten seconds; a pool pays that once. Each job
-runs one function on the first N workers, which meet on the loopback interface.
+Importing torch, DeepSpeed and Megatron takes about ten seconds; a pool does so once. Each job runs
+a function on the first N workers, which connect over the loopback interface.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Job = Callable[..., Any]
 
 
 class WorkerError(RuntimeError):
-    """A job failed; the message holds the worker's rank and traceback."""
+    """A job failed; the message contains the worker's rank and traceback."""
 
 
 class WorkerPool:
-    """Worker processes on this machine; a context manager that ends them."""
+    """Worker processes on this machine; a context manager that kills them on exit."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class WorkerPool:
         """Start the processes.
 
         Args:
-            num_workers: processes.
-            max_jobs: jobs after which the processes are replaced: each engine of DeepSpeed leaves
-                the threads of its process groups behind, and hundreds of them slow all down.
-            preload: modules that one server imports once; workers are then forks of it and start
-                at once. The first pool of a process decides. Not where jobs use a GPU: CUDA does
-                not outlive a fork.
-            quiet: drop what the workers print; what they raise is reported in any case.
+            num_workers: number of processes.
+            max_jobs: jobs after which the processes are restarted, since every DeepSpeed engine
+                leaks the threads of its process groups, which slow down later jobs.
+            preload: modules that a fork server imports once, so that workers start quickly. Only
+                the first pool of a process sets them. Not for jobs on GPUs, since CUDA does not
+                survive a fork.
+            quiet: discard the workers' output; exceptions are still reported.
         """
         self._num_workers, self._max_jobs = num_workers, max_jobs
         self._preload, self._quiet = preload, quiet
@@ -75,8 +75,8 @@ class WorkerPool:
         """Run `job(launch, *args)` on `num_processes` workers; return the results by rank.
 
         Raises:
-            WorkerError: when a worker raised, died or did not answer in time; the pool is closed,
-                since the others may be waiting inside a collective.
+            WorkerError: a worker raised, died or timed out; the pool is closed, since the other
+                workers may be blocked in a collective.
         """
         if self._jobs == self._max_jobs:
             self.close()
@@ -112,7 +112,7 @@ class WorkerPool:
         raise WorkerError(reason)
 
     def close(self) -> None:
-        """End all workers."""
+        """Kill all workers."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -131,17 +131,17 @@ class WorkerPool:
 
 
 def _serve(pipe: Connection, quiet: bool) -> None:
-    # Several processes share this machine, and threads of each would fight for its cores.
+    # Several workers share this machine's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     if quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    # What libraries print belongs to the log, not to the table of the command that started us.
+    # Keep what libraries print out of the command's own output.
     sys.stdout = sys.stderr
     import torch
 
     torch.set_num_threads(1)
-    # DeepSpeed collects garbage at each start of ZeRO-3: not among all that was imported, whose
-    # pages a fork would have to copy for it.
+    # DeepSpeed runs the garbage collector whenever ZeRO-3 starts. Freezing the imported objects
+    # keeps it from touching, and so copying, the pages shared with the fork server.
     gc.freeze()
     while True:
         try:

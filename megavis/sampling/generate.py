@@ -1,11 +1,11 @@
 """The generation loop of every paper.
 
-A schedule says which positions are drawn next, the paper turns what is known into the model's
-inputs, and the density draws in the head's place. What is drawn is a function of seed, image and
-step alone, so every process of every layout draws the same.
+The schedule selects the positions of each step, the paper turns the known tokens into the model's
+inputs, and the density samples in place of the head. Draws are functions of seed, image and step,
+so every process in every layout samples the same tokens.
 
-Legend: b images, B beams, F candidates of a beam, r rows: b · B, twice with guidance; n positions,
-q of them drawn in a step.
+Legend: b images, B beams, F candidates per beam, r rows (b · B, doubled with guidance), n
+positions, q of them sampled in a step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megavis.schedules.schedule import GenerationProgress, Step
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How images are generated, checked.
+    """Validated options of generation.
 
     Attributes:
-        drawing: draws the tokens of a step.
+        drawing: samples the tokens of a step.
         schedule: options of the schedule.
-        beams: sequences that beam search keeps of each image, B.
-        fans: candidates that it draws for each of them, F.
-        seed: decides every draw, together with the number of the image.
+        beams: sequences that beam search keeps per image, B.
+        fans: candidates that it samples per beam, F.
+        seed: draws are functions of seed and image index.
     """
 
     drawing: Drawing
@@ -62,21 +62,21 @@ def generate_in_steps(
     given: Tensor | None = None,
     cached: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Draw images step by step; every process of the job calls this together.
+    """Generate images step by step; collective over all processes of the job.
 
     Args:
         runner: the model, in any layout.
-        paper: what is generated.
-        images: int64 `[b]`, numbers of the images, on the runner's device.
+        paper: the paper.
+        images: int64 `[b]`, indices of the images, on the runner's device.
         settings: options of density, schedule and search.
-        order: int64 `[b or 1, n]`, of the schedule.
-        known: the condition, one row an image.
+        order: int64 `[b or 1, n]`, the order of generation.
+        known: the condition, one row per image.
         given: the first tokens `[b, p, ...]` in the order.
-        cached: keep keys and values where the paper allows; else each step runs all positions.
+        cached: use a KV cache if the paper allows; else every step runs all positions.
 
     Yields:
-        Tokens `[b, n, ...]` in the order, as the model predicts them, after each step, and the
-        counts of rejection sampling.
+        After each step, the tokens `[b, n, ...]` in the order of generation and as the model
+        predicts them, and the counts of rejection sampling.
     """
     drawing, schedule = settings.drawing, paper.schedule
     num_given = 0 if given is None else given.shape[1]
@@ -115,13 +115,13 @@ def generate_in_steps(
 
 @dataclass
 class _Lanes:
-    """The sequences of all images so far, the beams of an image together."""
+    """The sequences generated so far; the beams of an image are adjacent."""
 
     tokens: Tensor
     """`[b · B, n, ...]`."""
     images: Tensor
     log_prob: Tensor
-    """`[b, B]`, of all tokens so far."""
+    """`[b, B]`, log-likelihood of all tokens so far."""
     settings: GenerationSettings
     last_draws: Draws | None = None
 
@@ -141,7 +141,7 @@ class _Lanes:
         return self.tokens if lanes == 1 else torch.cat([self.tokens] * lanes)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """Repeat one row an image `[b, ...]` for all rows of the model; a shared one stays."""
+        """Repeat rows `[b, ...]` of images for all rows of the model, unless images share one."""
         if len(rows) == 1 and len(self.images) > 1:
             return rows
         rows = rows.repeat_interleave(self.settings.beams, dim=0)
@@ -149,14 +149,14 @@ class _Lanes:
         return rows if lanes == 1 else torch.cat([rows] * lanes)
 
     def spread_known(self, known: Known, paper: Composition) -> Known:
-        """Repeat the condition for all rows; with guidance, the second half has none."""
+        """Repeat the condition for all rows; with guidance the second half is unconditional."""
         known = tuple(part.repeat_interleave(self.settings.beams, dim=0) for part in known)
         if self.settings.drawing.num_lanes == 1:
             return known
         return tuple(map(torch.cat, zip(known, paper.condition.nothing(known), strict=True)))
 
     def spread_step(self, step: Step) -> Step:
-        """Repeat what a step has for each image."""
+        """Repeat a step's tensors for all rows."""
         if self.settings.beams * self.settings.drawing.num_lanes == 1:
             return step
         plan = replace(
@@ -166,11 +166,11 @@ class _Lanes:
         return replace(step, plan=plan, hidden=hidden)
 
     def _num_fans(self, step: Step) -> int:
-        # At the first position all beams of an image predict alike: one candidate each.
+        # At the first position all beams of an image are equal, so each samples one candidate.
         return self.settings.fans if step.asked.start else 1
 
     def draws(self, step: Step) -> Draws:
-        """Return the random numbers of a step, with a key for each token that is drawn."""
+        """Return the random draws of a step, with a key for each token to sample."""
         count = self.settings.beams * self._num_fans(step)
         shape, last = (len(self.images) * count, step.num_asked), self.last_draws
         if step.num_asked == 1 and last is not None and last.keys.shape == shape:
@@ -181,7 +181,7 @@ class _Lanes:
         return self.last_draws
 
     def _keys(self, step: Step, count: int) -> Tensor:
-        """Return the keys of so many candidates of each image; of single tokens alike at all."""
+        """Return the keys of `count` candidates per image, the same at all single positions."""
         candidates = torch.arange(count, device=self.images.device)
         keys = (self.images[:, None] * count + candidates).flatten()[:, None]
         if step.num_asked == 1:
@@ -190,7 +190,7 @@ class _Lanes:
         return keys * step.plan.num_positions + asked
 
     def write(self, step: Step, drawn: Drawn) -> Tensor | None:
-        """Take in what was drawn; return which old sequence each new one continues, in a search."""
+        """Store the sampled tokens; in beam search, return the old sequence of each new one."""
         if step.hidden is not None:
             hidden = step.hidden.view(*step.hidden.shape, *[1] * (self.tokens.ndim - 2))
             self.tokens = torch.where(hidden, drawn.tokens, self.tokens)
@@ -210,6 +210,6 @@ class _Lanes:
         return order
 
     def best(self) -> Tensor:
-        """Return the likeliest sequence of each image, which comes first."""
+        """Return the most likely sequence of each image, which is its first beam."""
         beams = self.settings.beams
         return self.tokens if beams == 1 else self.tokens[::beams]

@@ -1,7 +1,7 @@
-"""Pictures of samples: grids of small images, enlarged so that each pixel can be seen.
+"""Grids of images, enlarged so that single pixels are visible.
 
-Legend: b images, n patches of an image, h and w their height and width in pixels; all colours
-uint8 in 0..255.
+Legend: b images, n patches of an image, h and w height and width of an image in pixels, H and W of
+the grid; all colours are uint8.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ def enlarge(image: np.ndarray, factor: int) -> np.ndarray:
 
 
 def hide(images: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return images `[b, h, w, 3]` with grey where `given` is false: bool `[h, w]`, `[b, h, w]`."""
+    """Paint images `[b, h, w, 3]` grey where `given`, bool `[h, w]` or `[b, h, w]`, is false."""
     return np.where(given[..., None], images, np.uint8(_HIDDEN_SHADE))
 
 
 def image_grid(rows: Sequence[Sequence[np.ndarray]], *, factor: int | None = None) -> np.ndarray:
-    """Put images of one size side by side with thin white lines between them.
+    """Arrange images of equal size in a grid with thin white lines between them.
 
     Args:
-        rows: uint8 images `[h, w, 3]`; each row has equally many.
-        factor: how much each is enlarged; about 128 pixels of height when absent.
+        rows: uint8 images `[h, w, 3]`; all rows have the same length.
+        factor: enlargement of each image; by default to a height of about 128 pixels.
 
     Returns:
-        uint8 `[H, W, 3]`, as PNG files and TensorBoard take it.
+        uint8 `[H, W, 3]`.
 
     Raises:
         ValueError: there is no image, or the rows are of different lengths.
     """
     if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
-        raise ValueError("a grid needs rows of equally many images")
+        raise ValueError("a grid needs rows of the same length")
     height, width = rows[0][0].shape[:2]
     factor = factor or max(1, _VISIBLE_SIDE // height)
     height, width = height * factor, width * factor
@@ -62,11 +62,11 @@ def image_grid(rows: Sequence[Sequence[np.ndarray]], *, factor: int | None = Non
 def completion_grid(
     originals: np.ndarray, given: np.ndarray, completions: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Show what a model makes of parts: a row an image, original | what was given | completions.
+    """Show completions, one row per image: original | given part | completions.
 
     Args:
         originals: uint8 `[b, h, w, 3]`.
-        given: bool `[h, w]` or `[b, h, w]`, true where the model saw the original.
+        given: bool `[h, w]` or `[b, h, w]`, true where the original was given.
         completions: uint8 `[b, h, w, 3]` each.
 
     Returns:
@@ -77,7 +77,7 @@ def completion_grid(
 
 
 def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
-    """Show images `[b, h, w, 3]` row by row; places that are left over are white."""
+    """Arrange images `[b, h, w, 3]` row by row; cells that are left over are white."""
     num_columns = min(num_columns, len(images))
     blank = np.full((-len(images) % num_columns, *images.shape[1:]), _LINE_SHADE, np.uint8)
     filled = list(np.concatenate([images, blank]))
@@ -87,10 +87,10 @@ def sample_grid(images: np.ndarray, *, num_columns: int = 8) -> np.ndarray:
 
 
 def patches_to_pixels(chosen: Tensor, height: int, width: int) -> Tensor:
-    """Return which pixels lie in chosen patches: bool `[b, n]` to `[b, h, w]`.
+    """Expand a mask of patches to pixels: bool `[b, n]` to `[b, h, w]`.
 
     Args:
-        chosen: in raster order, of square patches.
+        chosen: mask of square patches in raster order.
         height: h.
         width: w.
     """
@@ -100,7 +100,7 @@ def patches_to_pixels(chosen: Tensor, height: int, width: int) -> Tensor:
 
 
 def save_png(path: Path, pixels: np.ndarray) -> None:
-    """Write uint8 `[H, W, 3]` as a PNG file, whole or not at all. Raises OSError."""
+    """Write uint8 `[H, W, 3]` as a PNG file, atomically. Raises OSError."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Many images into one `.npz`, as the evaluation suite of "Diffusion Models Beat GANs" reads it.
+"""Generate many images into one `.npz`, the format of the evaluation suite of ADM.
 
-The file holds `arr_0`, uint8 `[N, H, W, 3]`. Batches are drawn by the processes in turns, each into
-a file of its own; an interrupted run resumes with those that are missing.
+("Diffusion Models Beat GANs on Image Synthesis".) The file holds `arr_0`, uint8 `[N, H, W, 3]`.
+Batches are distributed over the processes, and each is written to its own file; an interrupted job
+resumes with the missing ones.
 
 Legend: N images, b images of a batch, H and W pixels.
 """
@@ -24,7 +25,7 @@ from megavis.data.format.files import write_atomically
 from megavis.parallel.context import ParallelContext
 
 Draw = Callable[[Tensor], Tensor]
-"""From numbers of images int64 `[b]` to images uint8 `[b, H, W, 3]`."""
+"""Maps indices of images, int64 `[b]`, to images uint8 `[b, H, W, 3]`."""
 
 
 def write_npz(
@@ -36,24 +37,24 @@ def write_npz(
     context: ParallelContext,
     settings: Mapping[str, Any],
 ) -> None:
-    """Draw images into `path`; every process of the job calls this together.
+    """Generate images into `path`; collective over all processes of the job.
 
     Args:
-        path: the file; batches are kept in `<path>.parts` until all are there.
-        draw: draws images by their numbers.
+        path: the file; batches are kept in `<path>.parts` until all are complete.
+        draw: generates the images with the given indices.
         num_images: N.
-        batch_size: images of a batch.
-        context: the job.
-        settings: JSON values that decide about the images.
+        batch_size: images of a batch, b.
+        context: ranks and groups of this process.
+        settings: JSON values that determine the images.
 
     Raises:
-        UserError: the batches that are there were drawn with other settings.
+        UserError: existing batches were generated with other settings.
     """
     folder = path.with_name(f"{path.name}.parts")
     wanted = json.dumps({**settings, "num_images": num_images, "batch_size": batch_size})
     _check_settings(folder / "settings.json", wanted, context)
     starts = range(0, num_images, batch_size)
-    # Looked up by all before any writes: processes that share layers must draw together.
+    # All processes list before any writes: those that share layers must run the same batches.
     missing = [start for start in starts if not _part(folder, start).exists()]
     dist.barrier()
     for start in missing[context.data.rank :: context.data.size]:
@@ -77,8 +78,8 @@ def _check_settings(path: Path, wanted: str, context: ParallelContext) -> None:
     dist.barrier()
     if path.read_text() != wanted:
         raise UserError(
-            f"{path.parent} holds images drawn with other settings ({path.read_text()}); delete it"
-            " or choose another file"
+            f"{path.parent} holds images generated with other settings ({path.read_text()});"
+            " delete it or choose another file"
         )
 
 

@@ -1,8 +1,9 @@
-"""Pictures of a run: samples, completions, predictions, reconstructions.
+"""Image grids of a run: samples, completions, predictions, reconstructions.
 
-`megavis train` draws one every `training.sample_every` steps, `megavis sample` on demand.
+`megavis train` makes one every `training.sample_every` steps, `megavis sample` on demand.
 
-Legend: b images, n tokens of an image, h and w pixels; all colours uint8 in 0..255.
+Legend: b images, n tokens of an image, h and w height and width of an image in pixels, H and W of
+the grid; all colours are uint8.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from megavis.sampling.sampler import Sampler, settings_of
 
 
 class Gallery:
-    """Draws the usual picture of a run; refuses what cannot be drawn before the run starts."""
+    """Makes the default image grid of a run, after checking that the config supports one."""
 
     def __init__(self, objective: Trainable, folder: Path) -> None:
-        """Set up.
+        """Check the config.
 
         Args:
             objective: the paper.
-            folder: of the run.
+            folder: the run folder.
 
         Raises:
-            UserError: models of this config cannot be drawn.
+            UserError: models of this config cannot generate images.
         """
         self.objective, self.folder = objective, folder
         if not objective.reconstructs:
@@ -48,16 +49,16 @@ class Gallery:
                 settings_of(paper, options)
 
     def draw(self, runner: Inference, examples: Batch | None, *, num_images: int) -> np.ndarray:
-        """Return a grid uint8 `[H, W, 3]`; every process of the job calls this together.
+        """Return a grid uint8 `[H, W, 3]`; collective over all processes of the job.
 
         Args:
             runner: the model.
-            examples: held-out images to start from, on the runner's device; None where there are
-                none, and images are drawn from nothing.
-            num_images: how many.
+            examples: held-out images to start from, on the runner's device; None generates
+                unconditionally.
+            num_images: number of images.
 
         Raises:
-            UserError: this picture needs held-out images and has none.
+            UserError: the grid needs held-out images and there are none.
         """
         objective = self.objective
         if objective.reconstructs:
@@ -69,7 +70,7 @@ class Gallery:
         paper = samplers[0].paper
         share = 0.0 if examples is None else paper.usual_share
         if examples is None and paper.schedule.needs_given:
-            raise UserError("tokens to fill in need images: give data.validation")
+            raise UserError("completions need images: give data.validation")
         return picture(samplers, examples, num_images=num_images, share=share)
 
 
@@ -85,21 +86,21 @@ def picture(
     num_columns: int = 8,
     batch_size: int = 64,
 ) -> np.ndarray:
-    """Draw images and put them into a grid; every process of the job calls this together.
+    """Generate images and arrange them in a grid; collective over all processes of the job.
 
     Args:
-        samplers: one for each column of options; a single one where images are drawn from nothing.
-        examples: held-out images, whose part is given or from which others are predicted.
-        num_images: how many are drawn from nothing.
-        share: of the tokens of each example, first in the order, that is given.
-        num_copies: draws of each sampler and example; the paper's when absent.
-        conditions: by name; the paper's usual ones when absent.
+        samplers: one per column; a single one without examples.
+        examples: held-out images to complete, or to predict others from.
+        num_images: number of images without examples.
+        share: share of each example's tokens, the first in the order, that is given.
+        num_copies: samples per sampler and example; the paper's default when None.
+        conditions: conditions by name; the paper's defaults when None.
         later: see `Sampler.draw`.
-        num_columns: of a grid of images from nothing.
-        batch_size: images that a process draws at once.
+        num_columns: columns of a grid without examples.
+        batch_size: images that a process generates at once.
 
     Returns:
-        uint8 `[H, W, 3]`; with examples a row an image: original | what was given | completions,
+        uint8 `[H, W, 3]`; with examples one row per image: original | given part | completions,
         or image | target | predictions.
     """
     first = samplers[0]
@@ -132,22 +133,22 @@ def picture(
 
 
 def pixels_of(tokens: Tensor, images: np.ndarray) -> np.ndarray:
-    """Return the pixels bool `[b, h, w]` of tokens bool `[b, n]` of images `[b, h, w, 3]`."""
+    """Expand a mask of tokens, bool `[b, n]`, to the pixels of `images` `[b, h, w, 3]`."""
     return patches_to_pixels(tokens, *images.shape[1:3]).cpu().numpy()
 
 
 def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count: int) -> np.ndarray:
-    """Return a grid with a row an image: a draw from the prior, then all tokens of each step.
+    """Return a grid with one row per image: a draw from the prior, then the tokens of each step.
 
     "GIVT: Generative Infinite-Vocabulary Transformers", figure 15.
 
     Raises:
-        UserError: the paper draws one token after the other.
+        UserError: the paper generates one token at a time.
     """
     import torch
 
     if sampler.paper.schedule.is_sequential:
-        raise UserError("rounds are shown of runs that draw many tokens at once")
+        raise UserError("rounds can be shown only for runs that generate many tokens at once")
     images = torch.arange(count, device=sampler.device)
     order = sampler.order_of(images)
     prior = sampler.paper.prior(images, seed=sampler.seed)
@@ -161,12 +162,12 @@ def picture_of_rounds(sampler: Sampler, conditions: Mapping[str, Tensor], count:
 def picture_of_reconstructions(
     runner: Inference, objective: Trainable, originals: Tensor
 ) -> np.ndarray:
-    """Show images above what a tokenizer makes of them; every process calls this together.
+    """Show images above their reconstructions; collective over all processes of the job.
 
     Args:
         runner: the model.
-        objective: the tokenizer in training.
-        originals: as shards hold them.
+        objective: the autoencoder.
+        originals: samples in the form of the shards.
 
     Returns:
         uint8 `[H, W, 3]`, pairs of rows: originals, reconstructions.

@@ -1,8 +1,8 @@
-"""Generate images with a run of any paper: in batches, distributed over the processes.
+"""Generate images with a run of any paper, in batches distributed over the processes.
 
-Legend: b images, n positions of the sequence, p positions given, H and W pixels.
+Each option of generation belongs to the paper's density or schedule, or to beam search.
 
-Options of generation: each belongs to the density, the schedule or the search of a paper.
+Legend: b images, n positions of the sequence, p given positions, H and W pixels.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megavis.schedules.orders import take_places, to_raster
 
 
 class Acceptance:
-    """How the rejection sampling of guidance fared, over all draws of this process."""
+    """Acceptance statistics of guidance's rejection sampling, over all draws of this process."""
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
 
     def add(self, counts: Tensor | None) -> None:
-        """Count the draws of a step, int64 `[3]`: numbers wanted, found, and proposed."""
+        """Add the counts of a step, int64 `[3]`: values requested, accepted, and proposed."""
         if counts is not None:
             self.counts = counts if self.counts is None else self.counts + counts
 
@@ -45,7 +45,7 @@ class Acceptance:
 
     @property
     def share_found(self) -> float:
-        """Share of the numbers for which a proposal was accepted; 0.999 in the paper."""
+        """Share of the values for which a proposal was accepted; 0.999 in the paper."""
         wanted, found, _ = self._numbers()
         return found / max(1, wanted)
 
@@ -54,13 +54,13 @@ class Acceptance:
 
 
 class DrawOptions(TypedDict, total=False):
-    """How tokens are drawn.
+    """Keyword arguments of `Sampler.tokens` and `Sampler.rounds`.
 
     Attributes:
-        conditions: by name, one row an image.
-        order: int64 `[b or 1, n]`; that of the schedule when absent.
+        conditions: conditions by name, one row per image.
+        order: int64 `[b or 1, n]`; by default the schedule's.
         given: the first tokens `[b, p, ...]` in the order, as the model predicts them.
-        cached: see `generate_in_steps`; True when absent.
+        cached: see `generate_in_steps`; True by default.
     """
 
     conditions: Mapping[str, Tensor] | None
@@ -70,11 +70,11 @@ class DrawOptions(TypedDict, total=False):
 
 
 class Sampler:
-    """Draws images of one run with one set of options.
+    """Generates images with a run and one set of options.
 
     Attributes:
-        paper: what is generated.
-        acceptance: how guidance fared.
+        paper: the run's paper.
+        acceptance: statistics of guidance.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Sampler:
         Args:
             runner: the model, in any layout.
             objective: the paper.
-            folder: of the run, which may hold what decodes tokens.
-            options: of the paper's density, schedule and search, by name.
-            seed: decides every draw, together with the number of the image.
-            spell: how an option is written where the user gave it.
+            folder: the run folder, which may contain a palette.
+            options: options of the paper's density, schedule and search, by name.
+            seed: draws are functions of seed and image index.
+            spell: maps an option's name to how the user writes it, for messages.
 
         Raises:
             UserError: runs of this paper generate no images, or an option does not apply.
@@ -107,36 +107,36 @@ class Sampler:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are."""
+        """Device of the model and the tokens."""
         return self.runner.context.device
 
     def known(self, conditions: Mapping[str, Tensor], count: int) -> Known:
-        """Return conditions in the model's form; raises UserError where they do not fit."""
+        """Return conditions as model inputs; raise UserError if they do not fit."""
         return self.paper.condition.given(conditions, count, self.device)
 
     def tokens(self, images: Tensor, **options: Unpack[DrawOptions]) -> Tensor:
-        """Return the tokens after the last step; see `rounds`."""
+        """Generate tokens and return those after the last step; see `rounds`."""
         *_, last = self.rounds(images, **options)
         return last
 
     def rounds(self, images: Tensor, **options: Unpack[DrawOptions]) -> Iterator[Tensor]:
-        """Draw tokens; every process that shares layers calls this together.
+        """Generate tokens; collective over the processes that share a copy of the model.
 
         Args:
-            images: int64 `[b]`, numbers of the images.
+            images: int64 `[b]`, indices of the images.
             **options: see `DrawOptions`.
 
         Yields:
-            Tokens `[b, n, ...]` in the order, as the model predicts them, after each step. A later
-            step may change what was yielded before.
+            Tokens `[b, n, ...]` after each step, in the order of generation and as the model
+            predicts them. Later steps may modify a yielded tensor.
 
         Raises:
-            UserError: a condition does not fit, or the paper generates from nothing alone.
+            UserError: a condition does not fit, or the paper cannot start from given tokens.
         """
         paper, given, order = self.paper, options.get("given"), options.get("order")
         if given is not None and not paper.schedule.takes_given:
             raise UserError(
-                f"runs of {paper.config.objective.name} draw all tokens at once: nothing can be"
+                f"runs of {paper.config.objective.name} generate all tokens at once: none can be"
                 " given"
             )
         images = images.to(self.device)
@@ -155,20 +155,20 @@ class Sampler:
             yield tokens
 
     def order_of(self, images: Tensor) -> Tensor:
-        """Return the order of generation of images `[b]`: int64 `[b or 1, n]`."""
+        """Return the order in which images `[b]` are generated: int64 `[b or 1, n]`."""
         images = images.to(self.device)
         return self.paper.schedule.order_of(images, self.settings.schedule, seed=self.seed)
 
     def from_order(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Return tokens in raster order as the tokenizer gives them, of what `tokens` returns."""
+        """Convert the output of `tokens` to the tokenizer's tokens in raster order."""
         raster = to_raster(tokens, order)
         return self.runner.on_first_stage(lambda layer: self.paper.undo(layer, raster))
 
     def to_images(self, tokens: Tensor) -> Tensor:
-        """Return images uint8 `[b, H, W, 3]` of tokens in raster order.
+        """Decode tokens in raster order to images uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: nothing decodes them.
+            UserError: there is no decoder.
         """
         return self.paper.to_images(tokens, self.folder)
 
@@ -182,37 +182,36 @@ class Sampler:
         later: Mapping[str, Tensor] | None = None,
         batch_size: int = 64,
     ) -> Tensor:
-        """Draw images, or complete the given first part of originals.
+        """Generate images, or complete originals.
 
-        Every process of the job calls this together. What is drawn depends on neither the number
-        of processes nor the batch size.
+        Collective over all processes of the job. Results depend on neither the number of processes
+        nor the batch size.
 
         Args:
-            num_images: b. Where there are fewer originals, or rows of conditions, these take turns.
-            conditions: by name.
-            originals: what is completed, as shards hold it.
-            num_given: positions p that are given, the first in the order.
-            later: other conditions of the second half of the order (GIVT, figure 19).
-            batch_size: images that a process draws at once.
+            num_images: b. If there are fewer originals or rows of conditions, they are repeated.
+            conditions: conditions by name.
+            originals: samples to complete, in the form of the shards.
+            num_given: given positions p, the first in the order.
+            later: conditions for the second half of the order (GIVT, figure 19).
+            batch_size: images that a process generates at once.
 
         Returns:
-            Tokens `[b, n, ...]` in raster order as the tokenizer gives them, the same on every
-            process.
+            The tokenizer's tokens `[b, n, ...]` in raster order, the same on every process.
 
         Raises:
-            UserError: a number or a condition does not fit.
+            UserError: a number or a condition is invalid.
         """
         known = dict(conditions or {})
         self._check(originals, num_images, num_given)
         tokens = self._transformed(originals) if originals is not None and num_given else None
         if later is not None:
-            # Refused before any work is done.
+            # Raise errors before any work is done.
             self.known(later, num_images)
 
         def draw(numbers: Tensor) -> Tensor:
             numbers = numbers.to(self.device)
             own = {name: _in_turn(rows, numbers) for name, rows in known.items()}
-            # A completion has the order of its original, whichever it is of the original's.
+            # All completions of an original use the same order.
             order = self.order_of(numbers if tokens is None else numbers % len(tokens))
             given = None
             if tokens is not None:
@@ -227,17 +226,17 @@ class Sampler:
         return share_out(draw, num_images, batch_size=batch_size, data=self.runner.context.data)
 
     def from_nothing(self, images: Tensor) -> Tensor:
-        """Draw images of these numbers, int64 `[b]`, conditions in equal shares.
+        """Generate the images with indices int64 `[b]`, with evenly distributed conditions.
 
         Returns:
             uint8 `[b, H, W, 3]`.
 
         Raises:
-            UserError: runs of this paper draw images from something alone.
+            UserError: the paper generates only from given tokens or images.
         """
         if self.paper.schedule.needs_given:
             name = self.paper.config.objective.name
-            raise UserError(f"runs of {name} generate no images from nothing")
+            raise UserError(f"runs of {name} cannot generate images without given tokens")
         images = images.to(self.device)
         conditions = self.paper.condition.balanced(images)
         tokens = self.tokens(images, conditions=conditions)
@@ -248,12 +247,12 @@ class Sampler:
         return self.paper.given(tokens)
 
     def given_part(self, count: int, num_given: int) -> Tensor:
-        """Return which tokens of originals 0 to `count` - 1 are given: bool `[count, n]`."""
+        """Return the mask of given tokens for originals 0 to `count` - 1: bool `[count, n]`."""
         return self.given_part_of(self.order_of(torch.arange(count)), num_given).expand(count, -1)
 
     @staticmethod
     def given_part_of(order: Tensor, num_given: int) -> Tensor:
-        """Return which tokens, in raster order, are the first of orders `[b, n]`: bool `[b, n]`."""
+        """Return the raster-order mask bool `[b, n]` of the first tokens of orders `[b, n]`."""
         given = torch.arange(order.shape[1], device=order.device) < num_given
         return to_raster(given.expand(len(order), -1), order)
 
@@ -262,28 +261,29 @@ class Sampler:
             raise UserError(f"the number of images must be at least 1, not {num_images}")
         if not 0 <= num_given <= self.paper.num_tokens:
             raise UserError(
-                f"the given part must lie in 0..{self.paper.num_tokens}, not {num_given}"
+                f"the number of given tokens must be in 0..{self.paper.num_tokens}, not {num_given}"
             )
         if originals is None and num_given:
-            raise UserError("a given part needs the images that it is taken from")
+            raise UserError("given tokens need the images that they are taken from")
 
 
 def share_out(
     draw: Callable[[Tensor], Tensor], num_images: int, *, batch_size: int, data: Axis
 ) -> Tensor:
-    """Draw images in batches, shared out over the data-parallel processes.
+    """Generate images in batches, distributed over the data-parallel processes.
 
     Args:
-        draw: draws the images of these numbers, int64 `[b]`; they may lie beyond the last image.
-        num_images: how many in all.
-        batch_size: images that a process draws at once.
-        data: the processes.
+        draw: generates the images with the given indices, int64 `[b]`, which may exceed
+            `num_images`.
+        num_images: total number of images.
+        batch_size: images that a process generates at once.
+        data: the data-parallel group.
 
     Returns:
-        All images in the order of their numbers, the same on every process.
+        All images in the order of their indices, the same on every process.
     """
-    # All processes draw equally many, beyond the last image if need be: under ZeRO-3 each pass
-    # gathers weights, which all must take part in.
+    # All processes generate the same number of images, padded if necessary: under ZeRO-3 each
+    # forward pass gathers weights, which is collective.
     share = -(-num_images // data.size)
     numbers = torch.arange(data.rank * share, (data.rank + 1) * share)
     parts = [draw(chunk) for chunk in numbers.split(batch_size)]
@@ -291,12 +291,12 @@ def share_out(
 
 
 def _in_turn(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the rows of images of these numbers; few rows take turns."""
+    """Return the rows for images with these indices, cycling through `rows`."""
     return rows[(numbers % len(rows)).to(rows.device)]
 
 
 def _gather(mine: Tensor, data: Axis) -> Tensor:
-    """Join `[b, ...]` of every data-parallel process in their order."""
+    """Concatenate `[b, ...]` of all data-parallel processes by rank."""
     if data.size == 1:
         return mine
     parts = [torch.empty_like(mine) for _ in range(data.size)]
@@ -306,16 +306,16 @@ def _gather(mine: Tensor, data: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class Search:
-    """Beam search, of schedules that draw one token after the other.
+    """Options of beam search, for schedules that generate one token at a time.
 
     Raises:
-        UserError: a number is below 1.
+        UserError: a value is below 1.
     """
 
     beams: int = 1
-    """Sequences that are kept of each image; 1 searches nothing."""
+    """Sequences kept per image."""
     fans: int = 1
-    """Candidates that are drawn for each of them."""
+    """Candidates sampled per sequence; with one beam and one candidate there is no search."""
 
     def __post_init__(self) -> None:
         if min(self.beams, self.fans) < 1:
@@ -329,13 +329,13 @@ def settings_of(
     seed: int = 0,
     spell: Callable[[str], str] = str,
 ) -> GenerationSettings:
-    """Give each option to its owner.
+    """Distribute options to the density, the schedule and beam search.
 
     Args:
-        paper: what is generated.
-        options: by name; those that are None are left to the paper.
-        seed: decides every draw.
-        spell: how an option is written where the user gave it.
+        paper: the paper.
+        options: values by name; None means the default.
+        seed: seed of all draws.
+        spell: maps an option's name to how the user writes it, for messages.
 
     Raises:
         UserError: an option does not apply to this paper, or a value is out of range.
@@ -359,7 +359,7 @@ def settings_of(
     drawing = paper.density.drawing(_take(density_type, chosen), scored=scored)
     if searches and drawing.num_lanes > 1:
         raise UserError(
-            f"{spell('guidance')} draws from a density without a scale, which a search cannot"
+            f"{spell('guidance')} samples from an unnormalised density, which beam search cannot"
             f" compare: leave out {spell('beams')} and {spell('fans')}"
         )
     return GenerationSettings(

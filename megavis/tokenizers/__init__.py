@@ -1,1 +1,1 @@
-"""Images to sequences and back. Imports nothing of `megavis.data`."""
+"""Tokenizers: images to sequences of tokens and back. Does not import `megavis.data`."""

@@ -1,17 +1,12 @@
 """Tokenizers that are trained networks: images to latents or ids, and back.
 
-Such a tokenizer is a run of its own, named by its run folder. Its identity, the SHA-256 of kind,
-settings and weights, travels with every shard that it makes: training refuses shards of another.
-A network becomes a tokenizer by deriving from `LatentTokenizer` or `IdTokenizer` and a line in
-`TOKENIZERS`.
+Such a tokenizer is a run of its own and is named by its run folder. Its identity, the SHA-256 of
+kind, settings and weights, is recorded in every shard that it encodes, and training rejects shards
+of another tokenizer. To add a tokenizer, derive from `LatentTokenizer` or `IdTokenizer` and add it
+to `TOKENIZERS`. The functions at the end are shared by networks that downsample an image to a grid.
 
-Legend: b images, s side of an image in pixels, c channels, h and w of the latent grid, n ids.
-
-Shared by tokenizers that downsample an image to a grid: sizes, checks, pixel conversion.
-
-Legend: b images, s side of an image in pixels.
-
-Files of network weights that a user brings.
+Legend: b images, s side of an image in pixels, c channels, h and w sides of the latent grid, n ids,
+d channels of a codebook entry.
 """
 
 from __future__ import annotations
@@ -42,22 +37,22 @@ TOKENIZERS: dict[str, str] = {
     "vae_label_maps": "megavis.tokenizers.label_map_vae:LabelMapVAE",
     "vqgan": "megavis.tokenizers.vqgan:VQGAN",
 }
-"""`module:class` by the name of the objective that trains it; imported when a run asks for it."""
+"""`module:class` by the name of the objective that trains it; imported on demand."""
 
 
 class NetworkTokenizer(nn.Module, ABC):
-    """What both sorts of tokenizer share.
+    """Base class of both kinds of tokenizer.
 
     Attributes:
-        kind: short name of the network, as shards record it: `vae`, `vqgan`.
-        prefix: of its parameters' names in the run's checkpoints.
+        kind: short name of the network, as recorded in shards: `vae`, `vqgan`.
+        prefix: prefix of its parameter names in the run's checkpoints.
     """
 
     kind: ClassVar[str]
     prefix: ClassVar[str]
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Remember the settings, JSON values that decide about the outputs."""
+        """Store the settings, JSON values that determine the outputs."""
         super().__init__()
         self.settings = dict(settings)
 
@@ -68,11 +63,11 @@ class NetworkTokenizer(nn.Module, ABC):
 
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> NetworkTokenizer:
-        """Return the network that the `objective` section of a run's config describes."""
+        """Build the network described by the `objective` section of a run's config."""
         raise NotImplementedError(f"{cls.__name__} needs other sections too")
 
     def identity(self) -> str:
-        """Return the SHA-256 of kind, settings and weights, as 64 hexadecimal digits."""
+        """Return the SHA-256 of kind, settings and weights as 64 hexadecimal digits."""
         digest = hashlib.sha256(json.dumps([self.kind, self.settings], sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
@@ -91,62 +86,62 @@ class LatentTokenizer(NetworkTokenizer):
 
     @abstractmethod
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return c, h, w for images of this side.
+        """Return (c, h, w) for images of side `image_size`.
 
         Raises:
-            UserError: the network takes no images of this side.
+            UserError: the network does not support this size.
         """
 
     @abstractmethod
     def encode(self, images: Tensor) -> Tensor:
-        """Return mean then scale, float32 `[b, 2, c, h, w]`, of images uint8 `[b, s, s, 3]`."""
+        """Encode images uint8 `[b, s, s, 3]` as means and scales, float32 `[b, 2, c, h, w]`."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images uint8 `[b, s, s, 3]` of latents `[b, c, h, w]`."""
+        """Decode latents `[b, c, h, w]` to images uint8 `[b, s, s, 3]`."""
 
 
 class IdTokenizer(NetworkTokenizer):
-    """Images to ids of a codebook and back."""
+    """Images to codebook ids and back."""
 
     @property
     @abstractmethod
     def vocabulary_size(self) -> int:
-        """Entries of the codebook, at most 65,536; every id is below it."""
+        """Entries of the codebook, at most 65,536."""
 
     @property
     @abstractmethod
     def feature_size(self) -> int:
-        """Numbers d of what is looked up in the codebook."""
+        """Channels d of a codebook entry."""
 
     @abstractmethod
     def num_tokens(self, image_size: int) -> int:
-        """Return n, ids an image of this side.
+        """Return n, the number of ids per image of side `image_size`.
 
         Raises:
-            UserError: the network takes no images of this side.
+            UserError: the network does not support this size.
         """
 
     @abstractmethod
     def features(self, images: Tensor) -> Tensor:
-        """Return what is looked up, float32 `[b, n, d]`, of images uint8 `[b, s, s, 3]`."""
+        """Encode images uint8 `[b, s, s, 3]`, without quantization, as float32 `[b, n, d]`."""
 
     @abstractmethod
     def encode(self, images: Tensor) -> Tensor:
-        """Return ids int64 `[b, n]` in raster order, of images uint8 `[b, s, s, 3]`."""
+        """Encode images uint8 `[b, s, s, 3]` as ids int64 `[b, n]` in raster order."""
 
     @abstractmethod
     def decode(self, ids: Tensor) -> Tensor:
-        """Return images uint8 `[b, s, s, 3]` of ids int64 `[b, n]` of a square grid."""
+        """Decode ids int64 `[b, n]` of a square grid to images uint8 `[b, s, s, 3]`."""
 
 
 def open_tokenizer(
     run_folder: Path | str, *, device: torch.device | str = "cpu"
 ) -> LatentTokenizer | IdTokenizer:
-    """Open the newest checkpoint of a tokenizer's run, for use: no gradients, evaluation mode.
+    """Open the latest checkpoint of a tokenizer's run, frozen and in evaluation mode.
 
     Raises:
-        UserError: the folder holds no run of a tokenizer, no checkpoint, or a damaged one.
+        UserError: the folder is not a tokenizer's run, or has no checkpoint or a damaged one.
     """
     run_folder = Path(run_folder)
     config = _read_config(run_folder)
@@ -165,13 +160,13 @@ def open_tokenizer(
 
 
 def objective_section(run_folder: Path) -> dict[str, Any]:
-    """Return the `objective` section of a run's config; raises UserError where there is none."""
+    """Return the `objective` section of a run's config; raise UserError if there is none."""
     section: dict[str, Any] = _read_config(run_folder)["objective"]
     return section
 
 
 def _read_config(run_folder: Path) -> dict[str, Any]:
-    """Return a run's config; raises UserError where it has no `objective` section."""
+    """Return a run's config; raise UserError if it has no `objective` section."""
     path = run_folder / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -190,7 +185,8 @@ def _tokenizer_class(run_folder: Path, section: Mapping[str, Any]) -> Any:
     if name not in TOKENIZERS:
         known = ", ".join(sorted(TOKENIZERS))
         raise UserError(
-            f"{run_folder} is a run of objective {name!r}, which is no tokenizer; one is: {known}"
+            f"{run_folder} is a run of objective {name!r}, which is not a tokenizer; tokenizers"
+            f" are: {known}"
         )
     module, _, attribute = TOKENIZERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -205,22 +201,22 @@ def shape_of(
     """Return the sizes of a network from the `objective` section of its run.
 
     Args:
-        shape_type: a dataclass with a field for each size, `multipliers` among them.
-        section: of the run's config.
-        names: of keys that are not the fields' own, by field.
+        shape_type: a dataclass with a field for each size, including `multipliers`.
+        section: the `objective` section.
+        names: config keys that differ from the name of the field, by field.
     """
     known = names or {}
-    # There is no type for "any dataclass".
+    # Type checkers have no bound for "any dataclass".
     keys = [field.name for field in fields(shape_type)]  # type: ignore[arg-type]
     sizes = {key: section[known.get(key, key)] for key in keys if known.get(key, key) in section}
     return shape_type(**{**sizes, "multipliers": tuple(sizes["multipliers"])})
 
 
 def grid_side(image_size: int, downsampling: int, *, network: str) -> int:
-    """Return how many places the grid has on a side.
+    """Return the side of the latent grid.
 
     Raises:
-        UserError: the side of the images is no multiple of `downsampling`.
+        UserError: `image_size` is not a multiple of `downsampling`.
     """
     side, rest = divmod(image_size, downsampling)
     if rest or not side:
@@ -232,23 +228,23 @@ def grid_side(image_size: int, downsampling: int, *, network: str) -> int:
 
 
 def to_pixels(images: Tensor, network: nn.Module) -> Tensor:
-    """Return float32 `[b, 3, s, s]` in [0, 1], where the network is, of uint8 `[b, s, s, 3]`."""
+    """Convert uint8 `[b, s, s, 3]` to float32 `[b, 3, s, s]` in [0, 1] on the network's device."""
     device = next(network.parameters()).device
     return images.to(device).permute(0, 3, 1, 2).float() / 255.0
 
 
 def to_images(pixels: Tensor) -> Tensor:
-    """Return uint8 `[b, s, s, 3]`, clipped, of pixels `[b, 3, s, s]` in about [0, 1]."""
+    """Convert pixels `[b, 3, s, s]`, nominally in [0, 1], to uint8 `[b, s, s, 3]`, clipped."""
     return (pixels.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def read_weights_file(path: str | Path) -> dict[str, Tensor]:
-    """Read a `.safetensors` file, or one of plain tensors that `torch.save` has written.
+    """Read a `.safetensors` file, or a file of plain tensors written by `torch.save`.
 
-    Of a training checkpoint, the tensors under `state_dict` are taken.
+    From a training checkpoint, return the tensors under `state_dict`. Only tensors are unpickled.
 
     Raises:
-        UserError: the file is missing, or holds something else; nothing but tensors is unpickled.
+        UserError: the file is missing, or contains something else.
     """
     try:
         if str(path).endswith(".safetensors"):
@@ -257,10 +253,10 @@ def read_weights_file(path: str | Path) -> dict[str, Tensor]:
         return dict(content.get("state_dict", content))
     except pickle.UnpicklingError:
         raise UserError(
-            f"{path} holds more than tensors, which is not unpickled; save its state_dict alone, as"
-            " .safetensors, where you trust the file"
+            f"{path} contains more than tensors, which is not unpickled; if you trust the file,"
+            " save only its state_dict, as .safetensors"
         ) from None
-    # Damaged files end in many kinds of errors, of which all mean the same to the user.
+    # Damaged files raise many kinds of errors.
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} is no file of network weights: {reason}") from None
+        raise UserError(f"{path} is not a file of network weights: {reason}") from None

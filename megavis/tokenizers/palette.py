@@ -1,8 +1,8 @@
-"""The palette of iGPT: 512 colours, one token a pixel.
+"""The palette of iGPT: 512 colours, one token per pixel.
 
-A pixel x in 0..255 is compared with centres c in x / 127.5 - 1 space and takes the index of the
-nearest (squared distance, the lowest index where two are equally near); decoding is
-rint(127.5 (c + 1)). This is the released code's rule, to the bit.
+A pixel x in 0..255 is mapped to x / 127.5 - 1 and encoded as the index of the nearest centre c by
+squared distance, the lowest index in case of ties; decoding is rint(127.5 (c + 1)). This matches
+the released code exactly.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from megavis.config.errors import UserError
 
 MAX_COLORS = 512
 _UNKNOWN = np.uint16(0xFFFF)
-# Rounding moves a float64 distance by less than this, and distinct ones differ by more or are
-# settled by brute force.
+# Exceeds the rounding error of float64 distances; closer ties are resolved by brute force.
 _TIE_MARGIN = 1e-9
 
 
 class Palette:
-    """Nearest-colour tokens. Exact: equals a brute-force float64 argmin for all 2^24 colours.
+    """Nearest-colour tokens, equal to a brute-force float64 argmin for all 2^24 colours.
 
     Args:
-        centers: `[k, 3]` in [-1, 1], red green blue, 1 <= k <= 512; kept as float32.
+        centers: `[k, 3]` in [-1, 1], RGB, 1 <= k <= 512; converted to float32.
 
     Attributes:
         centers: float32 `[k, 3]`, read-only.
-        sha256: identity: SHA-256 of the little-endian float32 bytes.
+        sha256: identity of the palette, the SHA-256 of the little-endian float32 bytes.
 
     Raises:
-        UserError: the shape, the size or the range is wrong.
+        UserError: the shape or the range is wrong.
     """
 
     def __init__(self, centers: np.ndarray) -> None:
@@ -49,17 +48,17 @@ class Palette:
 
     @property
     def num_tokens(self) -> int:
-        """Size of the vocabulary, k."""
+        """Vocabulary size k."""
         return len(self.centers)
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return the token of each pixel: uint8 `[..., 3]` to uint16 `[...]` in [0, k).
+        """Encode pixels uint8 `[..., 3]` as tokens uint16 `[...]` in [0, k).
 
-        A table of all 2^24 colours (32 MiB) remembers each answer of a k-d tree, so a colour is
-        searched for once and the millions of pixels that repeat it cost a look-up.
+        A table of all 2^24 colours (32 MiB) caches the results of a k-d tree, so that each colour
+        is searched for only once.
 
         Raises:
-            ValueError: `images` is not uint8 with three channels last.
+            ValueError: `images` is not uint8 `[..., 3]`.
         """
         if images.dtype != np.uint8 or images.ndim < 1 or images.shape[-1] != 3:
             raise ValueError(f"expected uint8 [..., 3], not {images.dtype} {list(images.shape)}")
@@ -77,19 +76,19 @@ class Palette:
         return tokens.reshape(images.shape[:-1])
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the colour of each token: integers `[...]` in [0, k) to uint8 `[..., 3]`.
+        """Decode tokens, integers `[...]` in [0, k), to colours uint8 `[..., 3]`.
 
         Raises:
-            ValueError: a token lies outside [0, k).
+            ValueError: a token is outside [0, k).
         """
         tokens = np.asarray(tokens)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= len(self)):
-            raise ValueError(f"tokens must lie in [0, {len(self)})")
+            raise ValueError(f"tokens must be in [0, {len(self)})")
         colors = np.rint(127.5 * (self.centers.astype(np.float64) + 1.0))
         return colors.clip(0, 255).astype(np.uint8)[tokens]
 
     def save(self, path: Path | str) -> None:
-        """Write the centres in the released `kmeans_centers.npy` form, whole or not at all."""
+        """Write the centres in the format of the released `kmeans_centers.npy`, atomically."""
         path = Path(path)
         partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
         with partial.open("wb") as file:
@@ -100,10 +99,10 @@ class Palette:
 
     @classmethod
     def load(cls, path: Path | str) -> Palette:
-        """Read centres from a `.npy` file: float32 `[k, 3]` in [-1, 1]. Nothing is unpickled.
+        """Read centres from a `.npy` file, float32 `[k, 3]` in [-1, 1], without unpickling.
 
         Raises:
-            UserError: the file is missing, or is not such an array.
+            UserError: the file is missing, or does not contain such an array.
         """
         try:
             centers = np.load(path, allow_pickle=False)
@@ -119,7 +118,7 @@ class Palette:
             raise UserError(f"palette {path}: {error}") from None
 
     def _nearest(self, pixels: np.ndarray) -> np.ndarray:
-        """Exact tokens uint16 `[n]` of uint8 `[n, 3]`."""
+        """Return exact tokens uint16 `[n]` of colours uint8 `[n, 3]`."""
         points = to_unit(pixels)
         if len(self) == 1:
             return np.zeros(len(points), np.uint16)
@@ -137,42 +136,42 @@ class Palette:
 
 
 def to_unit(pixels: np.ndarray) -> np.ndarray:
-    """Return uint8 `[...]` in 0..255 as float64 `[...]` in [-1, 1]: x / 127.5 - 1."""
+    """Map uint8 `[...]` to float64 `[...]` in [-1, 1]: x / 127.5 - 1."""
     return pixels.astype(np.float64) / 127.5 - 1.0
 
 
 def fit_palette(
     pixels: np.ndarray, *, num_colors: int = MAX_COLORS, seed: int
 ) -> tuple[Palette, float]:
-    """Fit a palette to pixels by mini-batch k-means; the same input gives the same palette.
+    """Fit a palette to pixels by mini-batch k-means, deterministically.
 
     Args:
         pixels: uint8 `[n, 3]`.
         num_colors: k, at most 512.
-        seed: of the initial centres and the mini-batches.
+        seed: seed of the initial centres and the mini-batches.
 
     Returns:
-        The palette, and the mean over pixels of the squared distance to the nearest centre,
-        summed over the channels, in 0..255 units.
+        The palette, and the squared distance to the nearest centre in 0..255 units, summed over the
+        channels and averaged over the pixels.
 
     Raises:
-        UserError: `num_colors` is out of range, or there are fewer distinct colours than that.
+        UserError: `num_colors` is out of range, or there are fewer distinct colours.
     """
-    # Imported here: scikit-learn takes seconds, and encoding does not need it.
+    # Importing scikit-learn takes seconds, and only fitting needs it.
     from sklearn.cluster import MiniBatchKMeans
     from threadpoolctl import threadpool_limits
 
     if not 1 <= num_colors <= MAX_COLORS:
-        raise UserError(f"the number of colours must lie in [1, {MAX_COLORS}], not {num_colors}")
+        raise UserError(f"the number of colours must be in [1, {MAX_COLORS}], not {num_colors}")
     num_distinct = len(np.unique(pixels.astype(np.uint32) @ np.array([65536, 256, 1], np.uint32)))
     if num_distinct < num_colors:
         raise UserError(
-            f"the images hold {num_distinct} distinct colours, fewer than the {num_colors} asked "
-            f"for: give more images, or ask for at most {num_distinct} colours"
+            f"the images have {num_distinct} distinct colours, fewer than the requested"
+            f" {num_colors}: give more images, or request at most {num_distinct} colours"
         )
     points = to_unit(pixels).astype(np.float32)
     means = MiniBatchKMeans(num_colors, random_state=seed, batch_size=4096, n_init=1, max_iter=50)
-    # With one thread the sums have one order, and the centres repeat on any machine size.
+    # With one thread the order of sums, and so the result, does not depend on the number of cores.
     with threadpool_limits(limits=1):
         means.fit(points)
     palette = Palette(means.cluster_centers_.astype(np.float32).clip(-1.0, 1.0))
@@ -187,7 +186,7 @@ def _checked_centers(centers: np.ndarray) -> np.ndarray:
             f"a palette has shape [k, 3] with k in [1, {MAX_COLORS}], not {list(centers.shape)}"
         )
     if not np.isfinite(centers).all() or np.abs(centers).max() > 1.0:
-        raise UserError("the colours of a palette must lie in [-1, 1]")
+        raise UserError("the colours of a palette must be in [-1, 1]")
     centers = np.array(centers, dtype=np.float32, order="C")
     centers.setflags(write=False)
     return centers

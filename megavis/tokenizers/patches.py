@@ -1,20 +1,13 @@
-"""Images as square patches, and back; no parameters.
+"""Tokens without parameters: image patches, grids of latents, and frames of spectrograms.
 
-Legend: b images, p side of a patch in pixels, n patches of an image, d = 3 · p² numbers of a patch
-(row by row, within a row pixel by pixel, each its three channels).
+A patch has d = 3 · p² values in the order row, column, channel. Grids of latents are read row by
+row ("GIVT: Generative Infinite-Vocabulary Transformers", section 3.2); at 512² pixels (appendix B,
+table 5) k = 2 horizontally adjacent latents are stacked into one token, so that n = h · w / k and
+d = k · c.
 
-Between a VAE's latents on a grid and the sequence of tokens that GIVT models.
-
-"GIVT: Generative Infinite-Vocabulary Transformers", section 3.2: the grid is read row by row. At
-512² pixels (appendix B, table 5) neighbours of a row are stacked into one token, which makes half
-as many of twice the size.
-
-Legend: b images, c channels of a latent, h and w the grid, k latents in a token, n tokens of d
-numbers: n = h · w / k, d = k · c.
-
-Spectrograms as sequences of frames; no parameters.
-
-Legend: b recordings, n frames, d numbers of a frame (for example cepstral coefficients).
+Legend: b images or recordings, n tokens (patches, latents or frames), d values of a token, p side
+of a patch in pixels, c channels of a latent, h and w height and width of a grid, k latents per
+token.
 """
 
 from __future__ import annotations
@@ -24,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-# Mean and deviation of ImageNet's training images, in [0, 1], as the field has them.
+# The customary mean and standard deviation of ImageNet's training images in [0, 1].
 CHANNEL_MEAN = (0.485, 0.456, 0.406)
 CHANNEL_DEVIATION = (0.229, 0.224, 0.225)
 
@@ -32,19 +25,19 @@ _EPSILON = 1e-6
 
 
 def standardize(images: Tensor) -> Tensor:
-    """Map uint8 `[b, height, width, 3]` to float32 of mean 0 and deviation 1 over ImageNet."""
+    """Standardise uint8 `[b, height, width, 3]` by ImageNet's channel statistics, to float32."""
     mean, deviation = _channel_statistics(images.device)
     return (images.float() / 255.0 - mean) / deviation
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Undo `standardize`: float `[b, height, width, 3]` to the nearest uint8."""
+    """Invert `standardize`: float `[b, height, width, 3]` to the nearest uint8."""
     mean, deviation = _channel_statistics(images.device)
     return ((images.float() * deviation + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
 
 def pixel_range() -> tuple[float, float]:
-    """Return the smallest and the largest number that `standardize` gives."""
+    """Return the smallest and largest values that `standardize` can return."""
     ends = [
         (end - mean) / deviation
         for end in (0.0, 1.0)
@@ -68,15 +61,15 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch_size: int, *, rows: int | None = None) -> Tensor:
-    """Undo `patchify`: `[b, n, d]` to `[b, height, width, 3]`.
+    """Invert `patchify`: `[b, n, d]` to `[b, height, width, 3]`.
 
     Args:
-        patches: in raster order.
+        patches: patches in raster order.
         patch_size: p.
-        rows: of patches; √n when absent.
+        rows: rows of patches; √n by default.
 
     Raises:
-        ValueError: n patches do not make so many rows.
+        ValueError: `rows` does not divide n.
     """
     batch, count, _ = patches.shape
     rows = rows or round(count**0.5)
@@ -88,38 +81,38 @@ def unpatchify(patches: Tensor, patch_size: int, *, rows: int | None = None) -> 
 
 
 def normalize_patches(patches: Tensor) -> Tensor:
-    """Give each patch mean 0 and variance 1 over its numbers: `[..., d]`.
+    """Standardise each patch `[..., d]` by its own mean and standard deviation.
 
-    "Masked Autoencoders Are Scalable Vision Learners", section 3; as its released code, the
-    variance is the unbiased one, with 1e-6 added.
+    "Masked Autoencoders Are Scalable Vision Learners", section 3; like the released code, with the
+    unbiased variance plus 1e-6.
     """
     mean, deviation = _own_statistics(patches)
     return (patches - mean) / deviation
 
 
 def with_statistics_of(patches: Tensor, normalized: Tensor) -> Tensor:
-    """Undo `normalize_patches`: give each of `normalized` mean and deviation of its patch."""
+    """Invert `normalize_patches`: scale `normalized` by the statistics of `patches`."""
     mean, deviation = _own_statistics(patches)
     return normalized * deviation + mean
 
 
 def _own_statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of each patch, `[..., 1]`."""
+    """Return mean and standard deviation of each patch, `[..., 1]`."""
     variance = patches.var(-1, keepdim=True)
     return patches.mean(-1, keepdim=True), (variance + _EPSILON).sqrt()
 
 
 @functools.cache
 def _channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation; sent to a device once, since a copy waits for the host."""
+    """Return ImageNet's mean and standard deviation, copied once per device."""
     mean = torch.tensor(CHANNEL_MEAN, device=device)
     return mean, torch.tensor(CHANNEL_DEVIATION, device=device)
 
 
 def stack(latents: Tensor, count: int) -> Tensor:
-    """Stack `count` neighbours of a row: `[b, c, h, w]` to `[b, c · k, h, w / k]`.
+    """Stack k = `count` horizontally adjacent latents: `[b, c, h, w]` to `[b, c · k, h, w / k]`.
 
-    The numbers of one channel are adjacent, as in the released code.
+    The values of a channel are adjacent, as in the released code.
     """
     if count == 1:
         return latents
@@ -128,7 +121,7 @@ def stack(latents: Tensor, count: int) -> Tensor:
 
 
 def unstack(stacked: Tensor, count: int) -> Tensor:
-    """Undo `stack`."""
+    """Invert `stack`."""
     if count == 1:
         return stacked
     pairs = stacked.unflatten(1, (-1, count))
@@ -136,12 +129,12 @@ def unstack(stacked: Tensor, count: int) -> Tensor:
 
 
 def to_tokens(grid: Tensor) -> Tensor:
-    """Read a grid `[b, d, h, w]` row by row: `[b, h · w, d]`."""
+    """Flatten a grid `[b, d, h, w]` row by row: `[b, h · w, d]`."""
     return grid.flatten(2).transpose(1, 2)
 
 
 def to_grid(tokens: Tensor, *, height: int) -> Tensor:
-    """Undo `to_tokens`."""
+    """Invert `to_tokens`, for a grid of `height` rows."""
     return tokens.transpose(1, 2).unflatten(2, (height, -1))
 
 
@@ -149,16 +142,16 @@ _NORM_EPSILON = 1e-5
 
 
 def standardize_frames(frames: Tensor) -> Tensor:
-    """Give each of the d numbers mean 0 and deviation 1 over the frames of a recording.
+    """Standardise each of the d values over the frames of a recording.
 
-    Cepstral mean and variance normalisation: it takes away loudness, and the colouring that
-    microphone and room give to all frames alike.
+    Cepstral mean and variance normalisation, which removes loudness and the stationary effects of
+    microphone and room.
 
     Args:
         frames: float `[b, n, d]`.
 
     Returns:
-        float32 `[b, n, d]`; zeros where a number is the same in all frames.
+        float32 `[b, n, d]`; zeros where a value is constant over the frames.
     """
     wide = frames.float()
     centred = wide - wide.mean(1, keepdim=True)

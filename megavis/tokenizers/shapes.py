@@ -1,4 +1,4 @@
-"""Sizes of tokenizer networks, shared with their configs."""
+"""Sizes of the tokenizer networks, without torch, so that configs can use them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class VAEShape:
-    """Sizes of the network.
+    """Sizes of a `VAENetwork`.
 
     Attributes:
-        latent_channels: d, real numbers a latent.
-        filters: channels of the first level; a multiple of `groups`.
-        multipliers: channels of each level, as multiples of `filters`.
-        blocks_per_level: residual blocks a level, and in the middle.
-        groups: of each norm. A group of one channel forgets its mean, so a narrow network needs
-            fewer groups than the paper's.
+        latent_channels: d, channels of a latent.
+        filters: channels of the first level, a multiple of `groups`.
+        multipliers: channels of each level as multiples of `filters`.
+        blocks_per_level: residual blocks per level, and in the middle.
+        groups: groups of each group norm. A group of one channel loses its mean, so narrow networks
+            need fewer groups than the paper's.
     """
 
     latent_channels: int = 16
@@ -26,24 +26,24 @@ class VAEShape:
 
     @property
     def downsampling(self) -> int:
-        """Pixels on the side of one latent."""
+        """Pixels per latent along each side."""
         return 2 ** (len(self.multipliers) - 1)
 
 
 @dataclass(frozen=True)
 class VQGANShape:
-    """Sizes of the network.
+    """Sizes of a `VQGANNetwork`.
 
     Attributes:
         codebook_size: K; 1024 and 16384 in the released models.
-        code_size: d.
-        filters: channels of the first level; a multiple of `norm_groups`.
-        multipliers: channels of each level, as multiples of `filters`.
-        blocks_per_level: residual blocks a level of the encoder; the decoder has one more.
-        latent_channels: z.
-        norm_groups: of each group norm.
-        layers: `taming`, those of the released VQGAN; `maskgit`, those of MaskGIT's tokenizer,
-            which are GIVT's VAE's: no attention, and d channels at the coarse end.
+        code_size: d, channels of a codebook entry.
+        filters: channels of the first level, a multiple of `norm_groups`.
+        multipliers: channels of each level as multiples of `filters`.
+        blocks_per_level: residual blocks per level of the encoder; the decoder has one more.
+        latent_channels: z, channels of the encoder's output.
+        norm_groups: groups of each group norm.
+        layers: `taming` for those of the released VQGAN; `maskgit` for those of MaskGIT's
+            tokenizer, which GIVT's VAE shares: no attention, and d channels after the encoder.
     """
 
     codebook_size: int = 16384
@@ -57,5 +57,5 @@ class VQGANShape:
 
     @property
     def downsampling(self) -> int:
-        """Pixels on the side of one id."""
+        """Pixels per id along each side."""
         return 2 ** (len(self.multipliers) - 1)

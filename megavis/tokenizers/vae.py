@@ -1,12 +1,11 @@
-"""GIVT's VAE as a tokenizer: images to mean and scale of their latents, and latents to images.
-
-The convolutional β-VAE of GIVT: images to real-valued latents and back.
+"""GIVT's convolutional β-VAE as a tokenizer: images to real-valued latents and back.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.1 and table 6; the layers are those
-of MaskGIT's tokenizer without the quantizer. An image is halved once between two levels, so five
-levels give latents of a sixteenth of its side, at any image size.
+of MaskGIT's tokenizer without the quantizer. Resolution halves between levels, so five levels
+downsample by 16, for any image size.
 
-Legend: b images, H and W pixels, h and w latents, d channels of a latent.
+Legend: b images, H and W pixels, s side of a square image in pixels, h and w sides of the latent
+grid, d (c as a tokenizer) channels of a latent.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megavis.tokenizers.network_tokenizer import (
 )
 from megavis.tokenizers.shapes import VAEShape
 
-_CONFIG_KEYS = {"groups": "norm_groups"}  # where the config has a longer name
+_CONFIG_KEYS = {"groups": "norm_groups"}  # config keys that differ from `VAEShape`'s fields
 
 
 class VAE(LatentTokenizer):
@@ -49,25 +48,25 @@ class VAE(LatentTokenizer):
 
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> VAE:
-        """Return the network of an `objective` section of name `vae`, with fresh weights."""
+        """Build the network of a `vae` objective section, with initial weights."""
         return cls(shape_of(VAEShape, section, _CONFIG_KEYS))
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return c, h, w; raises UserError where the side is no multiple of the downsampling."""
+        """Return (c, h, w); raise UserError if downsampling does not divide the image size."""
         side = grid_side(image_size, self.shape.downsampling, network="VAE")
         return self.shape.latent_channels, side, side
 
     @torch.no_grad()
     @full_float32()
     def encode(self, images: Tensor) -> Tensor:
-        """Return mean then scale, float32 `[b, 2, c, h, w]`, of images uint8 `[b, s, s, 3]`."""
+        """Encode images uint8 `[b, s, s, 3]` as means and scales, float32 `[b, 2, c, h, w]`."""
         posterior = self.network.posterior(to_pixels(images, self))
         return torch.stack([posterior.mean, posterior.scale], dim=1)
 
     @torch.no_grad()
     @full_float32()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images uint8 `[b, s, s, 3]` of latents `[b, c, h, w]`, clipped."""
+        """Decode latents `[b, c, h, w]` to images uint8 `[b, s, s, 3]`, clipped."""
         device = next(self.parameters()).device
         return to_images(self.network.decoder(latents.to(device).float()))
 
@@ -78,7 +77,7 @@ _LOWEST_LOG_VARIANCE, _HIGHEST_LOG_VARIANCE = -30.0, 20.0
 
 @dataclass(frozen=True)
 class Posterior:
-    """q(z | image): a normal for each number of the latents.
+    """q(z | image), a diagonal Gaussian over the latents.
 
     Attributes:
         mean: `[b, d, h, w]`.
@@ -90,15 +89,15 @@ class Posterior:
 
     @property
     def scale(self) -> Tensor:
-        """Return the standard deviations `[b, d, h, w]`."""
+        """Standard deviations `[b, d, h, w]`."""
         return torch.exp(0.5 * self.log_variance)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Return mean + scale · noise for standard normals `[b, d, h, w]`."""
+        """Return mean + scale · noise for standard normal noise `[b, d, h, w]`."""
         return self.mean + self.scale * noise
 
     def kl(self) -> Tensor:
-        """Return KL(q ‖ N(0, 1)) for each number, nats `[b, d, h, w]`, float32.
+        """Return KL(q ‖ N(0, 1)) per latent value in nats, float32 `[b, d, h, w]`.
 
         "Auto-Encoding Variational Bayes", appendix B: (μ² + σ² - 1 - log σ²) / 2.
         """
@@ -113,7 +112,7 @@ def bounded_posterior(moments: Tensor) -> Posterior:
 
 
 class VAEResidualBlock(nn.Module):
-    """Norm, swish, 3×3 convolution, twice; added to the input."""
+    """A residual block of twice norm, swish, 3×3 convolution."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class VAEResidualBlock(nn.Module):
         self.conv_0 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         self.norm_1 = _norm(outputs, groups)
         self.conv_1 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        # As released, where the width changes: the skip reads the block's own output.
+        # As in the released code, the projected shortcut takes the convolutions' output.
         self.shortcut = None if inputs == outputs else nn.Conv2d(outputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,10 +131,10 @@ class VAEResidualBlock(nn.Module):
 
 
 class VAEEncoder(nn.Module):
-    """Images to the moments of the posterior, or to as many numbers as are asked for."""
+    """Images to the moments of the posterior, or to any number of channels."""
 
     def __init__(self, shape: VAEShape, *, outputs: int | None = None) -> None:
-        """Build; `outputs` channels at the coarse end, 2 · d when absent."""
+        """Build with `outputs` output channels, by default 2 · d."""
         super().__init__()
         self.conv_in = nn.Conv2d(3, shape.filters, 3, padding=1, bias=False)
         self.levels = nn.ModuleList()
@@ -148,15 +147,15 @@ class VAEEncoder(nn.Module):
         self.conv_out = nn.Conv2d(width, outputs or 2 * shape.latent_channels, 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map `[b, 3, H, W]` in [0, 1] to means and log-variances `[b, 2 · d, h, w]`.
+        """Map pixels `[b, 3, H, W]` in [0, 1] to `[b, outputs, h, w]`.
 
-        With `outputs` to `[b, outputs, h, w]`.
+        By default these are means and log-variances, `[b, 2 · d, h, w]`.
         """
         x = self.conv_in(pixels)
         for number, level in enumerate(self.levels):
             x = level(x)
             if number < len(self.levels) - 1:
-                # An odd last row or column is averaged over what there is of it.
+                # An odd last row or column is averaged without padding.
                 x = F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)
         return self.conv_out(F.silu(self.norm(self.middle(x))))
 
@@ -180,7 +179,7 @@ class VAEDecoder(nn.Module):
         self.conv_out = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, latents: Tensor) -> Tensor:
-        """Map `[b, d, h, w]` to pixels `[b, 3, 16 h, 16 w]`, about [0, 1] and not clipped."""
+        """Map `[b, d, h, w]` to pixels `[b, 3, H, W]`, nominally in [0, 1], not clipped."""
         x = self.middle(self.conv_in(latents))
         for number, level in enumerate(self.levels):
             x = level(x)
@@ -204,14 +203,14 @@ class VAENetwork(nn.Module):
         return bounded_posterior(self.encoder(pixels))
 
     def forward(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Posterior]:
-        """Reconstruct from a sample of the posterior.
+        """Reconstruct images from a sample of the posterior.
 
         Args:
             pixels: `[b, 3, H, W]` in [0, 1].
-            noise: standard normals `[b, d, h, w]`.
+            noise: standard normal noise `[b, d, h, w]`.
 
         Returns:
-            Pixels like the input, not clipped, and the posterior.
+            Reconstructed pixels, not clipped, and the posterior.
         """
         posterior = self.posterior(pixels)
         latents = posterior.sample(noise).to(pixels.dtype)
@@ -231,7 +230,7 @@ def _blocks(inputs: int, outputs: int, shape: VAEShape) -> nn.Sequential:
 
 
 def initialize(network: nn.Module) -> None:
-    """Start convolutions as the released code does: LeCun's normal (fan in), biases zero."""
+    """Initialise convolutions like the released code: LeCun normal (fan in), zero biases."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, nonlinearity="linear")

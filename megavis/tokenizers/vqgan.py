@@ -1,19 +1,13 @@
-"""The VQGAN as a tokenizer: images to ids, and ids to images.
+"""The convolutional VQGAN as a tokenizer: images to codebook ids and back.
 
-The convolutional VQGAN: images to ids of a codebook and back.
+"Taming Transformers for High-Resolution Image Synthesis" (2021), table 7: residual blocks, half the
+resolution per level, attention in the coarsest level and in the middle. Modules have the names of
+the released checkpoints, so that these can be loaded directly. MaskGIT's tokenizer ("MaskGIT:
+Masked Generative Image Transformer", 2022), which MAGE and GVP use, has the layers of GIVT's VAE
+instead, takes pixels in [0, 1], and has no convolutions around the codebook.
 
-"Taming Transformers for High-Resolution Image Synthesis" (2021), table 7: residual blocks, one
-halving between two levels, attention in the coarsest level and in the middle. Modules bear the
-names of the released checkpoints, so that such a file is read as it is. MaskGIT's tokenizer
-("MaskGIT: Masked Generative Image Transformer", 2022), which MAGE and GVP take, has the layers of
-GIVT's VAE instead, pixels in [0, 1], and no maps around the codebook.
-
-Legend: b images, H and W pixels, h and w of the grid of ids, z channels of the networks' coarse
-end, d numbers of a codebook entry, K entries.
-
-Vectors to ids of a learned codebook, by the nearest entry.
-
-Legend: b images, h and w of the grid of ids, d numbers of a codebook entry, K entries.
+Legend: b images, H and W pixels, s side of a square image in pixels, n ids of an image, h and w
+sides of their grid, z channels of the encoder's output, d channels of a codebook entry, K entries.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ class VQGAN(IdTokenizer):
     def __init__(self, shape: VQGANShape) -> None:
         settings = asdict(shape)
         if shape.layers == VQGANShape.layers:
-            # Networks that were trained before there was a choice keep their identity.
+            # Omit the default, so that networks trained before this option keep their identity.
             del settings["layers"]
         super().__init__(settings)
         self.shape = shape
@@ -59,7 +53,7 @@ class VQGAN(IdTokenizer):
 
     @classmethod
     def from_objective(cls, section: Mapping[str, Any]) -> VQGAN:
-        """Return the network of an `objective` section of name `vqgan`, with fresh weights."""
+        """Build the network of a `vqgan` objective section, with initial weights."""
         return cls(shape_of(VQGANShape, section))
 
     @property
@@ -69,33 +63,33 @@ class VQGAN(IdTokenizer):
 
     @property
     def feature_size(self) -> int:
-        """Numbers of an entry."""
+        """Channels of a codebook entry."""
         return self.shape.code_size
 
     def num_tokens(self, image_size: int) -> int:
-        """Return ids an image; raises UserError where the side does not divide."""
+        """Return ids per image; raise UserError if downsampling does not divide the size."""
         return grid_side(image_size, self.shape.downsampling, network="VQGAN") ** 2
 
     @torch.no_grad()
     @full_float32()
     def features(self, images: Tensor) -> Tensor:
-        """Return the encoder's vectors, float32 `[b, n, d]`, of images uint8 `[b, s, s, 3]`."""
+        """Encode images uint8 `[b, s, s, 3]`, without quantization, as float32 `[b, n, d]`."""
         return self._vectors(images).flatten(2).mT
 
     @torch.no_grad()
     @full_float32()
     def encode(self, images: Tensor) -> Tensor:
-        """Return ids int64 `[b, n]` in raster order, of images uint8 `[b, s, s, 3]`."""
+        """Encode images uint8 `[b, s, s, 3]` as ids int64 `[b, n]` in raster order."""
         return self.network.quantize(self._vectors(images)).ids.flatten(1)
 
     def _vectors(self, images: Tensor) -> Tensor:
-        """Return what is to be quantized, `[b, d, h, w]`."""
+        """Return the vectors before quantization, `[b, d, h, w]`."""
         return self.network.vectors(to_pixels(images, self))
 
     @torch.no_grad()
     @full_float32()
     def decode(self, ids: Tensor) -> Tensor:
-        """Return images uint8 `[b, s, s, 3]` of ids int64 `[b, n]` of a square grid, clipped."""
+        """Decode ids int64 `[b, n]` of a square grid to images uint8 `[b, s, s, 3]`, clipped."""
         side = round(ids.shape[1] ** 0.5)
         grid = ids.to(next(self.parameters()).device).unflatten(1, (side, side))
         return to_images(self.network.decode(self.network.quantize.codes(grid)))
@@ -105,7 +99,7 @@ _EPSILON = 1e-6
 
 
 class VQGANNetwork(nn.Module):
-    """Encoder, codebook, decoder."""
+    """Encoder, codebook and decoder."""
 
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
@@ -126,29 +120,29 @@ class VQGANNetwork(nn.Module):
             initialize(self)
 
     def _around(self, inputs: int, outputs: int) -> nn.Module:
-        """Return a map in front of the codebook or behind it; MaskGIT has none."""
+        """Return the convolution before or after the codebook; MaskGIT has none."""
         return nn.Identity() if self.is_maskgit else nn.Conv2d(inputs, outputs, 1)
 
     def vectors(self, pixels: Tensor) -> Tensor:
-        """Return what is to be quantized, `[b, d, h, w]`, of pixels `[b, 3, H, W]` in [0, 1]."""
+        """Encode pixels `[b, 3, H, W]` in [0, 1] as vectors `[b, d, h, w]`, not yet quantized."""
         vectors: Tensor = self.quant_conv(
             self.encoder(pixels if self.is_maskgit else 2.0 * pixels - 1.0)
         )
         return vectors
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return pixels `[b, 3, H, W]`, about [0, 1] and not clipped, of codes `[b, d, h, w]`."""
+        """Decode codes `[b, d, h, w]` to pixels `[b, 3, H, W]`, not clipped to [0, 1]."""
         pixels: Tensor = self.decoder(self.post_quant_conv(codes))
         return pixels if self.is_maskgit else (pixels + 1.0) / 2.0
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Quantized]:
-        """Reconstruct, the gradient passing the codebook as if it were not there.
+        """Reconstruct images, with a straight-through gradient past the codebook.
 
         Args:
             pixels: `[b, 3, H, W]` in [0, 1].
 
         Returns:
-            Pixels like the input, not clipped; vectors `[b, d, h, w]`; what became of them.
+            Reconstructed pixels, not clipped; the vectors `[b, d, h, w]`; and their codes and ids.
         """
         vectors = self.vectors(pixels)
         quantized = self.quantize(vectors)
@@ -157,7 +151,7 @@ class VQGANNetwork(nn.Module):
 
 
 class VQGANResidualBlock(nn.Module):
-    """Norm, swish, 3×3 convolution, twice; added to the input."""
+    """A residual block of twice norm, swish, 3×3 convolution."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
@@ -173,7 +167,7 @@ class VQGANResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """One head of attention over all places; added to the input."""
+    """Residual single-head self-attention over all positions."""
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -204,26 +198,26 @@ class Middle(nn.Module):
 
 
 class Halve(nn.Module):
-    """A 3×3 convolution of stride 2, with a row and a column of zeros at the end."""
+    """A 3×3 convolution with stride 2, zero-padded at the bottom and right."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[b, width, h, w]` to half the sides."""
+        """Map `[b, width, h, w]` to `[b, width, h / 2, w / 2]`."""
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
 class Double(nn.Module):
-    """Every place twice in both directions, then a 3×3 convolution."""
+    """Nearest-neighbour upsampling by 2, then a 3×3 convolution."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = _conv(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[b, width, h, w]` to twice the sides."""
+        """Map `[b, width, h, w]` to `[b, width, 2 h, 2 w]`."""
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
@@ -248,7 +242,7 @@ class Level(nn.Module):
 
 
 class VQGANEncoder(nn.Module):
-    """Pixels to the coarse end."""
+    """The encoder of the released VQGAN."""
 
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
@@ -277,7 +271,7 @@ class VQGANEncoder(nn.Module):
 
 
 class VQGANDecoder(nn.Module):
-    """The coarse end to pixels. The levels are numbered as the encoder's, finest first."""
+    """The decoder of the released VQGAN. Levels are numbered like the encoder's, finest first."""
 
     def __init__(self, shape: VQGANShape) -> None:
         super().__init__()
@@ -297,7 +291,7 @@ class VQGANDecoder(nn.Module):
         self.norm_out, self.conv_out = _norm(width, groups), _conv(width, 3)
 
     def forward(self, coarse: Tensor) -> Tensor:
-        """Map `[b, z, h, w]` to pixels `[b, 3, H, W]` in about [-1, 1]."""
+        """Map `[b, z, h, w]` to pixels `[b, 3, H, W]`, nominally in [-1, 1]."""
         x = self.mid(self.conv_in(coarse))
         for number, level in reversed(list(enumerate(self.up))):
             x = level(x)
@@ -316,11 +310,11 @@ def _conv(inputs: int, outputs: int) -> nn.Conv2d:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A grid of vectors, quantized.
+    """A quantized grid of vectors.
 
     Attributes:
-        codes: nearest entries `[b, d, h, w]`, whose gradient goes to the codebook.
-        ids: their numbers, int64 `[b, h, w]`.
+        codes: nearest entries `[b, d, h, w]`, differentiable with respect to the codebook.
+        ids: their indices, int64 `[b, h, w]`.
     """
 
     codes: Tensor
@@ -328,7 +322,7 @@ class Quantized:
 
 
 class Codebook(nn.Module):
-    """K vectors; each input vector becomes the nearest one."""
+    """A learned codebook of K vectors, which quantizes to the nearest one."""
 
     def __init__(self, size: int, code_size: int) -> None:
         super().__init__()
@@ -336,22 +330,22 @@ class Codebook(nn.Module):
         nn.init.uniform_(self.embedding.weight, -1.0 / size, 1.0 / size)
 
     def forward(self, vectors: Tensor) -> Quantized:
-        """Map `[b, d, h, w]` to the nearest entries by squared distance, in float32."""
+        """Quantize `[b, d, h, w]` to the nearest entries by squared distance, in float32."""
         entries = self.embedding.weight.float()
         flat = vectors.detach().float().permute(0, 2, 3, 1).flatten(0, 2)
-        # |v|² is the same for all entries.
+        # |v|² is constant over the entries.
         distances = entries.square().sum(1) - 2.0 * flat @ entries.detach().t()
         ids = distances.argmin(1).unflatten(0, (len(vectors), *vectors.shape[2:]))
         return Quantized(self.codes(ids), ids)
 
     def codes(self, ids: Tensor) -> Tensor:
-        """Return the entries `[b, d, h, w]` of ids `[b, h, w]`."""
+        """Look up ids `[b, h, w]`: entries `[b, d, h, w]`."""
         return self.embedding(ids).permute(0, 3, 1, 2)
 
 
 def usage(ids: Tensor, size: int) -> Tensor:
-    """Return how often each of `size` entries is among the ids: float32 `[size]`."""
+    """Count how often each of `size` entries is used: float32 `[size]`."""
     flat = ids.flatten()
     counts = torch.zeros(size, device=ids.device)
-    # Without a look at the largest id, which would wait for the device.
+    # Unlike torch.bincount, this does not synchronize with the device.
     return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))

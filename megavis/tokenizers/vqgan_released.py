@@ -1,7 +1,7 @@
-"""Released VQGAN checkpoints: their sizes and weights.
+"""Read released VQGAN checkpoints: sizes and weights.
 
-The files of "Taming Transformers for High-Resolution Image Synthesis" hold a `state_dict` of
-encoder, decoder, codebook and discriminator (`loss.…`, left out here). That of "MAGE: MAsked
+The files of "Taming Transformers for High-Resolution Image Synthesis" contain a `state_dict` of
+encoder, decoder, codebook and discriminator (`loss.…`, ignored here). That of "MAGE: MAsked
 Generative Encoder to Unify Representation Learning and Image Synthesis" has MaskGIT's layers under
 the same names.
 """
@@ -24,15 +24,15 @@ _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv."
 
 
 def read_released(path: Path) -> dict[str, Tensor]:
-    """Read a `.safetensors` file, or a `.ckpt` or `.pt` of plain tensors.
+    """Read the VQGAN in a `.safetensors` file, or in a `.ckpt` or `.pt` file of plain tensors.
 
     Raises:
-        UserError: the file is missing, holds more than tensors, or no VQGAN.
+        UserError: the file is missing, contains more than tensors, or no VQGAN.
     """
     tensors = read_weights_file(path)
     kept = {n: t.float().contiguous() for n, t in tensors.items() if n.startswith(_PARTS)}
     if "quantize.embedding.weight" not in kept:
-        raise UserError(f"{path} holds no quantize.embedding.weight: it is no released VQGAN")
+        raise UserError(f"{path} has no quantize.embedding.weight: it is not a released VQGAN")
     if "quant_conv.weight" in kept or "encoder.mid.attn_1.norm.weight" in kept:
         return kept
     last = _count(kept, r"decoder\.up\.(\d+)\.") - 1
@@ -50,9 +50,9 @@ _MASKGIT_PARTS = {
 
 
 def _maskgit_name(name: str, last: int) -> str:
-    """Return our name of a tensor of MAGE's file; `last` is the number of its coarsest level.
+    """Map a tensor's name in MAGE's file to megavis'; `last` is the index of the coarsest level.
 
-    There the decoder's levels are numbered from the finest one.
+    MAGE numbers the decoder's levels from the finest one.
     """
     name = re.sub(r"down\.(\d+)\.block", r"levels.\1", name)
     name = re.sub(r"up\.(\d+)\.block", lambda found: f"levels.{last - int(found[1])}", name)
@@ -64,10 +64,10 @@ def _maskgit_name(name: str, last: int) -> str:
 
 
 def released_shape(tensors: Mapping[str, Tensor]) -> VQGANShape:
-    """Return the sizes of a released network, and check that it has no other tensors.
+    """Infer the sizes of a released network from its tensors.
 
     Raises:
-        UserError: a tensor is missing or left over, or of another shape.
+        UserError: a tensor is missing, unexpected, or has the wrong shape.
     """
     try:
         shape = _sizes(tensors)

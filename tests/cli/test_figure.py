@@ -73,8 +73,8 @@ def test_a_run_without_checkpoints_has_no_likelihood_figure(run, tmp_path, capsy
 def test_a_figure_that_does_not_apply_is_refused_with_those_that_do(run, capsys):
     assert main(["figure", "jigsaw", str(run), "--device", "cpu"]) == 2
     assert capsys.readouterr().err == (
-        "error: jigsaw: igpt does not name the places of patches; figures of this run are: depth,"
-        " likelihood, completions, neighbors, correlation, patches\n"
+        "error: jigsaw: igpt does not predict the positions of patches; figures of this run are:"
+        " depth, likelihood, completions, neighbors, correlation, patches\n"
     )
 
 

@@ -129,7 +129,7 @@ def test_mage_s_file_becomes_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda tensors: tensors.pop("quantize.embedding.weight"), "it is no released VQGAN"),
+        (lambda tensors: tensors.pop("quantize.embedding.weight"), "it is not a released VQGAN"),
         (
             lambda tensors: tensors.pop("decoder.conv_in.bias"),
             "decoder.conv_in.bias has shape None",
@@ -148,4 +148,4 @@ def test_what_is_no_vqgan(released, tmp_path, capsys, spoil, message):
 def test_what_would_have_to_be_unpickled(tmp_path, capsys):
     torch.save({"state_dict": {}, "callbacks": VQGANShape}, tmp_path / "last.ckpt")
     assert main(["import", "vqgan", str(tmp_path / "last.ckpt"), str(tmp_path / "run")]) == 2
-    assert "holds more than tensors" in capsys.readouterr().err
+    assert "contains more than tensors" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_images_drawn_patch_by_patch(build_paper, write):
 
 
 def test_what_draws_nothing_is_refused(build_gvp, build, write, tmp_path):
-    with pytest.raises(UserError, match="runs of gvp generate no images from nothing"):
+    with pytest.raises(UserError, match="runs of gvp cannot generate images without given tokens"):
         write(*build_gvp(), NONE | dict.fromkeys(OF_IDS))
     with pytest.raises(UserError, match="omit --prefix"):
         write(*build(None), OF_IDS, prefix=0.5)

@@ -155,7 +155,7 @@ def test_every_patch_has_a_query_whatever_the_groups(make, name):
         ("bert", {"mask": torch.zeros(4, 8, dtype=torch.bool)}, r"mask has shape \[4, 8\]"),
         ("mp3", {"mask_ratio": 1.5}, r"mask_ratio must be in \[0, 1\]"),
         ("diffusion", {"gamma": -0.5}, r"gamma must be in \[0, 1\]"),
-        ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must lie in 0..2"),
+        ("givt", {"labels": torch.tensor([3, 0, 0, 0])}, "labels must be in 0..2"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(make, name, options, message):
@@ -166,5 +166,5 @@ def test_values_that_do_not_fit_are_refused(make, name, options, message):
 
 def test_ids_that_no_colour_has_are_refused(make):
     objective, inputs = make("igpt")
-    with pytest.raises(UserError, match="reach from 0 to 12; objective.vocabulary_size 12"):
+    with pytest.raises(UserError, match="range from 0 to 12; objective.vocabulary_size 12"):
         objective.inputs_from(inputs.clone().fill_(0).index_fill(1, torch.tensor([4]), 12))

@@ -141,13 +141,13 @@ def build(build_paper):
             [PATCHES, CONTEXT, "asks: {kind: self, given_ratio: 0.5}", PLACE],
             ["model.positions=sincos"],
             "asks.given_ratio",
-            "leaves no context that does not know its place; lower it, or objective.schedule.mask",
+            "leaves no context token without its position; lower it, or objective.schedule.mask",
         ),
         (
             [PATCHES, CONTEXT, ITSELF, PLACE],
             ["model.positions=learned"],
             "",
-            "learned gives away what the model has to predict",
+            "learned reveals what the model has to predict",
         ),
         ([PATCHES, CONTEXT, ITSELF, PLACE, CLASSES], [], "condition.kind", "asks is self"),
         ([PATCHES, CONTEXT, BRIDGE, DIFFUSION], [], "density.kind", "has no head above a bridge"),
@@ -194,13 +194,13 @@ def build(build_paper):
             [LATENTS.replace("channels: 4", "channels: 3"), ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER],
             [],
             "transform.blocks",
-            "3 numbers are odd",
+            "3 channels are odd",
         ),
         (
             [LATENTS, ONE_BY_ONE, SHIFT, MIXTURE, ADAPTER.replace("2}", "2, bottleneck: 2}")],
             [],
             "transform.bottleneck",
-            "must divide by 2",
+            "must be divisible by 2",
         ),
         ([PALETTE, ONE_BY_ONE, SHIFT, CATEGORICAL, MEMORY], [], "reads.kind", "palette hold none"),
         ([FRAMES, ONE_BY_ONE, SHIFT, ERROR, MEMORY], SPEECH, "reads.kind", "frames hold none"),
@@ -528,7 +528,7 @@ def test_a_composition_of_places_has_their_accuracies_and_figures(build):
     torch.testing.assert_close(measures["accuracy"], hits.float().mean())
     assert objective.places().num_places == 16
     other, _ = build(PATCHES, ONE_BY_ONE, SHIFT, ERROR)
-    with pytest.raises(UserError, match="does not name the places"):
+    with pytest.raises(UserError, match="does not predict the positions"):
         other.places()
 
 

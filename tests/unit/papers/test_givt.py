@@ -126,7 +126,7 @@ def test_pairs_part_into_what_is_read_and_what_is_predicted(make):
         (
             "ids",
             [],
-            "holds ids without their images, which the encoder of givt_encoder_decoder reads; give"
+            "holds ids shards without images, which the encoder of givt_encoder_decoder reads; give"
             " pairs or jpeg shards",
         ),
         ("pairs", ["objective.tokenizer=vae"], ""),
@@ -242,8 +242,11 @@ def test_a_label_out_of_range_is_named(make, words, label, message):
         (("objective.covariance=full",), "use 1"),
         (("objective.downsampling=5",), "is not divisible by objective.downsampling"),
         (("objective.stacked_latents=3",), "3 does not divide the 4 latents"),
-        (("objective.adapter_blocks=1", "objective.latent_channels=3"), "numbers are odd"),
-        (("objective.adapter_blocks=1", "objective.adapter_bottleneck=6"), "must divide by 2"),
+        (("objective.adapter_blocks=1", "objective.latent_channels=3"), "channels are odd"),
+        (
+            ("objective.adapter_blocks=1", "objective.adapter_bottleneck=6"),
+            "must be divisible by 2",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make, words, message):

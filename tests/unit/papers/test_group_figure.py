@@ -89,7 +89,7 @@ def to_raster_images(objective, patches):
 
 
 def test_nothing_is_drawn_from_nothing(sampler):
-    with pytest.raises(UserError, match="runs of gvp generate no images from nothing"):
+    with pytest.raises(UserError, match="runs of gvp cannot generate images without given tokens"):
         sampler().from_nothing(IMAGES)
 
 

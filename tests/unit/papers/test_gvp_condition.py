@@ -40,7 +40,7 @@ def test_pooled_features_stand_in_for_the_class_token(with_features, run_folder)
 
 def test_features_of_another_size_are_refused(with_features):
     objective, _ = with_features(5)
-    with pytest.raises(UserError, match="features of 4 numbers; objective.condition_size is 5"):
+    with pytest.raises(UserError, match="features of 4 channels; objective.condition_size is 5"):
         objective.sequence(batch_of(photographs(2, 16)))
 
 

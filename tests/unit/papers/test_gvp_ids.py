@@ -36,7 +36,7 @@ def test_ids_in_and_out_are_scored_by_their_logits(build_gvp):
 
 def test_ids_beyond_the_codebook_are_refused(build_gvp):
     objective, _ = build_gvp("objective.variant=d2d", *IDS)
-    with pytest.raises(UserError, match="reach from 3 to 12; .* 12 allows 0 to 11"):
+    with pytest.raises(UserError, match="range from 3 to 12; .* 12 allows 0 to 11"):
         objective.inputs_from(torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 12]]))
 
 
@@ -56,7 +56,7 @@ def test_patches_in_ids_out(build_gvp, run_folder):
     ("words", "message"),
     [
         (["objective.vocabulary_size=16"], "has 12 ids; objective.vocabulary_size is 16"),
-        (["objective.patch_size=8", "objective.num_groups=2"], "makes 16 ids of an image"),
+        (["objective.patch_size=8", "objective.num_groups=2"], "as 16 ids"),
     ],
 )
 def test_another_tokenizer_is_refused(build_gvp, run_folder, words, message):

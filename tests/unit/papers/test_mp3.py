@@ -172,12 +172,12 @@ def test_frames_are_patches_and_some_are_told_where_they_stand(make):
     ("words", "said"),
     [
         (["objective.patch_size=5"], "5 does not divide data.image_size 16"),
-        (["model.positions=learned"], "learned gives away what the model has to predict"),
-        (["model.positions=relative_2d"], "relative_2d gives away what the model has to predict"),
+        (["model.positions=learned"], "learned reveals what the model has to predict"),
+        (["model.positions=relative_2d"], "relative_2d reveals what the model has to predict"),
         (["objective.given_ratio=0.1"], "model.positions must say how: learned or sincos"),
         (
             ["objective.given_ratio=0.5", "model.positions=sincos"],
-            "0.5 leaves no context that does not know its place",
+            "0.5 leaves no context token without its position",
         ),
         (["data.image_size=0"], "must be the side of the images in pixels"),
         (["data.frames=[20,6]"], "is for images, and data.frames for frames: set only one"),
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused_by_key(make, words, said):
 
 def test_images_of_another_size_are_refused(make):
     objective, _ = make()
-    with pytest.raises(UserError, match=r"takes uint8 \[b, 16, 16, 3\]"):
+    with pytest.raises(UserError, match=r"expects uint8 \[b, 16, 16, 3\]"):
         objective.inputs_from(photographs(2, 12))
 
 

@@ -58,7 +58,7 @@ def test_a_process_takes_the_gpu_of_its_place(gpus, name, local_rank, visible, d
     ("name", "local_rank", "visible", "told"),
     [
         ("cuda", 0, 0, "--device cuda: torch finds no GPU here; use --device cpu"),
-        (None, 2, 2, "process 2 of this node, counted from 0, has no GPU: 2 are visible"),
+        (None, 2, 2, "local rank 2 has no GPU: 2 are visible"),
     ],
 )
 def test_a_process_without_a_gpu_is_told_so(gpus, name, local_rank, visible, told):

@@ -125,9 +125,9 @@ def test_a_bert_model_cannot_be_sampled(sampler):
     ("wrong", "message"),
     [
         ({"num_images": 0}, "at least 1"),
-        ({"num_images": 1, "num_given": 3}, "needs the images"),
+        ({"num_images": 1, "num_given": 3}, "need the images"),
         ({"num_images": 2, "originals": torch.zeros(2, 15).long(), "num_given": 1}, "have shape"),
-        ({"num_images": 1, "num_given": 17}, "must lie in"),
+        ({"num_images": 1, "num_given": 17}, "must be in"),
         ({"num_images": 1, "conditions": {"labels": torch.zeros(1)}}, "not conditioned on labels"),
     ],
 )

@@ -57,7 +57,7 @@ def test_left_over_places_are_white():
 
 
 def test_ragged_rows_are_refused():
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="same length"):
         image_grid([[images(1)[0]], []])
 
 

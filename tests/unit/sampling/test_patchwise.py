@@ -140,8 +140,8 @@ def test_wrong_options_are_refused(sampler, options, message):
     ("wrong", "message"),
     [
         ({"num_images": 0}, "at least 1"),
-        ({"num_images": 1, "num_given": 3}, "needs the images"),
-        ({"num_images": 1, "num_given": 17}, "must lie in"),
+        ({"num_images": 1, "num_given": 3}, "need the images"),
+        ({"num_images": 1, "num_given": 17}, "must be in"),
         ({"num_images": 1, "originals": photographs(1, 12), "num_given": 1}, "have shape"),
     ],
 )
@@ -157,7 +157,7 @@ def test_squared_error_has_no_temperature(sampler):
 
 def test_normalised_targets_draw_nothing(build, tmp_path):
     objective, _ = build("objective.normalize_targets=true")
-    with pytest.raises(UserError, match="no brightness"):
+    with pytest.raises(UserError, match="lack brightness"):
         Gallery(objective, tmp_path)
 
 

@@ -108,9 +108,9 @@ def test_predictions_stand_beside_image_and_target(make, monkeypatch):
 
 def test_predictions_want_images(make):
     sampler = make(*ENCODER)
-    with pytest.raises(UserError, match="give those that its encoder reads"):
+    with pytest.raises(UserError, match="give those for its encoder"):
         sampler.tokens(IMAGES)
-    with pytest.raises(UserError, match="generate no images from nothing"):
+    with pytest.raises(UserError, match="cannot generate images without one"):
         sampler.from_nothing(IMAGES)
 
 
@@ -215,7 +215,7 @@ def test_guidance_wants_a_null_label(make, words):
 
 def test_what_cannot_be_given_is_refused(make):
     latents = torch.zeros(1, 2, 4, 4)
-    with pytest.raises(UserError, match="draw all tokens at once: nothing can be given"):
+    with pytest.raises(UserError, match="generate all tokens at once: none can be given"):
         make("objective.name=givt_maskgit").draw(1, originals=latents, num_given=4)
-    with pytest.raises(UserError, match="adapter_blocks a token depends on the whole image"):
+    with pytest.raises(UserError, match="adapter_blocks every token depends on the whole image"):
         make("objective.adapter_blocks=1").draw(1, originals=latents, num_given=4)

@@ -49,7 +49,7 @@ def test_identity_knows_weights_and_settings(images):
     [
         ("empty", "is not a run folder"),
         ("no section", "has no objective section"),
-        ("kind", "objective 'igpt', which is no tokenizer; one is: small_codebook, vae"),
+        ("kind", "objective 'igpt', which is not a tokenizer; tokenizers are: small_codebook, vae"),
         ("no checkpoint", "has no checkpoint yet"),
         ("other sizes", "does not fit the run's config.yaml"),
         ("damaged", "SHA-256 differs from the manifest"),
