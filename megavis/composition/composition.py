@@ -238,7 +238,7 @@ class Composition(Words):
         return ((losses * weights[0]).sum(1) / weights[0].sum(1).clamp(min=1.0)).mean()
 
     def places(self) -> Places:
-        """Return the position predictor; raise UserError if the paper predicts no positions."""
+        """Return the `Places` interface; raise UserError if the paper predicts no positions."""
         return Places.of(self.reads, self.schedule, self.asks, self.density) or super().places()
 
     def composition(self) -> Composition:

@@ -218,7 +218,7 @@ class Trainable(ABC):
         return None
 
     def places(self) -> Places:
-        """Return the position predictor of a paper that predicts the position of every patch.
+        """Return the `Places` interface of a paper that predicts the position of every patch.
 
         Raises:
             UserError: it does not.

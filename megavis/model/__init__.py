@@ -1,1 +1,1 @@
-"""The Transformer core."""
+"""Transformer blocks, heads and the list of layers."""

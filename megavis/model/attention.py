@@ -133,7 +133,7 @@ class Attention(nn.Module):
         return made
 
     def _project(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        """Apply `_attend`, recomputed in the backward pass if configured, and the output projection."""
+        """Apply `_attend`, recomputed in the backward pass if configured, and project."""
         if self.recompute and self.training:
             mixed = checkpoint(self._attend, *arguments, use_reentrant=True)
         else:

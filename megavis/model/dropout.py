@@ -1,10 +1,10 @@
-"""Dropout: of whole parts of a block, of features split over processes, and of one part's output.
+"""Drop path, and dropout of tensor-parallel features and of residual branches.
 
-"Deep Networks with Stochastic Depth" (Huang et al., 2016), drawn anew for each image and part. What
-is left out follows from seed, sample and block, so every layout leaves out the same. The samples'
-numbers travel with the hidden states: in training the first layer takes them last among its inputs.
+Drop path is "Deep Networks with Stochastic Depth" (Huang et al., 2016), drawn for each image and
+branch as a function of seed, sample and block, so that all layouts drop the same. The sample
+indices are carried with the hidden states; in training they are the last input of the first layer.
 
-Legend: b images, p parts of a block.
+Legend: b images, p branches of a block (attention, MLP, cross-attention), s tokens, h hidden size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megavis.model.layer_state import PackedState
 from megavis.parallel.random import rank_local_rng, uniform
 
 SAMPLES = "samples"
-"""Name under which the samples' numbers travel, int64 `[b]`; zeros outside of training."""
+"""Name under which the sample indices, int64 `[b]`, are carried; zeros outside training."""
 
 
 def drop_path_of(number: int, num_layers: int, rate: float) -> float:
-    """Return the probability for block `number`, from 1: none in the first, `rate` in the last.
+    """Return the drop path rate of block `number`, counted from 1.
 
-    The paper's linear rule, which DeiT and MAE count from the first block.
+    It increases linearly from 0 in the first block to `rate` in the last, as in DeiT and MAE.
     """
     return rate * (number - 1) / max(1, num_layers - 1)
 
@@ -37,23 +37,23 @@ def drop_path_of(number: int, num_layers: int, rate: float) -> float:
 def draw_kept(
     samples: Tensor, *, num_parts: int, rate: float, seed: int, block: int | str
 ) -> Tensor:
-    """Return what each part of a block is multiplied by: float32 `[p, b, 1]`, 0 or 1 / (1 - rate).
+    """Draw the factor of each branch of a block: float32 `[p, b, 1]`, 0 or 1 / (1 - rate).
 
     Args:
         samples: int64 `[b]`.
         num_parts: p.
         rate: probability of 0.
-        seed: of the run.
-        block: number of the block, with the name of its stack where it is not the first.
+        seed: the run's seed.
+        block: number of the block, prefixed by the name of its stack unless that is the first.
     """
     draws = uniform(samples, num_parts, seed=seed, purpose=f"drop-path-{block}")
     return ((draws >= rate).float() / (1.0 - rate)).t()[:, :, None]
 
 
 def carries_samples(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return what builds the same first layer, which hands on the samples' numbers as well.
+    """Return a factory of the same first layer that also carries the sample indices.
 
-    By hooks and not by a module around it, so that parameters keep their names.
+    Uses hooks rather than a wrapper module, so that parameters keep their names.
     """
     samples: list[Tensor] = []
 
@@ -81,14 +81,14 @@ def carries_samples(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class SplitDropout(nn.Module):
-    """Dropout on features of which each process of the tensor group holds others."""
+    """Dropout on features that are split over the tensor group."""
 
     def __init__(self, probability: float, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.probability, self.group = probability, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop numbers of this process's part, in training alone."""
+        """Drop elements of this process's features in training."""
         if not self.training:
             return x
         with rank_local_rng(self.group.rank(), self.group.size()):
@@ -96,19 +96,19 @@ class SplitDropout(nn.Module):
 
 
 def add_to_residual(dropout: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Return Megatron's sum of bias, dropout and residual with a probability of its own.
+    """Return Megatron's bias-dropout-add with a fixed dropout probability.
 
     Args:
-        dropout: probability that a number of the part is dropped.
+        dropout: probability of dropping an element of the branch.
 
     Returns:
-        What Megatron calls with `training` and a fusion flag, and then with `([s, b, h], bias or
-        None)`, the residual `[s, b, h]` and a probability, which is not used.
+        A function of `training` and a fusion flag, which returns a function of `([s, b, h], bias or
+        None)`, the residual `[s, b, h]` and a probability, which is ignored.
     """
 
     def build(training: bool, fused: bool) -> Callable[..., Tensor]:
         def add(mixed: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
-            # Without bias and dropout one kernel is left.
+            # Without bias and dropout a single kernel remains, and fusion gains nothing.
             many = mixed[1] is not None or (training and dropout > 0.0)
             chosen = get_bias_dropout_add(training, fused or (many and is_fused(residual)))
             result: Tensor = chosen(mixed, residual, dropout)

@@ -1,11 +1,9 @@
-"""Embeddings of ids and positions into the residual stream.
+"""Maps of ids, positions and patches to the residual stream, and from there to outputs per token.
 
-From patches to the residual stream, and from there to numbers for each token.
+Embeddings of ids are split over the tensor group by vocabulary. Linear maps of patches and outputs
+are replicated on every process, since they are small compared with a block.
 
-Both layers are held whole by every process of the tensor group, which all compute the same: they
-are small compared with a block.
-
-Legend: b images, s tokens, h hidden size, d numbers of a patch.
+Legend: b images, s tokens, h hidden size, d values of a patch.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from megavis.model.tensor_parallel import all_tokens, own_tokens
 
 
 def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParallelEmbedding:
-    """Return an embedding split over the tensor group by vocabulary rows. It does not decay."""
+    """Return an embedding split over the tensor group by vocabulary, without weight decay."""
     embedding = VocabParallelEmbedding(
         vocabulary_size,
         core.megatron.hidden_size,
@@ -44,13 +42,13 @@ def token_embedding(core: Core, vocabulary_size: int, fill: Fill) -> VocabParall
 def grid_positions(
     core: Core, kind: PositionKind, grid: tuple[int, int], *, fill: Fill
 ) -> Positions:
-    """Return positions on a grid of rows and columns, scaled as the config says.
+    """Return positions on a grid, scaled by `model.position_scale`.
 
     Args:
-        core: its hidden size is that of the positions.
+        core: determines the hidden size.
         kind: see `Positions`.
         grid: rows and columns.
-        fill: of learned positions.
+        fill: initialises learned positions.
     """
     height, width = grid
     return Positions(
@@ -64,15 +62,14 @@ def grid_positions(
 
 
 def to_stream(hidden: Tensor, core: Core) -> Tensor:
-    """Turn `[b, s, h]` into Megatron's `[s, b, h]`, split by tokens under sequence parallelism."""
+    """Convert `[b, s, h]` to Megatron's `[s, b, h]`, split by tokens under sequence parallelism."""
     return own_tokens(hidden.transpose(0, 1).contiguous(), core.megatron, core.groups.tp)
 
 
 class WholeLinear(nn.Linear):
-    """A linear map with a bias of zeros, computed in the precision of its weights.
+    """A replicated linear layer, with zero initial bias, computed in the precision of its weights.
 
-    It fills its own matrix: ZeRO-3 splits weights as soon as the module that holds them is built,
-    and a fill from outside would find nothing left to fill.
+    It initialises its own weight, since ZeRO-3 partitions weights as soon as their module is built.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, fill: Fill = xavier_uniform) -> None:
@@ -86,11 +83,11 @@ class WholeLinear(nn.Linear):
 
 
 class PatchEmbedding(WholeLinear):
-    """A linear map of each patch: `[b, s, d]` to `[b, s, h]`."""
+    """A linear embedding of patches, `[b, s, d]` to `[b, s, h]`."""
 
 
 class LastNorm(Norm):
-    """The norm in front of a head; gives all tokens to every process of the tensor group."""
+    """The final norm before a head, which gathers all tokens on every process."""
 
     def __init__(self, core: Core) -> None:
         config: TransformerConfig = core.megatron
@@ -98,13 +95,13 @@ class LastNorm(Norm):
         self.config, self.tensor_group = config, core.groups.tp
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Normalise `[s, b, h]` and return it batch first and whole: `[b, s, h]`."""
+        """Normalise `[s, b, h]` and return it gathered and batch first: `[b, s, h]`."""
         normalised = self(hidden)
         return all_tokens(normalised, self.config, self.tensor_group).transpose(0, 1)
 
 
 class TokenHead(Head):
-    """The last norm and a linear map of each token, for example to pixels or to positions."""
+    """The final norm and a linear map of each token, for example to pixels or positions."""
 
     norm: LastNorm
 
@@ -121,19 +118,19 @@ class TokenHead(Head):
 
         Args:
             core: sizes and groups.
-            num_outputs: numbers for each token.
-            fill: of the matrix.
-            num_skipped: tokens in front that predict nothing.
-            hands_on: name of a tensor that is carried here, and given after the predictions.
+            num_outputs: outputs per token.
+            fill: initialises the matrix.
+            num_skipped: leading tokens that predict nothing.
+            hands_on: name of a carried tensor to return after the predictions.
         """
         super().__init__(core, LastNorm(core))
         self.num_skipped, self.hands_on = num_skipped, hands_on
         self.linear = WholeLinear(core.megatron.hidden_size, num_outputs, fill)
 
     def forward(self, state: PackedState) -> Any:
-        """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, whole on every process.
+        """Map `[s, b, h]` to `[b, s - num_skipped, num_outputs]`, complete on every process.
 
-        Where something is handed on, a pair.
+        With `hands_on`, return a pair of this and the carried tensor.
         """
         stream = LayerState.unpack(state, self.core.carried_names)
         predictions = self.linear(self.norm.whole(stream.hidden))[:, self.num_skipped :]

@@ -1,12 +1,12 @@
-"""An encoder of images: a stack of blocks of its own, to whose output the blocks above it attend.
+"""An image encoder: a separate stack of blocks, to whose output the decoder's blocks attend.
 
-Its patches are embedded in the first layer, together with the rows that predict. Its blocks are
-layers of the model's list, so that a pipeline cuts through them: the rows travel past them, with
-their gradient, and what else is carried for the blocks above. The layer above its blocks turns this
-around: the rows become the hidden states, and what was encoded is carried as `MEMORY`.
+The first layer embeds both its patches and the decoder's rows. The encoder's blocks are layers in
+the model's list, so that a pipeline can divide them: the decoder's rows, with their gradient, and
+all that they carry are passed along unchanged. The layer after the blocks swaps the two: the rows
+become the hidden states, and the encoder's output is carried as `MEMORY`.
 
-Legend: b images, H and W pixels, c patches of an image, w width of the encoder, h that of the
-blocks that attend to it, m rows.
+Legend: b images, H and W pixels, c patches of an image, w width of the encoder, h width of the
+decoder, m rows of the decoder.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from megavis.model.stack import LayerPlan
 from megavis.tokenizers.patches import patchify
 
 ROWS = "rows"
-"""Name under which the rows of the blocks above travel past an encoder's."""
+"""Name under which the decoder's rows are carried through the encoder's blocks."""
 
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """An encoder's own sizes.
+    """Sizes of an encoder.
 
     Attributes:
-        num_layers: blocks.
+        num_layers: number of blocks.
         patch_size: side of a patch in pixels.
-        hidden_size: width; that of the blocks above when None, with their MLP.
-        num_heads: attention heads; theirs when None.
-        learning_rate_scale: multiplies the scheduled rate of all its parameters.
+        hidden_size: width; None for the decoder's width and MLP size.
+        num_heads: attention heads; None for the decoder's.
+        learning_rate_scale: multiplies the scheduled learning rate of all its parameters.
     """
 
     num_layers: int
@@ -52,21 +52,19 @@ class EncoderSizes:
 
     @property
     def options(self) -> ParamGroupOptions:
-        """How the optimizer treats its parameters."""
+        """Optimizer options of its parameters."""
         return ParamGroupOptions(self.learning_rate_scale)
 
     def num_patches(self, image_size: int) -> int:
-        """Return c of images with so many pixels on a side."""
+        """Return c for images of side `image_size`."""
         return (image_size // self.patch_size) ** 2
 
     def core(self, above: Core, name: str) -> Core:
-        """Return a core for the encoder's blocks, whose parameters' names begin with `name`.
-
-        Biases are everywhere, as Vision Transformers have them, and all patches see all.
+        """Return a core for the encoder's blocks: a ViT with all biases and full attention.
 
         Args:
-            above: of the blocks that attend to it.
-            name: see there.
+            above: core of the decoder.
+            name: prefix of the blocks' names.
         """
         biases = {"add_bias": True, "attention_bias": True, "norm_bias": "all"}
         sizes: dict[str, int | None] = {"num_layers": self.num_layers}
@@ -88,20 +86,20 @@ class EncoderSizes:
     def layers(
         self, above: Core, *, image_size: int, num_rows: int, seed: int, name: str
     ) -> list[LayerPlan]:
-        """Return the encoder's blocks and the layer above them, which run once for an image.
+        """Return the encoder's blocks and output layer, which run once per image.
 
-        They learn at the rate of the first layer, which embeds the patches.
+        Layer decay treats them like the first layer, which embeds the patches.
 
         Args:
-            above: of the blocks that attend to it.
+            above: core of the decoder.
             image_size: side of the images in pixels.
-            num_rows: tokens of an image in those blocks.
-            seed: of the run.
-            name: begins the names of all parameters.
+            num_rows: rows of an image in the decoder.
+            seed: the run's seed.
+            name: prefix of all parameter names.
         """
         core, width = self.core(above, f"{name}.blocks"), above.model.hidden_size
         patches, own = self.num_patches(image_size), self.hidden_size
-        # The map of patches below the blocks counts as one above.
+        # The patch embedding has the FLOPs of a head with as many outputs as a patch has values.
         work = Workload.of_one_stream(patches, 3 * self.patch_size**2, causal=False)
         blocks = block_plans(
             core,
@@ -119,25 +117,25 @@ class EncoderSizes:
 
 
 def _passing(name: str) -> str:
-    """Return the name under which something for the blocks above travels past the encoder's."""
+    """Return the name under which a tensor of the decoder is carried through the encoder."""
     return f"{ROWS}.{name}"
 
 
 class EncoderInput(nn.Module):
-    """Patches and their learned positions."""
+    """Patch embedding with learned positions."""
 
     def __init__(self, core: Core, *, patch_size: int) -> None:
         """Build.
 
         Args:
-            core: of the encoder.
-            patch_size: side of a patch in pixels; must divide that of the images.
+            core: core of the encoder.
+            patch_size: side of a patch in pixels; must divide the image size.
         """
         super().__init__()
         width, numbers = core.model.hidden_size, 3 * patch_size**2
         self.core, self.patch_size = core, patch_size
         self.side = core.config.data.image_size // patch_size
-        # Flax's default for a convolution.
+        # Flax's default initialization of a convolution.
         self.linear_patches = PatchEmbedding(numbers, width, truncated_normal(numbers**-0.5))
         self.positions = Positions(
             "learned",
@@ -151,11 +149,11 @@ class EncoderInput(nn.Module):
         """Embed.
 
         Args:
-            images: float `[b, H, W, 3]`, -1 to 1.
-            rows: of the blocks above, `[m, b, h]`; none when they are not run.
+            images: float `[b, H, W, 3]` in [-1, 1].
+            rows: state of the decoder's rows `[m, b, h]`; None if only the encoder runs.
 
         Returns:
-            Patches `[c, b, w]`, with the rows and what these carry behind them.
+            Patches `[c, b, w]`, which carry the rows and all that these carry.
         """
         places = torch.arange(self.side**2, device=images.device)[None]
         hidden = self.positions(self.linear_patches(patchify(images, self.patch_size)), places)
@@ -168,7 +166,7 @@ class EncoderInput(nn.Module):
 
 
 class EncoderOutput(nn.Module):
-    """The norm above an encoder's blocks, and a map to another width where that differs."""
+    """The norm after an encoder's blocks, and a linear map if the decoder's width differs."""
 
     def __init__(self, below: Core, above: Core) -> None:
         super().__init__()
@@ -180,7 +178,7 @@ class EncoderOutput(nn.Module):
     def forward(self, state: PackedState) -> PackedState:
         """Map `[c, b, w]` to the rows `[m, b, h]`, which carry the memory `[c, b, h]`.
 
-        The memory is whole on every process of the tensor group.
+        The memory is replicated on every process of the tensor group.
         """
         stream = LayerState.unpack(state, self.below.carried_names)
         encoded = self.norm.whole(stream.hidden)

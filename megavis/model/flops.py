@@ -1,8 +1,8 @@
-"""Floating-point operations of the model, for throughput figures.
+"""Count the floating-point operations of a model, for throughput metrics.
 
-Convention: a multiply and an add count as two; matrix products and attention count, element-wise
-work and embedding look-ups do not; causal attention counts the half that is visible; the backward
-pass counts twice the forward pass, and recomputation counts nothing.
+Convention: a multiply-add counts as two; only matrix products and attention count, not element-wise
+operations and embedding lookups; causal attention counts the visible half; the backward pass counts
+twice the forward pass; recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens of one image, by what is computed for them.
+    """Token counts of one image in a stack.
 
     Attributes:
-        num_tokens: go through the blocks.
-        num_visible: have keys and values.
-        mean_visible: keys that a query sees, on average; what no kernel leaves out counts.
-        num_read: are read by the head, and alone leave the last block.
-        num_outputs: numbers that the head gives for each of them.
-        num_memory: tokens of an encoder to which all others attend; what the encoder computes is
-            not of this workload.
+        num_tokens: tokens that pass through the blocks.
+        num_visible: tokens with keys and values.
+        mean_visible: average number of keys per query, including masked ones that kernels compute.
+        num_read: tokens that the head reads; only these leave the last block.
+        num_outputs: outputs of the head for each of them.
+        num_memory: encoder tokens to which all others attend; the encoder's own work is not
+            included.
     """
 
     num_tokens: int
@@ -44,12 +44,12 @@ class Workload:
 
 
 def training_flops(model: ModelConfig, work: Workload) -> float:
-    """Return the operations of one image's forward and backward pass."""
+    """Return the FLOPs of one image's forward and backward pass."""
     return 3 * forward_flops(model, work)
 
 
 def forward_flops(model: ModelConfig, work: Workload) -> float:
-    """Return the operations of one image's forward pass through a stack and the map above it."""
+    """Return the FLOPs of one image's forward pass through a stack and the head above it."""
     width = model.hidden_size
 
     def block(num_tokens: int) -> float:
@@ -63,6 +63,6 @@ def forward_flops(model: ModelConfig, work: Workload) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a device's dense bf16 peak in FLOP/s; None where it is not known."""
+    """Return a device's dense bf16 peak in FLOP/s, or None if unknown."""
     matches = [name for name in _PEAKS if name in device_name]
     return _PEAKS[max(matches, key=len)] if matches else None

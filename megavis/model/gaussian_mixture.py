@@ -1,10 +1,10 @@
-"""GIVT's distributions of a real-valued token, in place of a vocabulary.
+"""GIVT's distributions of real-valued tokens.
 
 "GIVT: Generative Infinite-Vocabulary Transformers", section 3.2 and appendix C.1: a mixture of k
-Gaussians with diagonal covariance, or one Gaussian with a full covariance. Everything is computed
-in float32 whatever the model's precision, and every log-likelihood is finite for finite inputs.
+Gaussians with diagonal covariance, or one Gaussian with full covariance. All computations are in
+float32 at any model precision, and log-likelihoods are finite for finite inputs.
 
-Legend: ... any leading dimensions, k components, d numbers of a token.
+Legend: ... any leading dimensions, k components, d values of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from megavis.config.choices import ScaleActivation
 
 _LOG_2_PI = math.log(2.0 * math.pi)
-# No latent comes near these; they keep squares, and their gradients, inside float32.
+# Far beyond any latent; these keep squares and their gradients within the range of float32.
 _FARTHEST = 1e18
 _MOST_SCALES_AWAY = 1e15
 _LARGEST_LOG_SCALE = 80.0
@@ -26,11 +26,11 @@ _LARGEST_LOG_SCALE = 80.0
 
 @dataclass(frozen=True)
 class ScaleForm:
-    """How an unbounded output becomes a scale.
+    """The map from unbounded outputs to scales.
 
     Attributes:
-        activation: `squareplus`, (x + √(x² + 4)) / 2, is the released code's; `softplus` the
-            paper's (section 3.2).
+        activation: `squareplus`, (x + √(x² + 4)) / 2, in the released code; `softplus` in the paper
+            (section 3.2).
         floor: smallest scale; 1e-6 in the released code, 1e-5 in the paper (appendix C.1).
     """
 
@@ -40,7 +40,7 @@ class ScaleForm:
     def log_scale(self, raw: Tensor) -> Tensor:
         """Return the logarithm of the scale, float32 `[...]`, for outputs `[...]`."""
         if self.activation == "squareplus":
-            # (x + √(x² + 4)) / 2 = exp(asinh(x / 2)), which loses no digits where x is negative.
+            # (x + √(x² + 4)) / 2 = exp(asinh(x / 2)), without cancellation for negative x.
             log_scale = torch.asinh(raw.float() / 2.0)
             return log_scale.clamp(math.log(self.floor), _LARGEST_LOG_SCALE)
         scale = torch.nn.functional.softplus(raw.float())
@@ -52,7 +52,7 @@ class Mixture:
     """k Gaussians with diagonal covariance for each token.
 
     Attributes:
-        logits: `[..., k]`, of the components before softmax.
+        logits: `[..., k]`, unnormalised log-probabilities of the components.
         means: `[..., k, d]`.
         log_scales: `[..., k, d]`, logarithms of the standard deviations.
     """
@@ -63,13 +63,13 @@ class Mixture:
 
     @classmethod
     def from_outputs(cls, outputs: Tensor, num_components: int, form: ScaleForm) -> Mixture:
-        """Read a head's outputs.
+        """Build from a head's outputs.
 
         Args:
-            outputs: `[..., k + 2 · k · d]`: k logits, then for each component d means and d
-                scales, as the released checkpoints order them.
+            outputs: `[..., k + 2 · k · d]`: k logits, then for each component d means and d scales,
+                in the order of the released checkpoints.
             num_components: k.
-            form: from outputs to scales.
+            form: maps outputs to scales.
         """
         wide = outputs.float()
         logits, rest = wide[..., :num_components], wide[..., num_components:]
@@ -78,7 +78,7 @@ class Mixture:
 
     @property
     def token_size(self) -> int:
-        """Numbers d of a token."""
+        """Values d of a token."""
         return self.means.shape[-1]
 
     @property
@@ -92,21 +92,20 @@ class Mixture:
         return torch.logsumexp(self.logits.log_softmax(-1) + components, dim=-1)
 
     def tempered(self, *, scale: float = 1.0, probability: float = 1.0) -> Mixture:
-        """Return a narrower or wider mixture, for sampling (section 3.4).
+        """Return the mixture with changed temperature, for sampling (section 3.4).
 
         Args:
             scale: multiplies the standard deviations: variance scaling, t in the paper.
-            probability: multiplies the logits of the components, as the released code's
-                `temp_probs`; 1 leaves them.
+            probability: multiplies the logits of the components; the released code's `temp_probs`.
         """
-        # At 0 the mean is drawn, but for what float32 cannot hold: the logarithm stays finite.
+        # Keep the logarithm finite at scale 0, where samples equal the mean up to rounding.
         log_scales = self.log_scales + math.log(max(scale, 1e-30))
         return Mixture(self.logits * probability, self.means, log_scales)
 
     def choose(self, uniforms: Tensor) -> Tensor:
-        """Draw a component for uniform numbers `[...]` in [0, 1); returns int64 `[...]`."""
+        """Sample components with uniform draws `[...]` in [0, 1): int64 `[...]`."""
         cumulative = self.logits.double().softmax(-1).cumsum(-1)
-        # Scaled by the sum as it was computed, so that a component is always found.
+        # Scale by the computed sum, so that a component is always found.
         threshold = uniforms.double()[..., None] * cumulative[..., -1:]
         return (cumulative <= threshold).sum(-1)
 
@@ -120,14 +119,14 @@ class Mixture:
         )
 
     def draw(self, uniforms: Tensor, normals: Tensor) -> Tensor:
-        """Draw tokens `[..., d]` from uniform numbers `[...]` and standard normals `[..., d]`."""
+        """Sample tokens `[..., d]` with uniform draws `[...]` and standard normals `[..., d]`."""
         mean, log_scale = self.component(self.choose(uniforms))
         return mean + log_scale.exp() * normals
 
 
 @dataclass(frozen=True)
 class FullGaussian:
-    """One Gaussian with a full covariance L Lᵀ for each token (appendix C.1).
+    """A Gaussian with full covariance L Lᵀ for each token (appendix C.1).
 
     Attributes:
         mean: `[..., d]`.
@@ -139,10 +138,10 @@ class FullGaussian:
 
     @classmethod
     def from_outputs(cls, outputs: Tensor, form: ScaleForm) -> FullGaussian:
-        """Read a head's outputs `[..., d² + d]`: d² entries of the factor, then d means.
+        """Build from a head's outputs `[..., d² + d]`: d² entries of the factor, then d means.
 
-        As in the released code every entry passes through the activation, not the diagonal alone;
-        the entries above the diagonal are not used.
+        As in the released code, the activation is applied to all entries, not only to the diagonal;
+        entries above the diagonal are ignored.
         """
         wide = outputs.float()
         size = math.isqrt(wide.shape[-1])
@@ -154,14 +153,13 @@ class FullGaussian:
 
     @property
     def token_size(self) -> int:
-        """Numbers d of a token."""
+        """Values d of a token."""
         return self.mean.shape[-1]
 
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Return log p of tokens `[..., d]`, float32 `[...]`, in nats.
 
-        Solved in float64, whose range holds what extreme factors give; beyond it the distance
-        counts as the farthest one.
+        Solved in float64 for the sake of extreme factors; overflowing distances are clamped.
         """
         difference = _difference(tokens, self.mean).double()[..., None]
         solved = torch.linalg.solve_triangular(self.factor.double(), difference, upper=False)
@@ -176,7 +174,7 @@ class FullGaussian:
         return FullGaussian(self.mean, self.factor * scale)
 
     def draw(self, uniforms: Tensor, normals: Tensor) -> Tensor:
-        """Draw tokens `[..., d]` from standard normals `[..., d]`; the uniforms are not used."""
+        """Sample tokens `[..., d]` with standard normals `[..., d]`; `uniforms` is ignored."""
         return self.mean + (self.factor @ normals[..., None]).squeeze(-1)
 
 
@@ -184,7 +182,7 @@ Distribution = Mixture | FullGaussian
 
 
 def gaussian_log_prob(tokens: Tensor, means: Tensor, log_scales: Tensor) -> Tensor:
-    """Return log N(token | mean, scale) for each number, float32, all of one shape `[..., d]`."""
+    """Return log N(token | mean, scale) elementwise, float32, in nats; all are `[..., d]`."""
     away = _difference(tokens, means) * torch.exp(-log_scales)
     away = away.clamp(-_MOST_SCALES_AWAY, _MOST_SCALES_AWAY)
     return -0.5 * away.square() - log_scales - 0.5 * _LOG_2_PI

@@ -1,4 +1,7 @@
-"""Heads: from the residual stream to predictions, and losses split over processes."""
+"""Heads, from the residual stream to predictions, and the vocabulary-parallel cross-entropy.
+
+Legend: b images, s tokens, h hidden size, v vocabulary size, t tensor size.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,27 @@ from megavis.model.tensor_parallel import ColumnParallelLinear
 
 
 class Head(nn.Module):
-    """The last layer of a model: the last norm, and what predicts from what it gives.
+    """Base class of the last layer of a model: the final norm and a prediction from its output.
 
-    Features and class logits are read off the norm, which is called once a forward pass.
+    Features and class logits are taken from the norm, which runs once per forward pass.
     """
 
     norm: Norm
 
     def __init__(self, core: Core, norm: Norm, norm_name: str = "norm") -> None:
-        """Build; weights of the norm are saved under `norm_name`."""
+        """Build; the norm becomes the submodule `norm_name`."""
         super().__init__()
         self.core, self._norm_name = core, norm_name
         self.add_module(norm_name, norm)
 
     @property
     def feature_norm(self) -> nn.Module:
-        """The last norm."""
+        """The final norm."""
         return self.get_submodule(self._norm_name)
 
 
 class VocabularyHead(Head):
-    """The last norm and a projection to logits, split over the tensor group by vocabulary."""
+    """The final norm and a projection to logits, split over the tensor group by vocabulary."""
 
     def __init__(self, core: Core, vocabulary_size: int, fill: Fill) -> None:
         width, epsilon = core.megatron.hidden_size, core.megatron.layernorm_epsilon
@@ -52,7 +55,7 @@ class VocabularyHead(Head):
         )
 
     def forward(self, state: PackedState) -> Tensor:
-        """Map `[s, b, h]` to this process's logits `[s, b, vocabulary / tensor size]`."""
+        """Map `[s, b, h]` to this process's logits `[s, b, v / t]`."""
         hidden = LayerState.unpack(state, self.core.carried_names).hidden
         return self.linear(self.norm(hidden))[0]
 
@@ -61,12 +64,12 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
     """Return -log softmax(logits)[target] in float32.
 
     Args:
-        logits: this process's part, `[s, b, vocabulary / tensor size]`.
-        targets: int64 ids `[s, b]`, the same on all processes of the tensor group.
-        core: gives the tensor group.
+        logits: logits of this process, `[s, b, v / t]`.
+        targets: ids int64 `[s, b]`, the same on all processes of the tensor group.
+        core: provides the tensor group.
 
     Returns:
-        nats, `[s, b]`.
+        float32 `[s, b]`, in nats.
     """
     if core.groups.tp.size() == 1:
         return nats(logits, targets)
@@ -74,5 +77,5 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, core: Core) -> Tensor:
 
 
 def whole_logits(logits: Tensor, core: Core) -> Tensor:
-    """Join the parts of the tensor group: `[s, b, v / t]` to `[b, s, v]`."""
+    """Gather logits over the tensor group: `[s, b, v / t]` to `[b, s, v]`."""
     return gather_from_tensor_model_parallel_region(logits, core.groups.tp).transpose(0, 1)

@@ -1,8 +1,10 @@
 """Forward passes outside training, in any layout: validation, sampling, features.
 
-Every process of the job calls the same methods with the same inputs and gets the same results.
-With pipeline stages the hidden states walk from stage to stage; there is nothing to overlap in
-one forward pass.
+All methods are collective: every process of the job calls them with the same inputs and gets the
+same results. Pipeline stages run one after another, since a single forward pass has nothing to
+overlap.
+
+Legend: b images, s tokens, h hidden size, L blocks.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from megavis.model.visibility import KeyValueCache
 from megavis.parallel.context import ParallelContext
 
 Finish = Callable[[Any, Any], Predictions]
-"""What may take the head's place: from the head and the state in front of it to predictions."""
+"""Replaces the head: maps the head and its input to predictions."""
 
 
 class Inference:
-    """Runs the layers that this process holds as part of the whole model."""
+    """Runs the model, of which this process holds some layers."""
 
     def __init__(self, layers: LocalLayers, context: ParallelContext) -> None:
         self.layers, self.context = layers, context
@@ -45,16 +47,15 @@ class Inference:
         whole: bool = False,
         phase: Phase | None = None,
     ) -> Any:
-        """Return the head's output, as the objective's `loss` and `outputs` take it.
+        """Return the head's output, the input of the objective's `loss` and `outputs`.
 
         Args:
-            inputs: what the first layer takes.
-            cache: keys and values of earlier tokens; the inputs are then only the new ones.
-            finish: called instead of the head, on the last stage, with the head and what it would
-                get; for what runs parts of a head many times over.
-            whole: keep all tokens on each process of a tensor group, under sequence parallelism
-                too: a sequence that is generated need not divide.
-            phase: of the layers that are run; all when None.
+            inputs: inputs of the first layer.
+            cache: KV cache of earlier tokens; `inputs` then contains only the new ones.
+            finish: called on the last stage instead of the head, with the head and its input.
+            whole: do not split tokens under sequence parallelism, since the length of a sequence in
+                generation need not divide.
+            phase: run only the layers of this phase; None for all.
         """
         layers = None if phase is None else self.layers.of_phase(phase)
         with self.evaluating(), whole_tokens() if whole else contextlib.nullcontext():
@@ -65,20 +66,20 @@ class Inference:
 
     @property
     def head(self) -> Head:
-        """The last layer, which the last stage holds.
+        """The last layer, on the last stage.
 
         Raises:
-            TypeError: the model has no head, as a tokenizer in training.
+            TypeError: the model has no head, like an autoencoder.
         """
         last = self.layers.modules[-1]
         if not isinstance(last, Head):
-            raise TypeError(f"{type(last).__name__} is no head")
+            raise TypeError(f"{type(last).__name__} is not a head")
         return last
 
     def cache(self, capacity: int) -> KeyValueCache:
-        """Return a cache for sequences of so many tokens, for `predictions`.
+        """Return a KV cache for sequences of up to `capacity` tokens, for `predictions`.
 
-        Where it can, it runs blocks by itself when a single token follows others.
+        It is an `IncrementalDecoder`, which also runs the blocks on single tokens, if possible.
         """
         blocks = [layer for layer in self.layers.of_phase("step") if isinstance(layer, Block)]
         if not IncrementalDecoder.suits(blocks):
@@ -87,13 +88,12 @@ class Inference:
 
     @torch.no_grad()
     def features(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the mean over tokens of the features of each layer off which they are read.
+        """Return the features of each feature layer, averaged over tokens.
 
-        Layers above the last of these are not run.
-
-        "Generative Pretraining from Pixels", section 2.4: f^l = mean of n^l over the sequence, l
-        from 0 (the first block's norm) to L (the norm before the head). With `model.features:
-        blocks` it is the mean of what enters these norms.
+        "Generative Pretraining from Pixels", section 2.4: f^l = mean of n^l over the sequence, for
+        l from 0 (the first block's norm) to L (the norm before the head). With `model.features:
+        blocks`, it is the mean of these norms' inputs. Layers above the last feature layer do not
+        run.
 
         Returns:
             float32 `[L + 1, b, h]`.
@@ -113,7 +113,7 @@ class Inference:
 
     @torch.no_grad()
     def on_first_stage(self, job: Callable[[nn.Module], Tensor]) -> Tensor:
-        """Return the output of a job on the first layer, on every stage."""
+        """Apply a function to the first layer; return its output on every stage."""
         made: Predictions | None = None
         if self.context.is_first_stage:
             with self.evaluating():
@@ -124,10 +124,10 @@ class Inference:
 
     @torch.no_grad()
     def once(self, start: Callable[[nn.Module], PackedState]) -> PackedState:
-        """Run the layers that an image needs once, and return what the last gives, everywhere.
+        """Run the layers of phase `once`; return their output on every process.
 
         Args:
-            start: makes of the first layer what the lowest of them takes.
+            start: computes the input of these layers with the first layer.
         """
         with self.evaluating(), whole_tokens():
             first = start(self.layers.modules[0]) if self.context.is_first_stage else ()
@@ -141,7 +141,7 @@ class Inference:
         *,
         layers: Sequence[nn.Module] | None = None,
     ) -> Predictions:
-        """Walk through all stages, or through `layers`, which each names of its own."""
+        """Run all stages one after another, each with `layers` if given, else all its layers."""
         state: PackedState | None = inputs if self.context.is_first_stage else None
         for stage in range(self.context.pipeline.size):
             if stage == self.context.pipeline.rank:
@@ -170,7 +170,7 @@ class Inference:
         return finish(layers[-1], state) if finish is not None and finishes else state
 
     def _from_stage(self, stage: int, state: Predictions | None) -> Predictions:
-        """Give every stage what one stage computed."""
+        """Broadcast the state of one stage to all stages."""
         pipeline = self.context.pipeline
         if pipeline.size == 1:
             assert state is not None
@@ -193,7 +193,7 @@ class Inference:
         return sent[0] if alone else tuple(sent)
 
     def _pool(self, normalised: Tensor) -> Tensor:
-        """Average `[s, b, h]` over the tokens of the whole tensor group."""
+        """Average `[s, b, h]` over all tokens, including those of other processes."""
         total = normalised.float().sum(0)
         count = normalised.shape[0]
         blocks = [m for m in self.layers.modules if isinstance(m, Block)]
@@ -203,16 +203,15 @@ class Inference:
         return total / count
 
     def _join_stages(self, pooled: tuple[Tensor, ...]) -> Tensor:
-        """Stack `[b, h]` of all stages, of which one may have none."""
+        """Stack the tensors `[b, h]` of all stages; a stage may have none."""
         stages = range(self.context.pipeline.size)
         return torch.stack([each for stage in stages for each in self._from_stage(stage, pooled)])
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the layers into evaluation mode and back.
+        """Switch the layers to evaluation mode inside the block.
 
-        Every pass does, but setting a mode walks over all modules: who runs many short passes
-        does it once around them.
+        Every pass does this itself, but it visits all modules, so wrap many short passes in one.
         """
         training = [module for module in self.layers.modules if module.training]
         for module in training:

@@ -1,7 +1,7 @@
-"""Weight initialisation: one function for each kind of matrix in a block.
+"""Weight initialization.
 
-A function fills a whole logical matrix in place; Megatron cuts out each process's part, so the
-weights are the same at every tensor-parallel size.
+A `Fill` initialises a whole logical matrix in place, and Megatron takes each process's shard of it,
+so the weights are the same at every tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRUNCATED_STD = 0.87962566103423978
 
 @dataclass(frozen=True)
 class Initialization:
-    """The fill of each kind of matrix in a block."""
+    """The initialization of each matrix in a block."""
 
     query: Fill
     key_value: Fill
@@ -35,12 +35,12 @@ class Initialization:
 
 
 def normal(std: float) -> Fill:
-    """Return a fill with N(0, std²)."""
+    """Return an initialization with N(0, std²)."""
     return partial(nn.init.normal_, mean=0.0, std=std)
 
 
 def filled(*shape: int, fill: Fill) -> nn.Parameter:
-    """Return a parameter that is no matrix of a layer: a table or a learned token. No decay."""
+    """Return an initialised parameter without weight decay: a table or a learned token."""
     parameter = nn.Parameter(torch.empty(*shape))
     fill(parameter)
     without_decay(parameter)
@@ -53,25 +53,25 @@ def zeros(matrix: Tensor) -> object:
 
 
 def truncated_normal(std: float) -> Fill:
-    """Return a fill with N(0, std²) without what lies beyond two deviations of the untruncated.
+    """Return an initialization with a normal truncated at two standard deviations.
 
-    It is widened to make up for the cut, so the numbers have the deviation that is asked for; so
-    do Flax's LeCun and He initializers.
+    As in Flax's LeCun and He initializers, the normal is widened so that the values have standard
+    deviation `std` after truncation.
     """
     wide = std / _TRUNCATED_STD
     return partial(nn.init.trunc_normal_, mean=0.0, std=wide, a=-2.0 * wide, b=2.0 * wide)
 
 
 def xavier_uniform(matrix: Tensor) -> object:
-    """Fill with U(±√(6 / (rows + columns))) of the whole logical matrix."""
+    """Fill with U(±√(6 / (rows + columns))), for the shape of the whole logical matrix."""
     return nn.init.xavier_uniform_(matrix)
 
 
 def xavier_uniform_as_part_of(num_parts: int) -> Fill:
-    """Return the fill of a square matrix that other code draws as one of several stacked ones.
+    """Return Xavier-uniform initialization of a square matrix as one of `num_parts` stacked ones.
 
-    A Vision Transformer's queries, keys and values are usually one matrix of 3 h rows, which
-    makes its bound smaller: √(6 / (h + 3 h)).
+    Vision Transformers usually have one matrix of 3 h rows for queries, keys and values, whose
+    bound √(6 / (h + 3 h)) is smaller.
     """
 
     def fill(matrix: Tensor) -> object:
@@ -82,18 +82,18 @@ def xavier_uniform_as_part_of(num_parts: int) -> Fill:
 
 
 def vision_transformer() -> Initialization:
-    """Return the fills of MAE's released code: Xavier-uniform everywhere, q, k and v as one."""
+    """Return the initialization of MAE's code: Xavier-uniform, with q, k and v as one matrix."""
     projection = xavier_uniform_as_part_of(3)
     return Initialization(projection, projection, *[xavier_uniform] * 3)
 
 
 def scaled_by_size(width: int, depth: int, *, mlp: float) -> Initialization:
-    """Return iGPT's fills (released code): normal, attention by width and depth.
+    """Return the initialization of iGPT's released code: normal, scaled by width and depth.
 
     Args:
         width: hidden size.
         depth: number of blocks.
-        mlp: deviation of the matrices of the MLP.
+        mlp: standard deviation of the MLP's matrices.
     """
     projection, output = normal(width**-0.5), normal((width * depth) ** -0.5)
     return Initialization(projection, projection, output, normal(mlp), normal(mlp))

@@ -1,17 +1,17 @@
-"""Kernels: the one place that chooses how a block's work between matrix products is computed.
+"""Select the kernels of a block by device and `training.kernels`.
 
-| work | plain, and on a CPU | on a GPU, `training.kernels: auto` |
+| operation | plain, and always on a CPU | on a GPU with `training.kernels: auto` |
 |---|---|---|
-| attention: causal, full, context | SDPA by a flag | the same: cuDNN's or flash attention |
-| attention of two streams | SDPA under a dense mask | FlexAttention, which writes no mask |
-| norm | in float32, rounded once | torch's kernel, which is float32 inside |
-| bias of a matrix product | added apart | in the product (`linear.py`) |
-| rotary positions, activation, dropout and residual | operator by operator | compiled by torch |
-| cross-entropy | of float32 logits | compiled: no float32 logits are written |
+| attention: causal, full, context | SDPA with a flag | the same: cuDNN or flash attention |
+| attention of two streams | SDPA with a dense mask | FlexAttention, without a dense mask |
+| norm | in float32, rounded once | torch's kernel, float32 inside |
+| bias of a matrix product | separate addition | fused (`tensor_parallel.py`) |
+| rotary positions, activation, dropout and residual | one kernel per operator | `torch.compile` |
+| cross-entropy | on float32 logits | `torch.compile`, without materialising float32 logits |
 
-`training.kernels: torch` computes the plain form on a GPU too; `apex` takes the norms and Adam of
-NVIDIA Apex, and all else as `auto`. A compiled region is a function of tensors alone: what is
-around it (ZeRO's hooks, recomputation, collectives) stays out of the graph.
+`training.kernels: torch` uses the plain form on a GPU too; `apex` uses the norms and Adam of NVIDIA
+Apex, and otherwise equals `auto`. A compiled region is a function of tensors only, so that ZeRO's
+hooks, recomputation and collectives stay outside the graph.
 
 Legend: b images, n heads of this process, q queries, c keys, d head size, s tokens, h hidden size.
 """
@@ -34,18 +34,18 @@ from megavis.config.choices import KernelLibrary
 from megavis.config.errors import UserError
 
 BLOCK = 128
-"""Queries and keys that FlexAttention looks at together."""
+"""Block size of FlexAttention, in queries and in keys."""
 _SMALLEST_HEAD = 16
 
 
 class _Setting:
-    """What `choose_kernels` chose for this process, as `torch.backends` holds torch's own."""
+    """The process-wide setting of `choose_kernels`, like those in `torch.backends`."""
 
     library: KernelLibrary = "auto"
 
 
 def choose_kernels(library: KernelLibrary) -> None:
-    """Choose the kernels of this process for GPUs; a CPU always computes the plain forms.
+    """Set the kernels of this process for GPUs; on a CPU the plain forms are always used.
 
     Raises:
         UserError: the library is not installed.
@@ -56,18 +56,18 @@ def choose_kernels(library: KernelLibrary) -> None:
 
 
 def is_fused(tensor: Tensor) -> bool:
-    """Return whether work on this tensor leaves the plain form."""
+    """Return whether operations on this tensor use fused kernels instead of the plain form."""
     return tensor.is_cuda and _Setting.library != "torch"
 
 
 @functools.cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function compiled by torch, once a process."""
+    """Return the function compiled with `torch.compile`, once per process."""
     return torch.compile(function)
 
 
 def region(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that torch compiles where its first tensor is fused, and is plain else."""
+    """Decorate a function to run compiled if `is_fused` holds for its first argument."""
 
     @functools.wraps(plain)
     def run(first: Tensor, *rest: Any) -> Tensor:
@@ -78,15 +78,15 @@ def region(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @region
 def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn neighbouring channels (2i, 2i + 1), a complex number, by an angle.
+    """Rotate adjacent channels (2i, 2i + 1), as complex numbers, by an angle, in float32.
 
     Args:
         heads: `[b, n, s, d]`.
-        cos: float32 `[b or 1, 1, s, d / 2]`, of the angles.
-        sin: likewise.
+        cos: cosines of the angles, float32 `[b or 1, 1, s, d / 2]`.
+        sin: sines of the angles, float32 `[b or 1, 1, s, d / 2]`.
 
     Returns:
-        The shape and dtype of `heads`; computed in float32.
+        A tensor with the shape and dtype of `heads`.
     """
     real, imaginary = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
@@ -95,7 +95,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @region
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return -log softmax(logits)[target]: float32 `[s, b]` of `[s, b, v]` and int64 `[s, b]`."""
+    """Return the cross-entropy, float32 `[s, b]`, of logits `[s, b, v]` and ids int64 `[s, b]`."""
     wide = logits.float().flatten(0, 1)
     return F.cross_entropy(wide, targets.flatten(), reduction="none").view_as(targets)
 
@@ -103,8 +103,8 @@ def nats(logits: Tensor, targets: Tensor) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return (x - mean) / √(variance + eps) · weight + bias over the last dimension of x.
 
-    "Layer Normalization" (Ba, Kiros, Hinton), equation 4. The result has the dtype of x, and is
-    rounded to it once.
+    "Layer Normalization" (Ba, Kiros, Hinton), equation 4. Computed in float32 and rounded once to
+    the dtype of x.
     """
     if is_fused(x) and x.dtype == weight.dtype:
         if _Setting.library == "apex":
@@ -112,14 +112,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
             added = torch.zeros_like(weight) if bias is None else bias
             normalised: Tensor = normalise(x, weight, added, weight.shape, eps)
             return normalised
-        # In float32 inside, whatever the dtype.
+        # torch's kernel computes in float32 for any dtype.
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     shift = None if bias is None else bias.float()
     return F.layer_norm(x.float(), weight.shape, weight.float(), shift, eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Return x / √(mean x² + eps) · gain over the last dimension of x, likewise.
+    """Return x / √(mean x² + eps) · gain over the last dimension of x, in the dtype of x.
 
     "Root Mean Square Layer Normalization", equation 4.
     """
@@ -137,12 +137,10 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The same where torch has no kernel: on a CPU autograd takes six times as long.
+    """RMS norm on a CPU, where torch has no kernel and autograd takes six times as long.
 
-    It keeps what the kernel for CUDA keeps.
-
-    With n = x / √(mean x² + eps) and g the gradient times the gain, x has the gradient
-    (g - n · mean(g · n)) / √(mean x² + eps).
+    With n = x / √(mean x² + eps) and g the output gradient times the gain, the gradient of x is
+    (g - n · mean(g · n)) / √(mean x² + eps). Saves the same tensors as the CUDA kernel.
     """
 
     @staticmethod
@@ -167,13 +165,13 @@ class _RMSNorm(torch.autograd.Function):
 def two_stream_attention(
     query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask
 ) -> Tensor:
-    """Attend where a mask of `group_blocks` allows; a query that sees nothing gets zeros.
+    """Compute attention under a mask of `group_blocks`; fully masked queries get zeros.
 
     Args:
         query: `[b, n, q, d]`.
         key: `[b, n, c, d]`.
-        value: likewise.
-        block_mask: who sees whom.
+        value: `[b, n, c, d]`.
+        block_mask: the mask.
 
     Returns:
         `[b, n, q, d]`.
@@ -182,13 +180,13 @@ def two_stream_attention(
 
 
 def suits_flex(query: Tensor, dropout: float) -> bool:
-    """Return whether FlexAttention takes these queries: in training, large enough, no dropout."""
+    """Return whether to use FlexAttention: in training, for large enough queries, no dropout."""
     large = query.shape[2] >= BLOCK and query.shape[3] >= _SMALLEST_HEAD
     return is_fused(query) and large and dropout == 0.0 and torch.is_grad_enabled()
 
 
 def decoding_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Leave cuDNN's attention out inside the block on a GPU: it would plan anew for each length."""
+    """Disable cuDNN's attention inside the block on a GPU, since it replans for every length."""
     if device.type != "cuda" or _Setting.library == "torch":
         return contextlib.nullcontext()
     kinds = [
@@ -201,18 +199,18 @@ def decoding_kernels(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def group_blocks(groups: Tensor, reach: Tensor) -> BlockMask:
-    """Return the mask of FlexAttention under which a query sees the keys of smaller groups.
+    """Return the FlexAttention mask under which a query attends to keys of smaller groups.
 
-    No number for each pair of tokens is written: which pairs of blocks see each other, whole or in
-    part, follows from the smallest and largest group of each block.
+    No dense mask is materialised: whether a pair of blocks is fully, partly or not visible follows
+    from the smallest and largest group of each block.
 
     Args:
-        groups: int64 `[b or 1, c]`, of the keys.
-        reach: int64 `[b or 1, q]`; a query sees keys whose group is smaller.
+        groups: groups of the keys, int64 `[b or 1, c]`.
+        reach: int64 `[b or 1, q]`; a query attends to keys whose group is smaller.
     """
     lowest, highest, filled_keys = _extremes(groups)
     least, most, filled_queries = _extremes(reach)
-    # A block that the end of a sequence cuts is never seen whole.
+    # A partial block at the end of a sequence never counts as fully visible.
     whole = highest[:, None, :] < least[:, :, None]
     whole = whole & filled_keys & filled_queries[:, None]
     some = (lowest[:, None, :] < most[:, :, None]) & ~whole
@@ -231,7 +229,7 @@ def group_blocks(groups: Tensor, reach: Tensor) -> BlockMask:
 
 
 def _extremes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the smallest and largest group of each block `[b, blocks]`, and which are filled."""
+    """Return the smallest and largest group of each block `[b, blocks]`, and which are complete."""
     count = groups.shape[1]
     missing, most = -count % BLOCK, torch.iinfo(torch.int32).max
     low = F.pad(groups, (0, missing), value=most).unflatten(1, (-1, BLOCK)).amin(-1)
@@ -241,18 +239,18 @@ def _extremes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of `[b, i, j]` has, and these first: `[b, 1, i(, j)]`."""
+    """Return counts `[b, 1, i]` and indices, true ones first, `[b, 1, i, j]` of `[b, i, j]`."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1)[:, None].int(), order[:, None].int()
 
 
 def apex_part(module: str, name: str) -> Any:
-    """Return `name` of `apex.module`: NVIDIA Apex is imported where it is chosen, and nowhere else.
+    """Import `name` from `apex.module` of NVIDIA Apex, which is needed only if it is selected.
 
     Raises:
         UserError: NVIDIA Apex is not installed.
     """
-    # The exact submodule: the package that PyPI calls apex is an unrelated web toolkit.
+    # Import the exact submodule, since apex on PyPI is an unrelated web toolkit.
     try:
         return getattr(importlib.import_module(f"apex.{module}"), name)
     except (ImportError, AttributeError):

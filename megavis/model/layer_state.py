@@ -1,8 +1,8 @@
 """State passed between layers: the hidden states, and extra tensors by name.
 
-A pipeline stage sees nothing but what the stage before hands over. What a later layer needs
-besides hidden states (visibility, positions, noisy patches) is therefore carried:
-tensors under names that the objective declares, in that order.
+A pipeline stage receives only the output of the previous one. Other inputs of later layers
+(visibility, positions, noisy patches) are therefore carried along, under names that the objective
+declares and in that order.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 PackedState = Tensor | tuple[Tensor, ...]
-"""The form in which engines pass it on: the hidden states alone where nothing is carried."""
+"""A state as engines pass it between layers: just the hidden states if nothing is carried."""
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """Hidden states and what is carried.
+    """Hidden states and carried tensors.
 
     Attributes:
         hidden: `[s, b, h]` (s split over the tensor group under sequence parallelism).
-        carried: by name; integers, or floats of which every gradient is wanted.
+        carried: carried tensors by name; integers, or floats that need a gradient.
     """
 
     hidden: Tensor
@@ -31,27 +31,27 @@ class LayerState:
 
     @classmethod
     def unpack(cls, state: PackedState, names: Sequence[str]) -> LayerState:
-        """Read what `pack` gave."""
+        """Invert `pack`."""
         hidden, *rest = (state,) if isinstance(state, Tensor) else state
         return cls(hidden, dict(zip(names, rest, strict=True)))
 
     def pack(self) -> PackedState:
-        """Return the form that engines pass on."""
+        """Return the form that engines pass between layers."""
         return (self.hidden, *self.carried.values()) if self.carried else self.hidden
 
     def with_hidden(self, hidden: Tensor) -> LayerState:
-        """Return other hidden states with the same things carried."""
+        """Return a state with other hidden states and the same carried tensors."""
         return LayerState(hidden, self.carried)
 
 
 def as_bits(value: Tensor) -> Tensor:
     """View float32 as int32 of the same bits.
 
-    DeepSpeed's pipeline expects a gradient for every float that it carried; data have none.
+    DeepSpeed's pipeline expects a gradient for every float tensor that it passes; data have none.
     """
     return value.float().contiguous().view(torch.int32)
 
 
 def from_bits(bits: Tensor) -> Tensor:
-    """Return the float32 that `as_bits` was given."""
+    """Invert `as_bits`."""
     return bits.view(torch.float32)

@@ -1,10 +1,4 @@
-"""Norms that keep their gradients right under sequence parallelism.
-
-Batch normalisation without gain and bias, for features of a frozen network.
-
-"Masked Autoencoders Are Scalable Vision Learners", appendix A.2: "an extra BatchNorm layer without
-affine transformation"; "Denoising Autoregressive Representation Learning", appendix B.1. The batch
-is the whole step's, over all data-parallel processes, so the layout changes nothing.
+"""Norms: RMS and layer norm of the blocks, and the batch norm of linear evaluation.
 
 Legend: b images of this process, h features.
 """
@@ -26,8 +20,8 @@ class Norm(nn.Module):
     """RMS norm (gain only) or layer norm over the last dimension, computed in float32.
 
     Under sequence parallelism each process of the tensor group normalises its own tokens, so the
-    gradient of gain and bias is a partial sum. DeepSpeed has no step that adds them up: the
-    parameters pass through Megatron's copy region, whose backward does.
+    gradients of gain and bias are partial sums. DeepSpeed does not reduce them; Megatron's copy
+    region, through which the parameters pass, does so in its backward pass.
     """
 
     may_have_bias: ClassVar[bool] = True
@@ -54,21 +48,24 @@ class Norm(nn.Module):
 
 
 class GainNorm(Norm):
-    """The same without a bias."""
+    """A `Norm` without bias."""
 
     may_have_bias = False
 
 
 _EPSILON = 1e-6
 _MOMENTUM = 0.1
-"""Share of the present batch in the running statistics."""
+"""Weight of the current batch in the running statistics."""
 
 
 class BatchNorm(nn.Module):
-    """Subtracts the mean and divides by the deviation of a batch, or of all batches so far.
+    """Batch norm without affine transformation, for features of a frozen network.
 
-    Nothing before it learns, so no gradient passes. `mean` and `variance` are the running
-    statistics, with which evaluation works.
+    "Masked Autoencoders Are Scalable Vision Learners", appendix A.2: "an extra BatchNorm layer
+    without affine transformation"; "Denoising Autoregressive Representation Learning", appendix
+    B.1. Statistics are over the batch of all data-parallel processes, so they do not depend on the
+    layout. Since the network is frozen, no gradient is computed. `mean` and `variance` are the
+    running statistics, used in evaluation.
     """
 
     mean: Tensor
@@ -82,11 +79,11 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def forward(self, features: Tensor) -> Tensor:
-        """Standardise `[b, h]`; returns float32."""
+        """Normalise `[b, h]`; return float32."""
         features = features.float()
         if not self.training:
             return (features - self.mean) / (self.variance + _EPSILON).sqrt()
-        # Every process has as many images.
+        # Every process has the same number of images.
         total = len(features) * self.processes.size()
         mean = self._sum(features.sum(0)) / total
         squares = self._sum((features - mean).square().sum(0))
@@ -95,10 +92,10 @@ class BatchNorm(nn.Module):
         return (features - mean) / (squares / total + _EPSILON).sqrt()
 
     def _sum(self, value: Tensor) -> Tensor:
-        """Add up over the processes, in place."""
+        """All-reduce in place."""
         dist.all_reduce(value, group=self.processes)
         return value
 
     def _remember(self, name: str, value: Tensor) -> None:
-        # In float32 from here on, whatever precision the engine has turned zeros and ones into.
+        # Convert to float32, since the engine casts the initial buffers to its precision.
         setattr(self, name, torch.lerp(getattr(self, name).float(), value, _MOMENTUM))

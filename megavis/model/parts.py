@@ -1,10 +1,10 @@
-"""Stacks of blocks as parts of a model's list of layers, and the bridges between them.
+"""Stacks of blocks in a model's list of layers, and the bridges between them.
 
-A model is a list of layer plans: the first layer, the blocks of one stack or of several, bridges
-between them, the head. Stacks may differ in width, heads, visibility and number of tokens; counts
-of operations, plans and the cuts of a pipeline follow from the list.
+A model is a list of layer plans: the first layer, the blocks of one or more stacks, bridges between
+stacks, and the head. Stacks may differ in width, heads, visibility and number of tokens. FLOPs and
+the division into pipeline stages are derived from the list.
 
-Legend: b images, s tokens, h hidden size of the stack below, w that of the stack above.
+Legend: b images, s tokens, h hidden size of the lower stack, w hidden size of the upper stack.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from megavis.model.stack import LayerPlan, Phase, PlannedStack
 
 
 class Bridge(nn.Module):
-    """Between two stacks: the norm above the lower one, and a linear map to the upper one's width.
+    """Connects two stacks: the final norm of the lower one, and a linear map to the upper width.
 
-    It sees all tokens on every process of the tensor group, and splits what it gives again where
-    the upper stack has sequence parallelism; both stacks have it alike.
+    Under sequence parallelism it gathers all tokens on every process, and splits its output again.
     """
 
     def __init__(self, below: Core, above: Core, fill: Fill = xavier_uniform) -> None:
@@ -39,16 +38,16 @@ class Bridge(nn.Module):
 
     @property
     def core(self) -> Core:
-        """The lower stack's."""
+        """The core of the lower stack."""
         return self.below
 
     @property
     def feature_norm(self) -> LastNorm:
-        """The norm above the lower stack."""
+        """The final norm of the lower stack."""
         return self.norm
 
     def forward(self, state: PackedState) -> PackedState:
-        """Map `[s, b, h]` to `[s', b, w]`, with what the upper stack carries."""
+        """Map `[s, b, h]` to `[s', b, w]`, with the tensors that the upper stack carries."""
         stream = LayerState.unpack(state, self.below.carried_names)
         hidden = self.linear(self.norm.whole(stream.hidden))
         hidden, carried = self.enter(hidden, stream.carried)
@@ -58,13 +57,13 @@ class Bridge(nn.Module):
     def enter(
         self, hidden: Tensor, carried: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the tokens that enter the upper stack, and what is carried with them.
+        """Return the tokens `[b, s', w]` of the upper stack, and the tensors that it carries.
 
-        A paper adds fillers and positions here.
+        Override to add mask tokens and positions.
 
         Args:
-            hidden: `[b, s, w]`, whole on every process.
-            carried: what the lower stack carried.
+            hidden: `[b, s, w]`, complete on every process.
+            carried: the tensors that the lower stack carries.
         """
         return hidden, carried
 
@@ -83,14 +82,14 @@ def block_plans(
     """Return the blocks of a stack.
 
     Args:
-        core: of the stack.
-        work: tokens of an image in this stack; `num_outputs` is what the head, or the bridge, above
-            it gives for each that it reads.
-        seed: of the run.
-        depth: of the first block; see `LayerPlan`.
-        deepens: each block is one deeper than that below it; else all are alike.
+        core: core of the stack.
+        work: workload of an image; `num_outputs` are the outputs per token of the head or bridge
+            above the stack.
+        seed: the run's seed.
+        depth: depth of the first block; see `LayerPlan`.
+        deepens: whether depth increases from block to block.
         gives_features: see `LayerPlan`.
-        phase: likewise.
+        phase: see `LayerPlan`.
         num_passing: see `PlannedStack`.
     """
     stack = PlannedStack(core, work, num_passing)
@@ -111,20 +110,20 @@ def block_plans(
 def bridge_plan(
     name: str, build: Callable[[], Bridge], *, seed: int, depth: int, flops: float = 0.0
 ) -> LayerPlan:
-    """Return a bridge as a layer, off whose norm features are read.
+    """Return a bridge as a feature layer.
 
-    Its matrix is counted with the stack below, `flops` what else it computes for an image.
+    Its matrix is part of the lower stack's workload; `flops` are any further FLOPs per image.
     """
     return LayerPlan(name, build, seed, depth, flops=flops, gives_features=True)
 
 
 def stacks_of(plans: Iterable[LayerPlan]) -> list[PlannedStack]:
-    """Return the stacks of a model, from below."""
+    """Return the stacks of a model, from bottom to top."""
     return [plan.stack for plan, _ in distinct_layers(plans) if plan.stack is not None]
 
 
 def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int]]:
-    """Yield one block of each stack with their number, and every other layer once."""
+    """Yield one block of each stack with the number of its blocks, and all other layers with 1."""
     for stack, group in itertools.groupby(plans, lambda plan: plan.stack):
         layers = list(group)
         if stack is None:
@@ -135,16 +134,16 @@ def distinct_layers(plans: Iterable[LayerPlan]) -> Iterator[tuple[LayerPlan, int
 
 @dataclass(frozen=True)
 class StackSize:
-    """A stack of blocks as tables show it.
+    """Sizes of a stack of blocks, for tables.
 
     Attributes:
-        name: begins its parameters' names.
-        num_layers: blocks.
+        name: prefix of its parameter names.
+        num_layers: number of blocks.
         hidden_size: width of the residual stream.
         num_heads: attention heads.
-        num_tokens: of an image.
-        flops: operations of a training step for one image, with the map above it.
-        phase: when it runs as images are generated.
+        num_tokens: tokens of an image.
+        flops: FLOPs of a training step for one image, including the head or bridge above.
+        phase: when it runs in generation.
     """
 
     name: str
@@ -157,7 +156,7 @@ class StackSize:
 
     @classmethod
     def of(cls, stack: PlannedStack, phase: Phase, inside: str = "") -> StackSize:
-        """Return the sizes of a stack; `inside`: the layer that holds it, and a dot."""
+        """Return the sizes of a stack; `inside` is the name of its enclosing layer and a dot."""
         model = stack.core.model
         return cls(
             name=f"{inside}{stack.core.stack.name}",
@@ -171,7 +170,7 @@ class StackSize:
 
 
 def stack_sizes(plans: Iterable[LayerPlan]) -> list[StackSize]:
-    """Return all stacks of a model, from below, inside layers or not."""
+    """Return all stacks of a model from bottom to top, including those inside other layers."""
     found = []
     for plan, _ in distinct_layers(plans):
         if plan.stack is not None:
@@ -182,17 +181,17 @@ def stack_sizes(plans: Iterable[LayerPlan]) -> list[StackSize]:
 
 
 def model_flops(plans: Sequence[LayerPlan]) -> float:
-    """Return the operations of one image's forward and backward pass through these layers."""
+    """Return the FLOPs of one image's forward and backward pass."""
     stacks = sum(stack.flops for stack in stacks_of(plans))
     return 3 * (stacks + sum(plan.own_flops for plan in plans))
 
 
 def block_weights(plans: Sequence[LayerPlan]) -> tuple[list[int], list[float]]:
-    """Return the index of each block in a list of layers, and its weight in a pipeline stage.
+    """Return the index of each block in a list of layers, and its cost for balancing a pipeline.
 
-    A block weighs as much as an average block of its stack, in blocks of the first stack. Other
-    layers stay with the block before them, and the first one with the block after it; of these,
-    only what no stack's workload counts adds weight: encoders and decoders, not maps of tokens.
+    The cost of a block is the average of its stack, in units of a block of the first stack. Other
+    layers belong to the preceding block, and the first layer to the following one; their cost
+    counts only if no stack's workload includes it: decoders do, maps of tokens do not.
     """
     places = [i for i, plan in enumerate(plans) if plan.stack is not None]
     costs = [_block_flops(stack) for i in places if (stack := plans[i].stack) is not None]

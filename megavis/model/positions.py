@@ -1,20 +1,16 @@
-"""Position encodings of tokens on a grid, in six kinds.
+"""Position encodings of tokens on a grid.
 
-Places are data: int64 `[b, s]`, the number of a token's cell in raster order, b = 1 where all
-images share them; a permuted sequence is the same tokens with permuted places. Absolute kinds are
-added to the embedding, rotary kinds turn queries and keys by row and column, and relative ones add
-to what attention weighs (`RelativeBias`).
+Places are tensors: int64 `[b or 1, s]` holds the cell of each token in raster order, so a permuted
+sequence is the same tokens with permuted places. Absolute kinds are added to the embedding, rotary
+kinds rotate queries and keys by row and column, and relative ones are added to attention scores.
 
-Sources: sin-cos, "Attention Is All You Need" (section 3.5), in two dimensions as MAE's released
-code has it; rotary, "RoFormer"; decomposed rotary, "Denoising Autoregressive Representation
-Learning", section 3.4 and appendix D.
+Sources: sin-cos, "Attention Is All You Need" (section 3.5), in two dimensions as in MAE's released
+code; rotary, "RoFormer"; decomposed rotary, "Denoising Autoregressive Representation Learning",
+section 3.4 and appendix D; relative bias, "BEiT: BERT Pre-Training of Image Transformers", section
+2.5 and its released code.
 
-A learned attention bias for each offset between two cells of a grid.
-
-"BEiT: BERT Pre-Training of Image Transformers" (section 2.5 and its released code): every layer and
-head has its own, and all start at zero.
-
-Legend: b images, n heads of this process, q queries, c keys, H × W the grid.
+Legend: b images, s tokens, h hidden size, n heads of this process, d head size, q queries, c keys,
+H × W the grid.
 """
 
 from __future__ import annotations
@@ -30,25 +26,25 @@ from megavis.model.declarations import set_start
 from megavis.model.init import Fill, filled, zeros
 
 LEARNED = "embedding.positions.weight"
-"""The name of learned positions in every paper's model."""
+"""Parameter name of learned positions in every paper's model."""
 
 START = -1
-"""The place of a start token: one column to the left of the first cell."""
+"""Place of a start token: one column to the left of the first cell."""
 NOWHERE = -2
-"""The place of a token off the grid, such as a class token."""
+"""Place of a token off the grid, such as a class token."""
 
 _WAVELENGTH = 10_000.0
 
 
 def cell_coordinates(cells: Tensor, width: int) -> Tensor:
-    """Return row and column, int64 `[..., 2]`, of cells int64 `[...]` of rows of `width` cells."""
+    """Return row and column, int64 `[..., 2]`, of cells int64 `[...]` on a grid of this width."""
     return torch.stack([cells // width, cells % width], dim=-1)
 
 
 def place_coordinates(places: Tensor, width: int) -> Tensor:
-    """Return row and column, int64 `[..., 2]`, of places, some of them `START` or `NOWHERE`."""
+    """Return row and column, int64 `[..., 2]`, of places, including `START` and `NOWHERE`."""
     cells = cell_coordinates(places.clamp(min=0), width)
-    # The start token's clamped cell is row 0, column 0.
+    # The start token's clamped cell is in row 0 and column 0.
     cells = torch.stack([cells[..., 0], cells[..., 1] - (places == START).long()], dim=-1)
     return torch.where(places[..., None] == NOWHERE, OFF_GRID, cells)
 
@@ -56,7 +52,7 @@ def place_coordinates(places: Tensor, width: int) -> Tensor:
 class Positions(nn.Module):
     """Encodes positions of tokens on a grid of `height` × `width`.
 
-    `weight` exists for learned positions alone: one vector a cell, in raster order.
+    Only learned positions have a `weight`, one vector per cell in raster order.
     """
 
     def __init__(
@@ -72,13 +68,13 @@ class Positions(nn.Module):
         """Build.
 
         Args:
-            kind: which way.
-            height: of the grid.
-            width: of the grid.
-            hidden_size: of what is added.
-            fill: of learned positions.
-            scale: multiplies coordinates of sines and cosines; trained size / present size
-                interpolates them. Rotary ones are scaled in `turns`.
+            kind: kind of encoding.
+            height: rows of the grid.
+            width: columns of the grid.
+            hidden_size: h.
+            fill: initialises learned positions.
+            scale: multiplies the coordinates of sin-cos positions; training size / current size
+                interpolates them. Rotary positions are scaled in `turns`.
         """
         super().__init__()
         self.kind, self.width, self.hidden_size, self.scale = kind, width, hidden_size, scale
@@ -89,30 +85,30 @@ class Positions(nn.Module):
             set_start([self.weight], "saved or fresh")
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Add to `hidden` `[b, s, h]` what absolute kinds add.
+        """Add absolute positions to `hidden`; other kinds return it unchanged.
 
         Args:
-            hidden: embeddings of the tokens.
-            places: int64 `[b or 1, s]`, the cell of each.
+            hidden: embeddings of the tokens, `[b, s, h]`.
+            places: int64 `[b or 1, s]`, the cell of each token.
         """
         if self.weight is not None:
             return hidden + nn.functional.embedding(places, self.weight)
         if self.kind == "sincos":
             coordinates = cell_coordinates(places, self.width)
-            # A row has one axis, as in the sequences of "Attention Is All You Need".
+            # A single row has one axis, like the sequences of "Attention Is All You Need".
             coordinates = coordinates[..., 1:] if self.is_row else coordinates
             return hidden + sincos(self.scale * coordinates, self.hidden_size).to(hidden.dtype)
         return hidden
 
     def carried(self, places: Tensor) -> dict[str, Tensor]:
-        """Return what rotary and relative kinds carry to the blocks, under the name they know.
+        """Return the coordinates that rotary and relative kinds carry to the blocks, by name.
 
         Args:
             places: int64 `[b or 1, s]`, the cell of each token, `START` or `NOWHERE`.
 
         Returns:
-            Nothing for other kinds; else int64 `[b or 1, s, axes]`: `rope_1d` numbers the cells in
-            raster order, the others take row and column as they are.
+            Empty for other kinds; else int64 `[b or 1, s, axes]`: the index in raster order for
+            `rope_1d`, row and column for the others.
         """
         names = carried_names(self.kind)
         if not names:
@@ -124,19 +120,19 @@ class Positions(nn.Module):
 
 
 def is_grid(num_cells: int) -> bool:
-    """True where so many cells make a square."""
+    """Return True if `num_cells` is a square number."""
     return math.isqrt(num_cells) ** 2 == num_cells
 
 
 def resize_table(table: Tensor, num_cells: int) -> Tensor:
-    """Interpolate learned positions of one square grid for another, bicubically.
+    """Interpolate learned positions from one square grid to another, bicubically.
 
     Args:
-        table: float32 `[n, h]`, a cell each in raster order.
-        num_cells: of the other grid.
+        table: float32 `[cells, h]` in raster order.
+        num_cells: cells of the new grid.
 
     Returns:
-        `[num_cells, h]`; the table itself where nothing changes.
+        `[num_cells, h]`; the table itself if the size is the same.
 
     Raises:
         ValueError: either grid is not square.
@@ -152,24 +148,27 @@ def resize_table(table: Tensor, num_cells: int) -> Tensor:
 
 
 def carried_names(kind: PositionKind) -> tuple[str, ...]:
-    """Return the names of what `Positions.carried` gives for a kind."""
+    """Return the names of the tensors in `Positions.carried` for a kind."""
     return ("coordinates",) if kind in ("rope_1d", "rope_2d", "relative_2d") else ()
 
 
 def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
-    """Return sines and cosines of each coordinate.
+    """Return sine and cosine features of coordinates.
 
     Args:
         coordinates: `[..., axes]`.
-        hidden_size: width; must divide by 2 · axes.
+        hidden_size: h, a multiple of 2 · axes.
 
     Returns:
-        float32 `[..., hidden_size]`: for each axis its sines, then its cosines, the last axis (the
-        column) first, as in MAE's `get_2d_sincos_pos_embed`.
+        float32 `[..., h]`: sines then cosines of each axis, beginning with the last axis (the
+        column), as in MAE's `get_2d_sincos_pos_embed`.
+
+    Raises:
+        ValueError: `hidden_size` is not divisible.
     """
     axes = coordinates.shape[-1]
     if hidden_size % (2 * axes):
-        raise ValueError(f"sin-cos positions of {axes} axes need a width that 2 · {axes} divides")
+        raise ValueError(f"sin-cos positions of {axes} axes need a width divisible by {2 * axes}")
     places = coordinates.flip(-1)[..., None].double()
     angles = places * _frequencies(hidden_size // axes, coordinates, torch.float64)
     waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -177,25 +176,25 @@ def sincos(coordinates: Tensor, hidden_size: int) -> Tensor:
 
 
 def turns(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles by which `kernels.turn` turns queries and keys.
+    """Return cosines and sines of the angles by which `kernels.turn` rotates queries and keys.
 
-    Neighbouring channels (2i, 2i + 1) are a complex number, turned by coordinate · θ_i with
-    θ_i = 10000^(-2i/d); the channels of a head are shared out evenly over the axes (appendix D).
+    Adjacent channels (2i, 2i + 1) form a complex number, rotated by coordinate · θ_i with
+    θ_i = 10000^(-2i/d); the channels of a head are divided evenly between the axes (appendix D).
 
     Args:
         coordinates: `[b or 1, s, axes]`.
-        head_size: d; must be divisible by 2 · axes.
-        scale: multiplies coordinates; trained size / present size interpolates them.
+        head_size: d, a multiple of 2 · axes.
+        scale: multiplies coordinates; training size / current size interpolates them.
 
     Returns:
-        float32 `[b or 1, 1, s, d / 2]` each.
+        Cosines and sines, float32 `[b or 1, 1, s, d / 2]` each.
     """
     by = angles(coordinates, head_size, scale=scale)[:, None]
     return by.cos(), by.sin()
 
 
 def angles(coordinates: Tensor, head_size: int, *, scale: float = 1.0) -> Tensor:
-    """Return by how much each pair of channels is turned.
+    """Return the rotation angle of each pair of channels.
 
     Args:
         coordinates: `[..., axes]`.
@@ -220,11 +219,11 @@ OFF_GRID = -1
 
 
 class RelativeBias(nn.Module):
-    """Added to q · k / √d, by head and by the relative position of key and query.
+    """A learned bias of attention scores for each head and relative position of key and query.
 
-    `weight` is float32 `[n, (2H - 1)(2W - 1) + 3]`: a number for each offset in rows and columns,
-    then one for a query off the grid, one for a key off the grid, and one where both are. It is
-    split over the tensor group by heads.
+    `weight` is float32 `[n, (2H - 1)(2W - 1) + 3]`, initially zero: one value for each offset in
+    rows and columns, then one for a query off the grid, one for a key off the grid, and one for
+    both. It is split over the tensor group by heads.
 
     Args:
         num_heads: n.
@@ -243,8 +242,8 @@ class RelativeBias(nn.Module):
         """Return the bias `[b or 1, n, q, c]`.
 
         Args:
-            queries: int64 `[b or 1, q, 2]`, row and column of each, `OFF_GRID` where it has none.
-            keys: likewise, `[b or 1, c, 2]`.
+            queries: row and column of each query, or `OFF_GRID`, int64 `[b or 1, q, 2]`.
+            keys: row and column of each key, or `OFF_GRID`, int64 `[b or 1, c, 2]`.
         """
         rows, columns = (keys[:, None] - queries[:, :, None]).unbind(-1)
         entries = (rows + self.height - 1) * (2 * self.width - 1) + columns + self.width - 1

@@ -1,8 +1,8 @@
-"""The model as one list of layers, which every engine runs.
+"""The model as a list of layers, for every engine.
 
 With one pipeline stage the list is an ordinary module; with several, DeepSpeed's `PipelineModule`
-takes the same list. A layer is seeded by its place, so its weights do not depend on which process
-builds it or on what was built before.
+takes the same list. Each layer is seeded by its name, so its weights do not depend on which process
+builds it or on the order of building.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from megavis.model.layer_state import PackedState
 from megavis.parallel.random import seeded
 
 Predictions = Tensor | tuple[Tensor, ...]
-"""What a head gives: a tensor, or several."""
+"""Output of a head: one or several tensors."""
 
 Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
-"""From what the last layer gives and the targets to a scalar."""
+"""Maps the last layer's output and the targets to a scalar."""
 
 
 class FeatureLayer(Protocol):
-    """A layer off which features may be read."""
+    """A layer that can provide features."""
 
     @property
     def core(self) -> Core:
-        """What the layer is built from; its config says what features are."""
+        """The layer's core, whose config defines what features are."""
 
     @property
     def feature_norm(self) -> nn.Module:
-        """The norm that is called once a forward pass, on the stream of hidden states."""
+        """The norm of the residual stream, called once per forward pass."""
 
 
 def watch_features(layer: nn.Module, keep: Callable[[Tensor], None]) -> RemovableHandle:
@@ -50,7 +50,7 @@ def watch_features(layer: nn.Module, keep: Callable[[Tensor], None]) -> Removabl
 
 
 Phase = Literal["once", "step"]
-"""When a layer runs as images are generated: once for each image, or in every step."""
+"""When a layer runs in generation: once per image, or in every step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +58,10 @@ class PlannedStack:
     """A stack of equal blocks.
 
     Attributes:
-        core: from which its blocks are built.
-        work: what its blocks compute for an image, and the map above them.
-        num_passing: numbers of an image that travel past its blocks, with a gradient, to those of
-            the stack above.
+        core: core of the stack.
+        work: workload of its blocks, and of the head or bridge above them, for an image.
+        num_passing: values per image that are carried through its blocks, with a gradient, to the
+            stack above.
     """
 
     core: Core
@@ -70,40 +70,40 @@ class PlannedStack:
 
     @property
     def flops(self) -> float:
-        """Operations of the forward pass for one image."""
+        """FLOPs of the forward pass for one image."""
         return forward_flops(self.core.model, self.work)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer that is not built yet."""
+    """Specification of a layer."""
 
     name: str
-    """Its part of every parameter's name, for example `blocks.3`."""
+    """Prefix of its parameter names, for example `blocks.3`."""
     factory: Callable[[], nn.Module]
     seed: int
-    """Of the run."""
+    """The run's seed."""
     depth: int = 0
-    """Place among the layers that the gradient passes, from 0; layer-wise decay counts it."""
+    """Depth for layer-wise learning rate decay, from 0."""
     options: ParamGroupOptions = ParamGroupOptions()
-    """How the optimizer treats the layer's parameters; they may declare more of their own."""
+    """Optimizer options of the layer, combined with those that its parameters declare."""
     stack: PlannedStack | None = None
-    """Of a block; None for any other layer."""
+    """The stack of a block; None for any other layer."""
     inner: PlannedStack | None = None
-    """A stack inside this layer, which no pipeline cuts: a decoder in the last layer."""
+    """A stack inside this layer, which a pipeline does not divide: a decoder in the last layer."""
     flops: float = 0.0
-    """Operations of the forward pass for one image that no stack's workload counts."""
+    """FLOPs of the forward pass for one image that no stack's workload includes."""
     gives_features: bool = False
-    """Features are read off this layer's norm; see `FeatureLayer`."""
+    """Whether the layer's norm provides features; see `FeatureLayer`."""
     phase: Phase = "step"
 
     @property
     def own_flops(self) -> float:
-        """Operations of the forward pass for one image besides those of `stack`."""
+        """FLOPs of the forward pass for one image, excluding those of `stack`."""
         return self.flops + (0.0 if self.inner is None else self.inner.flops)
 
     def build(self) -> nn.Module:
-        """Build the layer with the weights that its name and the seed decide."""
+        """Build the layer, with initial weights determined by its name and the seed."""
         with seeded(self.seed, "weights", self.name):
             layer = self.factory()
         add_options(layer.parameters(), self.options)
@@ -111,12 +111,12 @@ class LayerPlan:
 
 
 def num_up_to_features(plans: Sequence[LayerPlan]) -> int:
-    """Return how many layers there are up to the last off which features are read."""
+    """Return the number of layers up to the last feature layer."""
     return max((i for i, plan in enumerate(plans, 1) if plan.gives_features), default=0)
 
 
 class LayerStack(nn.Module):
-    """All layers in one process, and the loss on top."""
+    """All layers in one process, and the loss."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class LayerStack(nn.Module):
         *,
         built: Callable[[nn.Module], object] = lambda layer: None,
     ) -> None:
-        """Build the layers; `built` is called with each before the next one is built."""
+        """Build the layers; `built` is called with each layer before the next one is built."""
         super().__init__()
         self.layers = nn.ModuleList()
         for plan in plans:
@@ -143,33 +143,33 @@ class LayerStack(nn.Module):
 
 @dataclass(frozen=True)
 class LocalLayers:
-    """The layers that this process holds, with their names: one view for every engine."""
+    """The layers that this process holds, independent of the engine."""
 
     plans: Sequence[LayerPlan]
     modules: Sequence[nn.Module]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under the names that they have in every layout."""
+        """Yield parameters under their layout-independent names."""
         for plan, module in zip(self.plans, self.modules, strict=True):
             for name, parameter in module.named_parameters():
                 yield f"{plan.name}.{name}", parameter
 
     def of_phase(self, phase: Phase) -> list[nn.Module]:
-        """Return the layers of a phase, from below."""
+        """Return the layers of a phase, from bottom to top."""
         pairs = zip(self.plans, self.modules, strict=True)
         return [module for plan, module in pairs if plan.phase == phase]
 
     def feature_layers(self) -> list[nn.Module]:
-        """Return the layers off which features are read (`FeatureLayer`), from below."""
+        """Return the layers that provide features (`FeatureLayer`), from bottom to top."""
         pairs = zip(self.plans, self.modules, strict=True)
         return [module for plan, module in pairs if plan.gives_features]
 
     def up_to_features(self) -> Sequence[nn.Module]:
-        """Return the layers up to the last off which features are read; none above all of these."""
+        """Return the layers up to the last feature layer; empty if there is none."""
         return self.modules[: num_up_to_features(self.plans)]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what training keeps besides parameters, likewise."""
+        """Yield persistent buffers under their layout-independent names."""
         for plan, module in zip(self.plans, self.modules, strict=True):
             kept = module.state_dict(keep_vars=True)
             for name, buffer in module.named_buffers():

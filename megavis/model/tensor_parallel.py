@@ -1,9 +1,11 @@
-"""Gather the tokens that sequence parallelism has split over the tensor group.
+"""Tensor- and sequence-parallel building blocks.
 
-Megatron's linear layers, plain on a CPU, and with whole bias gradients.
+`all_tokens` and `own_tokens` gather and split sequences under sequence parallelism. The linear
+layers are Megatron's with three changes: plain matrix products on a CPU, reduced gradients of
+row-parallel biases, and biases fused into the product on a GPU without tensor parallelism, also
+those that the caller would add.
 
-On a GPU a process that shares its layers with no other adds biases inside the product, those too
-that the caller would add: one kernel less a layer.
+Legend: b images, s tokens, h hidden size.
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-# The only way from a forward pass into Megatron's linear layers, whose callers pass hidden states
-# and nothing else; so it is a value of the calling context, as gradient mode is.
+# A context variable, like gradient mode, since callers of Megatron's linear layers pass only hidden
+# states.
 _WHOLE: ContextVar[bool] = ContextVar("tokens are whole", default=False)
 
 
 class SequenceParallelConfig(Protocol):
-    """A layer or config that says whether sequences are split over the tensor group."""
+    """A layer or config with a flag for sequence parallelism."""
 
     @property
     def sequence_parallel(self) -> bool:
-        """True under sequence parallelism."""
+        """True if sequences are split over the tensor group."""
 
 
 @contextlib.contextmanager
 def whole_tokens() -> Iterator[None]:
-    """Keep all tokens on each process of a tensor group inside the block.
+    """Disable sequence parallelism inside the block.
 
-    For forward passes without gradient over sequences that cannot be divided, as of a single token.
-    Nothing is changed in layers or configs; they ask `splits_tokens`.
+    For forward passes without gradient over sequences that cannot be split, such as a single token.
+    Layers and configs are not changed; layers call `splits_tokens`.
     """
     token = _WHOLE.set(True)
     try:
@@ -53,15 +55,15 @@ def whole_tokens() -> Iterator[None]:
 
 
 def splits_tokens(layer: SequenceParallelConfig) -> bool:
-    """Return whether a layer, or all layers of a config, split sequences in this forward pass."""
+    """Return whether sequences are split over the tensor group in this forward pass."""
     return layer.sequence_parallel and not _WHOLE.get()
 
 
 def all_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup) -> Tensor:
-    """Return `[s, b, h]` of the whole sequence, the same on every process of the tensor group.
+    """All-gather the tokens of `[s, b, h]` if they are split.
 
-    What follows must give every process the same gradient, as layers do that start with Megatron's
-    copy region; the backward pass then takes this process's tokens out of it.
+    Gradients of the result must be equal on all processes, as they are for layers that begin with
+    Megatron's copy region; the backward pass selects this process's tokens.
     """
     if not splits_tokens(config):
         return hidden
@@ -71,24 +73,24 @@ def all_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.Proce
 
 
 def own_tokens(hidden: Tensor, config: SequenceParallelConfig, group: dist.ProcessGroup) -> Tensor:
-    """Return this process's tokens of `[s, b, h]`; s must divide by the tensor size."""
+    """Return this process's tokens of `[s, b, h]`; s must be divisible by the tensor size."""
     if not splits_tokens(config):
         return hidden
     return scatter_to_sequence_parallel_region(hidden, group)
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """A linear layer split by output features, which every process of the tensor group keeps."""
+    """A linear layer split by output features, whose output stays split."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias left over."""
+        """Map `[s, b, input_size]` to `[s, b, output_size / tensor size]` and a bias not added."""
         learns, alone = torch.is_grad_enabled(), self.tp_group.size() == 1
         if alone and not input_.is_cpu:
             return F.linear(input_, self.weight, self.bias), None
         if splits_tokens(self) or (learns and not input_.is_cpu):
             return super().forward(input_)
-        # What Megatron does around the product serves the gradient on a GPU, and outside of
-        # training it costs more than the product of a single token.
+        # Megatron's forward pass is designed for gradients on a GPU; outside training its overhead
+        # exceeds the product of a single token.
         if learns:
             input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
         if self.skip_bias_add:
@@ -97,10 +99,10 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """A linear layer split by input features, which leaves its bias to the caller.
+    """A linear layer split by input features, whose bias the caller adds.
 
-    Under sequence parallelism the bias is added to a part of the tokens, so its gradient is a
-    partial sum; Megatron's copy region adds the parts up in the backward pass.
+    Under sequence parallelism each process adds the bias to some of the tokens, so its gradient is
+    a partial sum; Megatron's copy region reduces it in the backward pass.
     """
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
@@ -115,7 +117,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         splits = splits_tokens(self)
         if self.tp_group.size() == 1 and not input_.is_cpu:
             return F.linear(input_, self.weight, self.bias), None
-        # Megatron's own forward pass reads the flag of the layer, which says what training does.
+        # Megatron's forward pass reads the layer's flag, which does not reflect `whole_tokens`.
         if not splits and (input_.is_cpu or self.sequence_parallel):
             part = F.linear(input_, self.weight)
             return reduce_from_tensor_model_parallel_region(part, self.tp_group), self.bias

@@ -1,16 +1,17 @@
-"""Visibility: which token attends to which.
+"""Visibility: which token attends to which, and the inputs of attention besides hidden states.
 
-A visibility is data: a kind, known when the model is built, and the tensors that the kind needs,
-which travel with the hidden states. The attention module turns it into the fastest kernel;
-`dense_mask` is the plain form that tests compare kernels with.
+A visibility consists of a kind, fixed when the model is built, and the tensors that this kind
+needs, which are carried with the hidden states. The attention module maps it to the fastest kernel;
+`dense_mask` is the reference that tests compare kernels with.
 
-- `causal`: a token sees itself and those before it.
-- `full`: all see all.
-- `two_stream`: content tokens come before query tokens, and only content is seen. A content token
-  sees the groups up to its own, a query token those before its own.
-- `context`: all see the tokens that `context` names, and no other.
+- `causal`: a token attends to itself and to earlier tokens.
+- `full`: all tokens attend to all.
+- `two_stream`: content tokens come before query tokens, and only content is attended to. A content
+  token attends to the groups up to its own, a query token to those before its own.
+- `context`: all tokens attend to those in `context` only.
 
-Legend: b images (1 where all images share a tensor), s tokens, c tokens that can be seen.
+Legend: b images (1 if all images share a tensor), s tokens, q query tokens, c tokens that are
+attended to, p branches of a block, h hidden size.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ VisibilityKind = Literal["causal", "full", "two_stream", "context"]
 
 @dataclass(frozen=True)
 class Visibility:
-    """Kind and tensors.
+    """A visibility kind and its tensors.
 
     Attributes:
-        kind: one of the table above.
-        content_groups: two_stream: int64 `[b, c]`, the group of each content token.
-        query_groups: two_stream: int64 `[b, q]`, the group of each query token; q may be 0.
-        context: context: int64 `[b, c]`, places of the tokens that all tokens see.
+        kind: see the module's docstring.
+        content_groups: for `two_stream`, int64 `[b, c]`, the group of each content token.
+        query_groups: for `two_stream`, int64 `[b, q]`, the group of each query token; q may be 0.
+        context: for `context`, int64 `[b, c]`, the indices of the tokens that are attended to.
     """
 
     kind: VisibilityKind
@@ -44,22 +45,22 @@ class Visibility:
 
     @property
     def num_content(self) -> int:
-        """Content tokens of two streams."""
+        """Number of content tokens of two streams."""
         return self._groups()[0].shape[1]
 
     @property
     def query_start(self) -> int:
-        """Place of the first token that the head reads: of two streams the first query token."""
+        """Index of the first token that the head reads: with two streams the first query token."""
         if self.kind != "two_stream" or self._groups()[1].shape[1] == 0:
             return 0
         return self.num_content
 
     def visible_tokens(self, tokens: Tensor, *, dim: int) -> Tensor:
-        """Return those of `tokens` whose keys and values someone needs.
+        """Return the tokens that are attended to.
 
         Args:
             tokens: `[s, b, ...]` or `[b, s, ...]`.
-            dim: which of the first two dimensions counts tokens; the other counts images.
+            dim: the dimension of tokens, 0 or 1; the other is that of images.
         """
         if self.kind == "two_stream":
             return tokens.narrow(dim, 0, self.num_content)
@@ -68,11 +69,14 @@ class Visibility:
         return tokens
 
     def mask(self, num_queries: int, num_keys: int) -> Tensor | None:
-        """Return bool `[num_queries, num_keys]` or `[b, num_queries, num_keys]`; None: all see all.
+        """Return a mask, true where a query attends to a key; None if all do.
 
         Args:
-            num_queries: the queries are the last so many tokens.
-            num_keys: tokens that can be seen.
+            num_queries: number of queries, which are the last tokens.
+            num_keys: number of tokens that are attended to.
+
+        Returns:
+            bool `[num_queries, num_keys]` or `[b, num_queries, num_keys]`.
         """
         if self.kind == "causal":
             everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
@@ -83,9 +87,9 @@ class Visibility:
         return None
 
     def reach(self, num_queries: int) -> Tensor:
-        """Return the first group that each of the last tokens does not see: int64 `[b, q]`.
+        """Return the first group that each of the last tokens does not attend to: int64 `[b, q]`.
 
-        Of two streams: a content token sees its own group, a query token must not.
+        For two streams: a content token attends to its own group, a query token does not.
         """
         content, query = self._groups()
         return torch.cat([content + 1, query], dim=1)[:, -num_queries:]
@@ -96,7 +100,7 @@ class Visibility:
         return self.content_groups, self.query_groups
 
     def dense_mask(self, num_tokens: int) -> Tensor:
-        """Return who sees whom among all tokens: bool `[b, s, s]`, true where row sees column."""
+        """Return the mask of all tokens: bool `[b, s, s]`, true where a row attends to a column."""
         mask = torch.zeros(1, num_tokens, num_tokens, dtype=torch.bool)
         if self.kind == "causal":
             return mask.logical_not().tril()
@@ -115,9 +119,9 @@ class Visibility:
 
 
 def _take(tokens: Tensor, places: Tensor | None, *, dim: int) -> Tensor:
-    """Take the tokens at `places` `[b, c]` out of `[s, b, ...]` (dim 0) or `[b, s, ...]` (dim 1).
+    """Gather the tokens at `places` `[b, c]` from `[s, b, ...]` (dim 0) or `[b, s, ...]` (dim 1).
 
-    Where `tokens` are shared by all images (b = 1), each image still takes its own.
+    Tokens shared by all images (b = 1) are expanded.
     """
     assert places is not None
     if dim == 1:
@@ -129,21 +133,21 @@ def _take(tokens: Tensor, places: Tensor | None, *, dim: int) -> Tensor:
 
 
 class OncePerStep:
-    """Keeps what was made of some tensors, which all blocks of a step are given alike.
+    """Caches values computed from tensors that all blocks of a step share.
 
-    A tensor that is another object, or was written to, is another tensor.
+    A value is recomputed if a tensor is a different object or was modified in place.
     """
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[list[tuple[Any, int]], Any]] = {}
 
     def __call__(self, name: str, make: Callable[[], Any], *tensors: Tensor) -> Any:
-        """Return what `make` gives; what it gave last under this name if it was of these tensors.
+        """Return the cached value for these tensors, or compute it.
 
         Args:
-            name: of what is made, with all that it depends on besides the tensors.
-            make: makes it of them.
-            tensors: of which it is made.
+            name: name of the value, which must include all that it depends on besides the tensors.
+            make: computes the value.
+            tensors: the tensors that it is computed from.
         """
         known, made = self._made.get(name, ([], None))
         if len(known) == len(tensors) and all(
@@ -158,17 +162,16 @@ class OncePerStep:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What attention has to know about tokens besides their hidden states.
+    """Inputs of attention besides hidden states.
 
     Attributes:
-        visibility: who sees whom.
-        coordinates: int64 `[b, s, axes]` of tokens, for rotary positions.
-        cache: keys and values of earlier tokens, when sequences are generated.
-        query_start: only tokens from this place on are wanted; those before only give keys and
-            values.
-        kept: `[p, b, 1]`, what the block's p parts are multiplied by before they are added, where
-            some images leave some out: attention, MLP, cross-attention.
-        once: of all blocks of a stack: tables of rotary positions, masks.
+        visibility: which token attends to which.
+        coordinates: int64 `[b, s, axes]` of tokens, for rotary and relative positions.
+        cache: KV cache of earlier tokens, in generation.
+        query_start: compute outputs only for tokens from this index on; earlier ones only provide
+            keys and values.
+        kept: `[p, b, 1]`, drop path factors of attention, MLP and cross-attention; None without.
+        once: cache of masks and rotary tables, shared by the blocks of a stack.
     """
 
     visibility: Visibility
@@ -179,17 +182,17 @@ class AttentionContext:
     once: OncePerStep = field(default_factory=OncePerStep)
 
     def keep(self, added: Tensor, *, part: int) -> Tensor:
-        """Return what a part of a block adds `[s, b, h]` without what images leave out."""
+        """Apply drop path to the output `[s, b, h]` of a branch."""
         return added if self.kept is None else self.kept[part].to(added.dtype) * added
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens so far, for every attention module of this process.
+    """KV cache of every attention module on this process.
 
     Attributes:
-        capacity: tokens that will be generated at most.
-        length: tokens that every module has stored.
+        capacity: maximum number of tokens.
+        length: number of tokens that every module has stored.
     """
 
     capacity: int
@@ -199,12 +202,12 @@ class KeyValueCache:
     _fixed: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def extend(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens of one attention module and return all of that module so far.
+        """Store new keys and values of an attention module, and return all of them.
 
         Args:
-            module: itself, not its number: two stacks of blocks both count from one.
+            module: the module, since layer numbers of two stacks coincide.
             key: `[b, heads, new, head_size]`.
-            value: like `key`.
+            value: `[b, heads, new, head_size]`.
 
         Returns:
             Keys and values `[b, heads, length + new, head_size]`.
@@ -220,28 +223,28 @@ class KeyValueCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def _room(self, module: nn.Module, like: Tensor) -> Tensor:
-        """Return room for all keys and values of a module: `[2, b, heads, capacity, head_size]`."""
+        """Allocate the cache of a module: `[2, b, heads, capacity, head_size]`."""
         batch, heads, _, size = like.shape
         return like.new_empty(2, batch, heads, self.capacity, size)
 
     def fixed(
         self, module: nn.Module, make: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Return what `make` gave when this module asked first: of a memory, which does not grow.
+        """Return the keys and values of a memory, computed once per module.
 
         Args:
-            module: which attention module.
-            make: gives keys and values `[b, heads, c, head_size]`.
+            module: the cross-attention module.
+            make: computes keys and values `[b, heads, c, head_size]`.
         """
         if module not in self._fixed:
             self._fixed[module] = torch.stack(make())
         return self._fixed[module].unbind()
 
     def select(self, order: Tensor) -> None:
-        """Continue other sequences: int64 `[b]`, for each new one the old one that it continues."""
+        """Reorder the sequences: new sequence i continues the old sequence `order[i]`."""
         for stored in (*self._stored.values(), *self._fixed.values()):
             stored.copy_(stored[:, order])
 
     def advance(self) -> None:
-        """Count the new tokens, once all modules have stored them."""
+        """Add the new tokens to `length`, after all modules have stored them."""
         self.length += self._new

@@ -1,4 +1,4 @@
-"""Blocks of a Vision Transformer by the names of other libraries, and their plain forward pass.
+"""Convert blocks of a Vision Transformer between libraries, and run them in plain PyTorch.
 
 Legend: b images, s tokens, h hidden size, n heads, d head size.
 """
@@ -17,11 +17,11 @@ from megavis.model.attention import join_keys_values, split_keys_values
 
 @dataclass(frozen=True)
 class BlockNames:
-    """What a library calls the parts of a block.
+    """A library's names of the parts of a block.
 
     Attributes:
-        plain: pairs of megavis's name and its own.
-        projections: of queries, keys and values: one matrix of all rows, or three.
+        plain: pairs of megavis' and the library's name.
+        projections: names of the query, key and value projections: one stacked matrix, or three.
     """
 
     plain: tuple[tuple[str, str], ...]
@@ -29,7 +29,7 @@ class BlockNames:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every part that has a weight and a bias."""
+        """The library's names of all parts, each of which has a weight and a bias."""
         return (*self.projections, *(theirs for _, theirs in self.plain))
 
 
@@ -43,7 +43,7 @@ TIMM = BlockNames(
     ),
     ("attn.qkv",),
 )
-# The names on the Hub, which every version of transformers reads.
+# The names in files on the Hub, which all versions of transformers can read.
 TRANSFORMERS = BlockNames(
     (
         ("input_layernorm", "layernorm_before"),
@@ -59,7 +59,7 @@ TRANSFORMERS = BlockNames(
 def block_from(
     tensors: Mapping[str, Tensor], prefix: str, names: BlockNames, *, num_heads: int
 ) -> dict[str, Tensor]:
-    """Return a block's tensors by megavis's names, of those that begin with `prefix`."""
+    """Convert a library's block, whose names begin with `prefix`, to megavis' names."""
     found = {}
     for kind in ("weight", "bias"):
         for ours, theirs in names.plain:
@@ -73,7 +73,7 @@ def block_from(
 def block_to(
     whole: Mapping[str, Tensor], prefix: str, names: BlockNames, *, num_heads: int
 ) -> dict[str, Tensor]:
-    """Undo `block_from`; `prefix` begins megavis's names."""
+    """Convert megavis' block, whose names begin with `prefix`, to a library's names."""
     found = {}
     for kind in ("weight", "bias"):
         for ours, theirs in names.plain:
@@ -100,7 +100,7 @@ def run_block(
     num_heads: int,
     epsilon: float,
 ) -> Tensor:
-    """Run a block in which all tokens see all, apart from megavis's layers: `[b, s, h]`."""
+    """Run a block with full attention on `[b, s, h]`, independently of megavis' layers."""
 
     def linear(x: Tensor, ours: str) -> Tensor:
         theirs = f"{prefix}{dict(names.plain)[ours]}"
@@ -126,6 +126,6 @@ def run_block(
 def _projections(
     tensors: Mapping[str, Tensor], prefix: str, names: BlockNames, kind: str
 ) -> tuple[Tensor, ...]:
-    """Return the rows of queries, keys and values."""
+    """Return the weights or biases of queries, keys and values."""
     rows = torch.cat([tensors[f"{prefix}{name}.{kind}"] for name in names.projections])
     return rows.chunk(3)

@@ -1,8 +1,5 @@
 """Group boundaries and context sizes, computed without torch so that config checks stay fast.
 
-The ways to cut a sequence are those of "Bridging Autoregressive and Masked Modeling for Enhanced
-Visual Representation Learning".
-
 Legend: T tokens, K predicted groups, n_0 < n_1 < ... < n_{K-1} the positions where groups end.
 """
 

@@ -99,7 +99,7 @@ def test_linear_weights_of_the_other_network_are_refused(network):
 def test_images_in_which_it_sees_nothing_are_refused(network):
     distance = PerceptualDistance.load(network[-1] / "backbone.safetensors")
     images = torch.rand(1, 3, 15, 64)
-    with pytest.raises(UserError, match="images of 15×64 pixels"):
+    with pytest.raises(UserError, match="pixels on each side, not 15×64"):
         distance(images, images)
 
 
@@ -107,5 +107,5 @@ def test_other_files_are_refused(tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match=r"no features\.0\.weight"):
         PerceptualDistance.load(tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="no file of network weights"):
+    with pytest.raises(UserError, match="not a file of network weights"):
         PerceptualDistance.load(tmp_path / "missing.pth")
